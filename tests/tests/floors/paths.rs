@@ -7,13 +7,13 @@ use std::str::Chars;
 
 /// A path to a top-level module.
 #[derive(Debug, PartialEq)]
-pub struct Import {
-    pub line: usize,
-    pub room: String,
+pub(crate) struct Import {
+    pub(crate) line: usize,
+    pub(crate) room: String,
 }
 
 /// All paths from the root, in a file whose module lies `depth` below it.
-pub fn from_root(source: &str, depth: usize) -> Vec<Import> {
+pub(crate) fn from_root(source: &str, depth: usize) -> Vec<Import> {
     let tokens = tokens(source);
     let mut imports = Vec::new();
     // For every open brace, whether an inline module opened it: inside, `super` starts one lower.
