@@ -1,0 +1,18 @@
+//! The few things that every tulle binary needs.
+//!
+//! Code enters this crate when a second crate needs it, not before.
+//! It knows nothing of proxying, of policies or of Kubernetes: values and small servers only.
+//! Nothing here reads the environment; the binaries do that and pass values in.
+
+pub mod addr;
+pub mod admin;
+pub mod backoff;
+pub mod drain;
+pub mod duration;
+pub mod identity;
+pub mod metrics;
+pub mod names;
+pub mod nets;
+pub mod ports;
+pub mod ready;
+pub mod telemetry;

@@ -1,0 +1,167 @@
+//! Addresses that must not be taken for one another, and authorities.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use crate::identity::check_dns;
+
+/// The address that an application dialled, before redirection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct OrigDst(pub SocketAddr);
+
+/// The address that a connection came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ClientAddr(pub SocketAddr);
+
+/// A DNS name and a port; the name is in lower case, and a final dot is kept because resolvers heed it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NameAddr {
+    pub name: Arc<str>,
+    pub port: u16,
+}
+
+/// Something that can be dialled: an address, or a name to look up first.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Addr {
+    Socket(SocketAddr),
+    Name(NameAddr),
+}
+
+/// Why a text is not an [`Addr`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{text:?} is not an address: {reason}; expected <ip>:<port>, [<ipv6>]:<port> or <name>:<port>")]
+pub struct ParseAddrError {
+    text: String,
+    reason: &'static str,
+}
+
+/// The same address, with an IPv4 address that is written as IPv6 (`::ffff:10.0.0.1`) turned back.
+///
+/// A listener on `[::]` sees IPv4 peers in the long form; policies and labels know them by the short one.
+pub fn canonical(addr: SocketAddr) -> SocketAddr {
+    SocketAddr::new(addr.ip().to_canonical(), addr.port())
+}
+
+impl fmt::Display for OrigDst {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Display for ClientAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Display for NameAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.name, self.port)
+    }
+}
+
+impl FromStr for NameAddr {
+    type Err = ParseAddrError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let fail = |reason| ParseAddrError {
+            text: text.to_owned(),
+            reason,
+        };
+        let (name, port) = text.rsplit_once(':').ok_or_else(|| fail("it has no port"))?;
+        let port = parse_port(port).ok_or_else(|| fail("the port is not a number from 1 to 65535"))?;
+        check_dns(name.strip_suffix('.').unwrap_or(name)).map_err(fail)?;
+        Ok(Self {
+            name: name.to_ascii_lowercase().into(),
+            port,
+        })
+    }
+}
+
+impl Addr {
+    pub fn port(&self) -> u16 {
+        match self {
+            Self::Socket(addr) => addr.port(),
+            Self::Name(name) => name.port,
+        }
+    }
+}
+
+impl fmt::Display for Addr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Socket(addr) => addr.fmt(f),
+            Self::Name(name) => name.fmt(f),
+        }
+    }
+}
+
+impl FromStr for Addr {
+    type Err = ParseAddrError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text.parse::<SocketAddr>() {
+            Ok(addr) if addr.port() == 0 => Err(ParseAddrError {
+                text: text.to_owned(),
+                reason: "nobody can be dialled at port 0",
+            }),
+            Ok(addr) => Ok(Self::Socket(addr)),
+            Err(_) => text.parse().map(Self::Name),
+        }
+    }
+}
+
+/// A port from 1 to 65535 in plain digits; `u16::from_str` alone would also take `+80`.
+pub(crate) fn parse_port(text: &str) -> Option<u16> {
+    if !text.bytes().all(|b| b.is_ascii_digit()) {
+        return None;
+    }
+    text.parse().ok().filter(|port| *port != 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_and_names_are_told_apart() {
+        assert_eq!("10.0.0.1:80".parse(), Ok(Addr::Socket(([10, 0, 0, 1], 80).into())));
+        assert_eq!("[::1]:80".parse::<Addr>().unwrap().to_string(), "[::1]:80");
+        let name: Addr = "Web.shop.svc.cluster.local.:8086".parse().unwrap();
+        assert_eq!(
+            name,
+            Addr::Name(NameAddr {
+                name: "web.shop.svc.cluster.local.".into(),
+                port: 8086
+            })
+        );
+        assert_eq!(name.port(), 8086);
+    }
+
+    #[test]
+    fn a_bad_address_is_refused_with_the_reason() {
+        for (text, reason) in [
+            ("web", "it has no port"),
+            ("web:http", "the port is not a number"),
+            ("web:0", "the port is not a number"),
+            ("web:+80", "the port is not a number"),
+            ("10.0.0.1:0", "port 0"),
+            ("10.0.0.300:80", "the last DNS label is a number"),
+            ("::1:80", "letters, digits"),
+            (":80", "it is empty"),
+        ] {
+            let err = text.parse::<Addr>().unwrap_err().to_string();
+            assert!(err.contains(reason), "{text}: {err}");
+        }
+    }
+
+    #[test]
+    fn mapped_addresses_become_short() {
+        let mapped: SocketAddr = "[::ffff:10.0.0.1]:80".parse().unwrap();
+        assert_eq!(canonical(mapped), "10.0.0.1:80".parse().unwrap());
+        let v6: SocketAddr = "[fd00::1]:80".parse().unwrap();
+        assert_eq!(canonical(v6), v6);
+    }
+}

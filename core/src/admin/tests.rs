@@ -1,0 +1,144 @@
+use std::io::Read;
+
+use flate2::read::GzDecoder;
+use http_body_util::Empty;
+use tokio::task::JoinHandle;
+
+use super::*;
+use crate::drain;
+use crate::metrics::Labels;
+
+struct Running {
+    addr: SocketAddr,
+    signal: drain::Signal,
+    server: JoinHandle<()>,
+    readiness: Readiness,
+}
+
+async fn start() -> Running {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    let registry = Registry::new();
+    registry.counter("a_total", "A.").get(&Labels::new()).inc();
+    let readiness = Readiness::new();
+    let admin = Admin::new(registry, readiness.clone()).route("/echo", |req| async move {
+        let line = format!("{} {:?} {:?} {}\n", req.method, req.query, req.body, req.is_loopback());
+        text(StatusCode::OK, line)
+    });
+    let (signal, watch) = drain::channel();
+    let server = tokio::spawn(admin.serve(listener, watch));
+    Running {
+        addr,
+        signal,
+        server,
+        readiness,
+    }
+}
+
+async fn send<B>(addr: SocketAddr, req: Request<B>) -> Response<Bytes>
+where
+    B: hyper::body::Body<Data = Bytes, Error = Infallible> + Send + Unpin + 'static,
+{
+    let stream = TcpStream::connect(addr).await.unwrap();
+    let (mut client, conn) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+        .await
+        .unwrap();
+    let conn = tokio::spawn(conn);
+    let (head, body) = client.send_request(req).await.unwrap().into_parts();
+    let body = body.collect().await.unwrap().to_bytes();
+    drop(client);
+    conn.await.unwrap().unwrap();
+    Response::from_parts(head, body)
+}
+
+fn get(path: &str) -> Request<Empty<Bytes>> {
+    Request::get(path).body(Empty::new()).unwrap()
+}
+
+#[tokio::test]
+async fn probes_tell_life_and_readiness() {
+    let running = start().await;
+    let latch = running.readiness.latch("first certificate");
+    assert_eq!(send(running.addr, get("/live")).await.body(), "live\n");
+    let rsp = send(running.addr, get("/ready")).await;
+    assert_eq!(
+        (rsp.status(), &rsp.body()[..]),
+        (StatusCode::SERVICE_UNAVAILABLE, &b"not ready\n"[..])
+    );
+    drop(latch);
+    let rsp = send(running.addr, get("/ready")).await;
+    assert_eq!((rsp.status(), &rsp.body()[..]), (StatusCode::OK, &b"ready\n"[..]));
+    assert_eq!(
+        send(running.addr, get("/nothing")).await.status(),
+        StatusCode::NOT_FOUND
+    );
+}
+
+#[tokio::test]
+async fn metrics_are_packed_when_the_client_accepts_it() {
+    let running = start().await;
+    let plain = send(running.addr, get("/metrics")).await;
+    assert_eq!(plain.headers()[CONTENT_TYPE], "text/plain; version=0.0.4");
+    let mut req = get("/metrics");
+    req.headers_mut()
+        .insert(ACCEPT_ENCODING, HeaderValue::from_static("deflate, gzip;q=0.5"));
+    let packed = send(running.addr, req).await;
+    assert_eq!(packed.headers()[CONTENT_ENCODING], "gzip");
+    let mut unpacked = String::new();
+    GzDecoder::new(&packed.body()[..])
+        .read_to_string(&mut unpacked)
+        .unwrap();
+    assert_eq!(unpacked.as_bytes(), plain.body());
+    assert!(unpacked.contains("a_total 1\n"));
+}
+
+#[tokio::test]
+async fn handlers_get_the_whole_request_and_long_bodies_are_refused() {
+    let running = start().await;
+    let req = Request::put("/echo?a=b").body(Full::new(Bytes::from("hello"))).unwrap();
+    assert_eq!(
+        send(running.addr, req).await.body(),
+        "PUT Some(\"a=b\") b\"hello\" true\n"
+    );
+    let req = Request::put("/echo")
+        .body(Full::new(Bytes::from(vec![0; MAX_BODY + 1])))
+        .unwrap();
+    assert_eq!(send(running.addr, req).await.status(), StatusCode::PAYLOAD_TOO_LARGE);
+}
+
+#[tokio::test]
+async fn http2_is_served_on_the_same_port() {
+    let running = start().await;
+    let stream = TcpStream::connect(running.addr).await.unwrap();
+    let (mut client, conn) = hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream))
+        .await
+        .unwrap();
+    let conn = tokio::spawn(conn);
+    let rsp = client.send_request(get("http://admin/live")).await.unwrap();
+    assert_eq!(rsp.into_body().collect().await.unwrap().to_bytes(), "live\n");
+    drop(client);
+    conn.await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn a_drain_closes_idle_connections_and_the_listener() {
+    let running = start().await;
+    let stream = TcpStream::connect(running.addr).await.unwrap();
+    let (mut client, conn) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+        .await
+        .unwrap();
+    let conn = tokio::spawn(conn);
+    client
+        .send_request(get("/live"))
+        .await
+        .unwrap()
+        .into_body()
+        .collect()
+        .await
+        .unwrap();
+
+    timeout(Duration::from_secs(4), running.signal.drain()).await.unwrap();
+    running.server.await.unwrap();
+    conn.await.unwrap().unwrap();
+    assert!(TcpStream::connect(running.addr).await.is_err());
+}

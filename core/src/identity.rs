@@ -1,0 +1,149 @@
+//! Who a workload is: the name that its certificate carries.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+/// A TLS identity, equal when it is the same kind of name spelled the same way.
+///
+/// DNS names are kept in lower case.
+/// Source: `TlsIdentity` in `destination.proto`.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Identity {
+    /// A DNS name, such as `web.shop.serviceaccount.identity.linkerd.cluster.local`.
+    Dns(Arc<str>),
+    /// A SPIFFE URI, such as `spiffe://example.org/web`.
+    Uri(Arc<str>),
+}
+
+/// Why a text is not an identity.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{text:?} is not an identity: {reason}; expected a DNS name or spiffe://<trust domain>/<path>")]
+pub struct ParseIdentityError {
+    text: String,
+    reason: &'static str,
+}
+
+/// The DNS identity that a service account's certificate carries.
+pub fn service_account(sa: &str, ns: &str, control_ns: &str, trust_domain: &str) -> String {
+    format!("{sa}.{ns}.serviceaccount.identity.{control_ns}.{trust_domain}")
+}
+
+impl Identity {
+    pub fn as_str(&self) -> &str {
+        match self {
+            Self::Dns(name) | Self::Uri(name) => name,
+        }
+    }
+}
+
+impl fmt::Display for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl FromStr for Identity {
+    type Err = ParseIdentityError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let parsed = match text.strip_prefix("spiffe://") {
+            Some(rest) => check_spiffe(rest).map(|()| Self::Uri(text.into())),
+            None => check_dns(text).map(|()| Self::Dns(text.to_ascii_lowercase().into())),
+        };
+        parsed.map_err(|reason| ParseIdentityError {
+            text: text.to_owned(),
+            reason,
+        })
+    }
+}
+
+pub(crate) fn check_dns(name: &str) -> Result<(), &'static str> {
+    if name.is_empty() {
+        return Err("it is empty");
+    }
+    if name.len() > 253 {
+        return Err("a DNS name has at most 253 characters");
+    }
+    for label in name.split('.') {
+        if label.is_empty() || label.len() > 63 {
+            return Err("a DNS label has 1 to 63 characters");
+        }
+        if !label
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
+        {
+            return Err("a DNS label has letters, digits, '-' and '_' only");
+        }
+        if label.starts_with('-') || label.ends_with('-') {
+            return Err("a DNS label neither starts nor ends with '-'");
+        }
+    }
+    // Otherwise 10.0.0.1 would be a name, and nobody who wrote it meant one.
+    let last = name.rsplit('.').next().unwrap_or(name);
+    if last.bytes().all(|b| b.is_ascii_digit()) {
+        return Err("the last DNS label is a number");
+    }
+    Ok(())
+}
+
+/// Checks what follows the scheme, by the rules of the SPIFFE ID standard.
+fn check_spiffe(rest: &str) -> Result<(), &'static str> {
+    if rest.len() > 2048 {
+        return Err("a SPIFFE URI has at most 2048 characters");
+    }
+    let (domain, path) = match rest.split_once('/') {
+        Some((domain, path)) => (domain, Some(path)),
+        None => (rest, None),
+    };
+    let in_domain = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"-._".contains(&b);
+    if domain.is_empty() || !domain.bytes().all(in_domain) {
+        return Err("a trust domain has lower case letters, digits, '-', '.' and '_' only");
+    }
+    let in_segment = |b: u8| b.is_ascii_alphanumeric() || b"-._".contains(&b);
+    for segment in path.into_iter().flat_map(|path| path.split('/')) {
+        if segment.is_empty() || segment == "." || segment == ".." || !segment.bytes().all(in_segment) {
+            return Err("a SPIFFE path has segments of letters, digits, '-', '.' and '_' only");
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_spiffe_uris_are_identities() {
+        let web = service_account("web", "shop", "linkerd", "cluster.local");
+        assert_eq!(web, "web.shop.serviceaccount.identity.linkerd.cluster.local");
+        assert_eq!(web.parse(), Ok(Identity::Dns(web.as_str().into())));
+        assert_eq!("WEB.Shop".parse(), Ok(Identity::Dns("web.shop".into())));
+        let uri = "spiffe://root.example/ns/Shop/web";
+        assert_eq!(uri.parse(), Ok(Identity::Uri(uri.into())));
+        assert_eq!(uri.parse::<Identity>().unwrap().to_string(), uri);
+    }
+
+    #[test]
+    fn anything_else_is_refused_with_the_reason() {
+        for text in [
+            "",
+            "a..b",
+            "a.",
+            "-a.b",
+            "a b",
+            "10.0.0.1",
+            "*.b",
+            "https://a/b",
+            "spiffe://",
+            "spiffe://A/b",
+            "spiffe://a//b",
+            "spiffe://a/../b",
+            "spiffe://a/b?c",
+        ] {
+            let err = text.parse::<Identity>().unwrap_err().to_string();
+            assert!(err.starts_with(&format!("{text:?} is not an identity: ")), "{err}");
+        }
+        assert!("a.".repeat(200).parse::<Identity>().is_err());
+    }
+}

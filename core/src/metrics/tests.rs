@@ -1,0 +1,96 @@
+use super::*;
+
+#[test]
+fn families_are_printed_by_name_with_help_and_type() {
+    let registry = Registry::new();
+    let requests = registry.counter("request_total", "Requests\nby \\ direction.");
+    requests.get(&Labels::new().with("direction", "outbound")).add(2);
+    requests.get(&Labels::new().with("direction", "inbound")).inc();
+    registry.gauge("open", "Open connections.").get(&Labels::new()).add(-3);
+    registry.counter("never_used", "Nothing.");
+    registry.collector(|out| out.push_str("mine 1\n"));
+    let expected = "# HELP open Open connections.\n# TYPE open gauge\nopen -3\n\
+                    # HELP request_total Requests\\nby \\\\ direction.\n# TYPE request_total counter\n\
+                    request_total{direction=\"inbound\"} 1\nrequest_total{direction=\"outbound\"} 2\nmine 1\n";
+    assert_eq!(registry.render(), expected);
+}
+
+#[test]
+fn label_values_are_escaped_and_sets_joined() {
+    let base = Labels::new().with("a", "x\"y\\z\n");
+    let labels = Labels::new().with("b", 1).extend(&base).extend(&Labels::new());
+    assert_eq!(labels.as_str(), "b=\"1\",a=\"x\\\"y\\\\z\\n\"");
+}
+
+#[test]
+fn histograms_are_cumulative_and_a_bound_belongs_to_its_bucket() {
+    let registry = Registry::new();
+    let latency = registry
+        .histogram("latency_seconds", "Latency.", &[0.05, 1.0])
+        .get(&Labels::new().with("a", "b"));
+    for value in [0.05, 0.5, 7.0] {
+        latency.observe(value);
+    }
+    let expected = "# HELP latency_seconds Latency.\n# TYPE latency_seconds histogram\n\
+                    latency_seconds_bucket{a=\"b\",le=\"0.05\"} 1\nlatency_seconds_bucket{a=\"b\",le=\"1\"} 2\n\
+                    latency_seconds_bucket{a=\"b\",le=\"+Inf\"} 3\nlatency_seconds_sum{a=\"b\"} 7.55\n\
+                    latency_seconds_count{a=\"b\"} 3\n";
+    assert_eq!(registry.render(), expected);
+}
+
+#[test]
+fn one_name_is_one_family() {
+    let registry = Registry::new();
+    registry.counter("a_total", "A.").get(&Labels::new()).inc();
+    assert_eq!(registry.counter("a_total", "A.").get(&Labels::new()).get(), 1);
+}
+
+#[test]
+#[should_panic(expected = "one type")]
+fn one_name_is_one_type() {
+    let registry = Registry::new();
+    registry.counter("a", "A.");
+    registry.gauge("a", "A.");
+}
+
+#[tokio::test(start_paused = true)]
+async fn series_vanish_after_their_owner() {
+    let idle = Duration::from_secs(600);
+    let registry = Registry::new();
+    let family = registry.counter("a_total", "A.");
+    let held = family.get(&Labels::new().with("held", 1));
+    family.get(&Labels::new().with("dropped", 1)).inc();
+
+    registry.retire(idle);
+    tokio::time::advance(idle / 2).await;
+    registry.retire(idle);
+    assert!(registry.render().contains("dropped"));
+
+    tokio::time::advance(idle).await;
+    registry.retire(idle);
+    let text = registry.render();
+    assert!(!text.contains("dropped") && text.contains("held"), "{text}");
+
+    drop(held);
+    registry.retire(idle);
+    assert!(registry.render().contains("held"), "it was held until now");
+    tokio::time::advance(idle).await;
+    registry.retire(idle);
+    assert_eq!(registry.render(), "");
+}
+
+#[test]
+fn a_full_family_keeps_counting_in_one_series() {
+    let registry = Registry::new();
+    let family = registry.counter("a_total", "A.");
+    let held: Vec<_> = (0..MAX_SERIES)
+        .map(|n| family.get(&Labels::new().with("n", n)))
+        .collect();
+    family.get(&Labels::new().with("n", "more")).inc();
+    family.get(&Labels::new().with("n", "and more")).inc();
+    family.get(&Labels::new().with("n", 7)).inc();
+    assert_eq!(held[7].get(), 1);
+    let text = registry.render();
+    assert!(text.contains("a_total{overflow=\"true\"} 2\n"));
+    assert!(text.contains("tulle_metrics_series_overflow_total{family=\"a_total\"} 2\n"));
+}
