@@ -1,6 +1,6 @@
 //! Workloads and measurements: echo servers, an open-loop load generator, and the reference scenario against other proxies.
 
-mod args;
+pub mod load;
 pub mod serve;
 
 /// The echo service of `proto/echo.proto`.

@@ -20,6 +20,8 @@ struct Args {
 enum Command {
     /// Echo servers: HTTP/1, HTTP/2, gRPC, WebSocket, TCP.
     Serve(tulle_bench::serve::Args),
+    /// Generates load and reports every outcome.
+    Load(tulle_bench::load::Args),
 }
 
 fn main() -> ExitCode {
@@ -35,5 +37,6 @@ fn main() -> ExitCode {
 fn run(args: Args) -> anyhow::Result<()> {
     match args.command {
         Command::Serve(args) => tulle_bench::serve::main(args).context("serving"),
+        Command::Load(args) => tulle_bench::load::main(&args).context("generating load"),
     }
 }

@@ -20,8 +20,9 @@ use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::handshake::derive_accept_key;
 use tokio_tungstenite::tungstenite::protocol::Role;
 use tonic::body::Body;
+use tulle_core::drain::Watch;
 
-use super::{App, Watch, grpc};
+use super::{App, grpc};
 
 /// Serves one connection to its end, or to the end of its requests once the process drains.
 pub(super) async fn serve(stream: TcpStream, app: Arc<App>, watch: Watch) {
@@ -46,10 +47,9 @@ pub(super) async fn serve(stream: TcpStream, app: Arc<App>, watch: Watch) {
         .initial_stream_window_size(WINDOW)
         .initial_connection_window_size(WINDOW);
     let mut connection = std::pin::pin!(builder.serve_connection_with_upgrades(TokioIo::new(stream), service));
-    let mut stop = watch;
     let ended = tokio::select! {
         ended = connection.as_mut() => Some(ended),
-        () = super::draining(&mut stop) => None,
+        () = watch.signaled() => None,
     };
     if ended.is_none() {
         connection.as_mut().graceful_shutdown();
@@ -123,12 +123,13 @@ impl Site {
             return rsp;
         };
         let upgrade = hyper::upgrade::on(&mut req);
-        let (delay, watch) = (self.app.delay, self.watch.clone());
+        let (delay, watch, guard) = (self.app.delay, self.watch.clone(), self.watch.guard());
         tokio::spawn(async move {
             // The client that goes away between request and switch has nothing to be told.
             let Ok(io) = upgrade.await else { return };
             let socket = WebSocketStream::from_raw_socket(TokioIo::new(io), Role::Server, None).await;
             echo_messages(socket, delay, watch).await;
+            drop(guard);
         });
         let mut rsp = Response::new(Body::empty());
         *rsp.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
@@ -142,16 +143,12 @@ impl Site {
     }
 }
 
-async fn echo_messages(
-    mut socket: WebSocketStream<TokioIo<hyper::upgrade::Upgraded>>,
-    delay: Duration,
-    mut watch: Watch,
-) {
+async fn echo_messages(mut socket: WebSocketStream<TokioIo<hyper::upgrade::Upgraded>>, delay: Duration, watch: Watch) {
     loop {
         let message = tokio::select! {
             biased;
             message = socket.next() => message,
-            () = super::draining(&mut watch) => break,
+            () = watch.signaled() => break,
         };
         // Pings and the closing handshake are answered inside the library while it is read.
         let Some(Ok(message)) = message else { return };

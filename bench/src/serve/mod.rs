@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::watch;
+use tulle_core::drain::{self, Watch};
 
 /// Which servers to run, and how they answer.
 #[derive(clap::Args, Clone, Debug)]
@@ -31,7 +31,7 @@ pub struct Args {
     #[arg(long, value_name = "ADDR")]
     pub tcp_speaks_first: Vec<SocketAddr>,
     /// Wait this long before every answer ("50ms").
-    #[arg(long, value_name = "DURATION", default_value = "0s", value_parser = crate::args::duration)]
+    #[arg(long, value_name = "DURATION", default_value = "0s", value_parser = tulle_core::duration::parse)]
     pub delay: Duration,
     /// The name in `x-replica`, in gRPC replies and in greetings.
     #[arg(long, default_value = "tulle-bench")]
@@ -144,16 +144,13 @@ impl Server {
 
     /// Serves until `stop` completes, then drains.
     pub async fn run(self, stop: impl Future<Output = ()>) {
-        // The sender is told when the last receiver is gone, so the channel is also the count of what is still open.
-        let (draining, watch) = watch::channel(false);
+        let (signal, watch) = drain::channel();
         for (protocol, listener) in self.listeners {
             tokio::spawn(accept(protocol, listener, self.app.clone(), watch.clone()));
         }
-        drop(watch);
         stop.await;
-        draining.send_replace(true);
         // Whatever is left when the time is over ends with the process.
-        let _ = tokio::time::timeout(GRACE, draining.closed()).await;
+        let _ = tokio::time::timeout(GRACE, signal.drain()).await;
     }
 }
 
@@ -168,11 +165,10 @@ impl Protocol {
 }
 
 async fn accept(protocol: Protocol, listener: TcpListener, app: Arc<App>, watch: Watch) {
-    let mut stop = watch.clone();
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
-            () = draining(&mut stop) => return,
+            () = watch.signaled() => return,
         };
         match accepted {
             Ok((stream, _)) => {
@@ -190,20 +186,12 @@ async fn accept(protocol: Protocol, listener: TcpListener, app: Arc<App>, watch:
 async fn serve(protocol: Protocol, stream: TcpStream, app: Arc<App>, watch: Watch) {
     // Small answers must not wait for the acknowledgement of the one before. A dead socket shows at the first read.
     let _ = stream.set_nodelay(true);
+    let _guard = watch.guard();
     match protocol {
         Protocol::Http => http::serve(stream, app, watch).await,
         Protocol::Tcp => tcp::echo(stream, &app, watch).await,
         Protocol::TcpSpeaksFirst => tcp::greet_and_echo(stream, &app, watch).await,
     }
-}
-
-/// True once the process drains; holding it keeps the drain waiting.
-type Watch = watch::Receiver<bool>;
-
-/// Completes when the process drains.
-async fn draining(watch: &mut Watch) {
-    // An error means that the sender is gone, which is the end, too.
-    let _ = watch.wait_for(|draining| *draining).await;
 }
 
 /// Waits the configured delay; nothing when there is none.

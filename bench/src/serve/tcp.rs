@@ -3,7 +3,9 @@
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
-use super::{App, Watch};
+use tulle_core::drain::Watch;
+
+use super::App;
 
 /// Sends `hello from <name>\n`, then echoes.
 pub(super) async fn greet_and_echo(mut stream: TcpStream, app: &App, watch: Watch) {
@@ -18,14 +20,14 @@ pub(super) async fn greet_and_echo(mut stream: TcpStream, app: &App, watch: Watc
 }
 
 /// Sends every byte back until the peer ends, an error, or the drain.
-pub(super) async fn echo(mut stream: TcpStream, app: &App, mut watch: Watch) {
+pub(super) async fn echo(mut stream: TcpStream, app: &App, watch: Watch) {
     let mut buf = vec![0; BUFFER];
     loop {
         let read = tokio::select! {
             // What has arrived before the drain is still answered.
             biased;
             read = stream.read(&mut buf) => read,
-            () = super::draining(&mut watch) => break,
+            () = watch.signaled() => break,
         };
         let n = match read {
             Ok(0) => break,
