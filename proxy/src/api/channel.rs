@@ -56,6 +56,8 @@ pub struct Config {
     /// TCP and TLS together, for each address.
     pub connect_timeout: Duration,
     pub backoff: Backoff,
+    /// How long a call waits for a connection; [`CALL_WAIT`].
+    pub call_wait: Duration,
 }
 
 /// What all channels share.
@@ -68,7 +70,7 @@ pub struct Connector {
     pub runtime: Handle,
 }
 
-/// A channel; clones share its connection. Calls fail with `Unavailable` when there is none for [`CALL_WAIT`].
+/// A channel; clones share its connection. Calls fail with `Unavailable` when there is none for too long.
 #[derive(Clone)]
 pub struct Channel {
     shared: Arc<Shared>,
@@ -89,6 +91,7 @@ struct Shared {
     scheme: Scheme,
     /// Tells the dialling task that a call waits.
     wanted: Notify,
+    call_wait: Duration,
     metrics: ChannelMetrics,
 }
 
@@ -134,6 +137,7 @@ impl Connector {
                 Security::MutualTls(_) => Scheme::HTTPS,
             },
             wanted: Notify::new(),
+            call_wait: config.call_wait,
             metrics: ChannelMetrics::new(&self.metrics, &target),
             target,
         });
@@ -167,7 +171,12 @@ impl Channel {
 
     /// The connection, as soon as there is one that works.
     async fn ready(&mut self) -> Result<SendRequest<Body>, Status> {
-        let wanted = &self.shared.wanted;
+        let Shared {
+            wanted,
+            call_wait,
+            target,
+            ..
+        } = &*self.shared;
         let waiting = async {
             loop {
                 match &*self.connection.borrow_and_update() {
@@ -177,12 +186,12 @@ impl Channel {
                 self.connection.changed().await.ok()?;
             }
         };
-        match timeout(CALL_WAIT, waiting).await {
+        match timeout(*call_wait, waiting).await {
             Ok(Some(connection)) => Ok(connection),
             Ok(None) => Err(Status::unavailable("the runtime of control plane clients has ended")),
             Err(_) => Err(Status::unavailable(match &*self.connection.borrow() {
-                Connection::Missing(Some(reason)) => format!("no connection to {}: {reason}", self.shared.target.addr),
-                _ => format!("no connection to {} within {CALL_WAIT:?}", self.shared.target.addr),
+                Connection::Missing(Some(reason)) => format!("no connection to {}: {reason}", target.addr),
+                _ => format!("no connection to {} within {call_wait:?}", target.addr),
             })),
         }
     }
@@ -392,7 +401,7 @@ impl std::fmt::Display for Causes<'_> {
     }
 }
 
-/// How long a call waits for a connection.
+/// How long calls of the proxy wait for a connection.
 pub const CALL_WAIT: Duration = Duration::from_secs(10);
 /// A connection that lasted this long was a good one.
 const SETTLED: Duration = Duration::from_secs(10);
