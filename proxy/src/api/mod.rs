@@ -11,4 +11,4 @@ pub mod policies;
 pub mod watch;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
