@@ -1,0 +1,4 @@
+pub mod tls;
+mod http;
+mod metrics;
+mod net;
