@@ -1,0 +1,3 @@
+//! The data plane: a sidecar that carries a workload's traffic with identity, policy and balancing.
+
+pub mod policy;
