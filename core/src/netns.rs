@@ -312,9 +312,11 @@ pub fn enter_user_namespace(ids: &[u32]) -> Result<(), NetnsError> {
     let (from_parent, mut to_child) = io::pipe().map_err(failed)?;
     let mut command = Command::new(&program);
     command.args(std::env::args_os().skip(1));
-    before_exec(&mut command, move || become_root_inside(&to_parent, &from_parent));
-
     let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGCHLD]);
+    before_exec(&mut command, move || {
+        signals.thread_unblock()?; // blocked here, and inherited
+        become_root_inside(&to_parent, &from_parent)
+    });
     signals.thread_block().map_err(|errno| failed(errno.into()))?;
     let child = thread::scope(|scope| {
         // `spawn` returns only after exec, so the maps are written from a thread beside it.
@@ -496,7 +498,7 @@ fn unname(name: &str) {
 #[allow(unsafe_code)]
 fn before_exec(command: &mut Command, step: impl FnMut() -> io::Result<()> + Send + Sync + 'static) {
     // SAFETY: after fork only async-signal-safe functions may run. Both callers in this module make system calls alone
-    // (setns, unshare, read, write, setres*id, mount, mkdir, prctl), allocate nothing and take no lock.
+    // (setns, unshare, read, write, setres*id, mount, mkdir, prctl, sigprocmask), allocate nothing and take no lock.
     unsafe {
         command.pre_exec(step);
     }
