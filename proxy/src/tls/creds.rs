@@ -210,11 +210,16 @@ impl Credentials {
         self.shared.state.load().validity
     }
 
-    /// Swaps in a certificate, after checking that it chains to our trust anchors, bears our name, and fits its key.
+    /// Swaps in a certificate; see [`Credentials::replace`].
+    pub fn install(&self, leaf: Leaf) -> Result<Validity, CredentialsError> {
+        self.replace(leaf, self.anchors())
+    }
+
+    /// Swaps in a certificate and trust anchors, after checking that it chains to them, bears our name, and fits its
+    /// key.
     ///
     /// Everything stays as it was on any error.
-    pub fn install(&self, leaf: Leaf) -> Result<Validity, CredentialsError> {
-        let anchors = self.anchors();
+    pub fn replace(&self, leaf: Leaf, anchors: TrustAnchors) -> Result<Validity, CredentialsError> {
         let (end_entity, intermediates) = leaf.chain.split_first().ok_or(CredentialsError::EmptyChain)?;
         verify::chain(end_entity, intermediates, &anchors.roots, &self.shared.provider)
             .map_err(CredentialsError::Leaf)?;

@@ -12,4 +12,4 @@ pub mod status;
 pub mod verify;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
