@@ -163,7 +163,7 @@ fn ghz(scene: &Scene, duration: Duration) -> anyhow::Result<Driven> {
         /// Nanoseconds.
         latency: f64,
     }
-    let mut command = scene.client.command(&scene.ghz);
+    let mut command = scene.client.command("ghz");
     command
         .args([
             "--insecure",

@@ -30,7 +30,7 @@ impl Peer {
             Self::Tulle => ["tulle-proxy", "tulle-control"]
                 .into_iter()
                 .try_for_each(|name| tools::beside(name).map(drop)),
-            Self::Haproxy => tools::installed("haproxy", "haproxy"),
+            Self::Haproxy => tools::installed("haproxy"),
             Self::None => Ok(()),
         }
     }

@@ -20,7 +20,6 @@ pub(super) struct Scene {
     pub(super) client: Arc<Namespace>,
     pub(super) server: Arc<Namespace>,
     pub(super) certs: certs::Files,
-    pub(super) ghz: PathBuf,
     pub(super) dir: TempDir,
     _lab: Lab,
 }
@@ -31,8 +30,7 @@ impl Scene {
         for peer in peers {
             peer.check()?;
         }
-        tools::installed("wrk", "wrk")?;
-        let ghz = tools::ghz()?;
+        ["wrk", "ghz", "nft"].into_iter().try_for_each(tools::installed)?;
         let dir = tempfile::tempdir().context("making a directory")?;
         let certs = certs::make(dir.path())?;
         for (name, text) in FILES {
@@ -57,7 +55,6 @@ impl Scene {
             client,
             server,
             certs,
-            ghz,
             dir,
             _lab: lab,
         })
@@ -93,10 +90,7 @@ impl Drop for Redirect {
 
 fn nft(namespace: &Namespace, rules: &str) -> anyhow::Result<()> {
     let mut command: Command = namespace.command("nft");
-    let output = command
-        .arg(rules)
-        .output()
-        .context("starting nft; it is in Debian's package nftables")?;
+    let output = command.arg(rules).output().context("starting nft")?;
     anyhow::ensure!(
         output.status.success(),
         "nft refused {rules:?}: {}",

@@ -1,7 +1,7 @@
 //! Programs the scenario needs, and where they are.
 
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::{Context as _, bail};
@@ -20,30 +20,12 @@ pub(super) fn beside(name: &str) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-/// Checks that a program of the system can be started.
-pub(super) fn installed(name: &str, package: &str) -> anyhow::Result<()> {
+/// Checks that a program can be started, before anything else is.
+pub(super) fn installed(name: &str) -> anyhow::Result<()> {
     match Command::new(name).arg("-v").output() {
         Ok(_) => Ok(()),
-        Err(error) => Err(error).with_context(|| format!("starting {name}; it is in Debian's package {package}")),
+        Err(error) => Err(error).with_context(|| format!("starting {name}; \"./run bench\" installs what is missing")),
     }
-}
-
-/// The gRPC load generator, built with Go when it is not there yet.
-pub(super) fn ghz() -> anyhow::Result<PathBuf> {
-    let cache = match (std::env::var_os("XDG_CACHE_HOME"), std::env::var_os("HOME")) {
-        (Some(cache), _) if !cache.is_empty() => PathBuf::from(cache),
-        (_, Some(home)) => Path::new(&home).join(".cache"),
-        _ => bail!("neither XDG_CACHE_HOME nor HOME is set, so there is no place for ghz"),
-    };
-    let bin = cache.join("tulle/bin");
-    let ghz = bin.join("ghz");
-    if !ghz.exists() {
-        eprintln!("building {GHZ} into {}", bin.display());
-        let status = Command::new("go").args(["install", GHZ]).env("GOBIN", &bin).status();
-        let status = status.context("starting go; it is needed once, to build ghz")?;
-        anyhow::ensure!(status.success(), "go install {GHZ} failed with {status}");
-    }
-    Ok(ghz)
 }
 
 /// The idle row opens more connections than the usual limit of descriptors allows; children inherit the new one.
@@ -57,5 +39,3 @@ pub(super) fn print(text: &str) -> anyhow::Result<()> {
         .write_all(text.as_bytes())
         .context("writing to standard output")
 }
-
-const GHZ: &str = "github.com/bojand/ghz/cmd/ghz@v0.120.0";
