@@ -1,9 +1,15 @@
-pub mod admin;
-pub mod api;
+//! The data plane: a sidecar that carries a workload's traffic with identity, policy and balancing.
+
+mod admin;
+mod api;
+mod balance;
 pub mod config;
 pub mod env;
 mod http;
-pub mod identity;
+mod identity;
+mod inbound;
 mod metrics;
 mod net;
-pub mod tls;
+mod outbound;
+mod policy;
+mod tls;

@@ -14,6 +14,7 @@ pub(crate) mod h2;
 pub(crate) mod headers;
 pub(crate) mod layers;
 pub(crate) mod orig_proto;
+pub(crate) mod replay;
 pub(crate) mod respond;
 pub(crate) mod server;
 pub(crate) mod tunnel;
