@@ -25,13 +25,13 @@ pub struct Config {
 ///
 /// The file is read at the first lookup: a proxy whose control plane has an address needs no DNS at all.
 #[derive(Clone)]
-pub struct Resolver {
+pub(crate) struct Resolver {
     shared: Arc<Shared>,
 }
 
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum DnsError {
+pub(crate) enum DnsError {
     #[error("reading the configuration of the resolver")]
     Configuration(#[source] NetError),
     #[error("looking up {name}")]
@@ -51,7 +51,7 @@ struct Shared {
 }
 
 impl Resolver {
-    pub fn new(config: Config, metrics: Metrics) -> Self {
+    pub(crate) fn new(config: Config, metrics: Metrics) -> Self {
         Self {
             shared: Arc::new(Shared {
                 config,
@@ -62,7 +62,7 @@ impl Resolver {
     }
 
     /// The addresses behind a name, each once, with the port of its SRV record if it has one.
-    pub async fn resolve(&self, addr: &NameAddr) -> Result<Vec<SocketAddr>, DnsError> {
+    pub(crate) async fn resolve(&self, addr: &NameAddr) -> Result<Vec<SocketAddr>, DnsError> {
         let resolver = self.shared.resolver()?;
         let mut found = self.services(&resolver, addr).await;
         if found.is_empty() {
