@@ -1,5 +1,6 @@
 //! The data plane: a sidecar that carries a workload's traffic with identity, policy and balancing.
 
+pub mod balance;
 pub mod policy;
 pub mod tls;
 mod http;
