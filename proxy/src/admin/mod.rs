@@ -29,7 +29,7 @@ pub enum ShutdownEndpoint {
 }
 
 /// What the routes show and change.
-pub struct Subjects {
+pub(crate) struct Subjects {
     pub registry: Registry,
     pub readiness: Readiness,
     /// None when the process does not log.
@@ -41,7 +41,7 @@ pub struct Subjects {
 }
 
 /// A server of all routes, ready to serve.
-pub fn server(config: &Config, subjects: Subjects) -> Admin {
+pub(crate) fn server(config: &Config, subjects: Subjects) -> Admin {
     let Subjects {
         registry,
         readiness,

@@ -52,7 +52,7 @@ pub enum Security {
 
 /// How a channel connects.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Config {
+pub(crate) struct Config {
     /// TCP and TLS together, for each address.
     pub connect_timeout: Duration,
     pub backoff: Backoff,
@@ -62,7 +62,7 @@ pub struct Config {
 
 /// What all channels share.
 #[derive(Clone)]
-pub struct Connector {
+pub(crate) struct Connector {
     pub creds: Credentials,
     pub resolver: Resolver,
     pub metrics: Metrics,
@@ -72,13 +72,13 @@ pub struct Connector {
 
 /// A channel; clones share its connection. Calls fail with `Unavailable` when there is none for too long.
 #[derive(Clone)]
-pub struct Channel {
+pub(crate) struct Channel {
     shared: Arc<Shared>,
     connection: watch::Receiver<Connection>,
 }
 
 /// True for addresses of this machine, by number or as `localhost`.
-pub fn is_loopback(addr: &Addr) -> bool {
+pub(crate) fn is_loopback(addr: &Addr) -> bool {
     match addr {
         Addr::Socket(addr) => addr.ip().to_canonical().is_loopback(),
         Addr::Name(name) => name.name.trim_end_matches('.').eq_ignore_ascii_case("localhost"),
@@ -128,7 +128,7 @@ enum ConnectError {
 
 impl Connector {
     /// A channel to a service; nothing is dialled before the first call.
-    pub fn channel(&self, target: ControlAddr, config: Config) -> Channel {
+    pub(crate) fn channel(&self, target: ControlAddr, config: Config) -> Channel {
         let (sender, connection) = watch::channel(Connection::Missing(None));
         let shared = Arc::new(Shared {
             authority: authority(&target.addr),
@@ -153,7 +153,7 @@ impl Connector {
 }
 
 impl Channel {
-    pub fn target(&self) -> &ControlAddr {
+    pub(crate) fn target(&self) -> &ControlAddr {
         &self.shared.target
     }
 
@@ -402,7 +402,7 @@ impl std::fmt::Display for Causes<'_> {
 }
 
 /// How long calls of the proxy wait for a connection.
-pub const CALL_WAIT: Duration = Duration::from_secs(10);
+pub(crate) const CALL_WAIT: Duration = Duration::from_secs(10);
 /// A connection that lasted this long was a good one.
 const SETTLED: Duration = Duration::from_secs(10);
 /// Dead peers are found out within 13 seconds while streams are open.

@@ -40,14 +40,14 @@ pub struct ParseSuffixesError {
 
 /// A client of the destination service; clones share its channel.
 #[derive(Clone)]
-pub struct Destinations {
+pub(crate) struct Destinations {
     client: DestinationClient<Channel>,
     shared: Arc<Shared>,
 }
 
 /// What every lookup has in common.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub(crate) struct Config {
     /// Sent verbatim, so that the control plane knows who asks.
     pub context_token: String,
     pub profiles: ProfileScope,
@@ -117,7 +117,7 @@ impl ProfileScope {
 }
 
 impl Destinations {
-    pub fn new(channel: Channel, runtime: Handle, mut config: Config) -> Self {
+    pub(crate) fn new(channel: Channel, runtime: Handle, mut config: Config) -> Self {
         if channel.target().security == Security::Loopback {
             config.limits = StreamLimits::default();
         }
@@ -130,7 +130,7 @@ impl Destinations {
     /// Watches the profile of a target; `None` where there cannot be one.
     ///
     /// A refused watch means that there is none.
-    pub fn profile<T: Send + Sync + 'static>(
+    pub(crate) fn profile<T: Send + Sync + 'static>(
         &self,
         target: &Addr,
         mut decode: impl FnMut(proto::DestinationProfile) -> T + Send + 'static,
@@ -152,7 +152,7 @@ impl Destinations {
     /// Watches the endpoints behind a path, `name:port` as the control plane wrote it.
     ///
     /// The stream is incremental: `decode` keeps the set, and starts over at [`Position::First`].
-    pub fn endpoints<T: Send + Sync + 'static>(
+    pub(crate) fn endpoints<T: Send + Sync + 'static>(
         &self,
         path: &str,
         decode: impl FnMut(Position, proto::Update) -> T + Send + 'static,

@@ -25,13 +25,13 @@ pub struct Config {
 ///
 /// The file is read at the first lookup: a proxy whose control plane has an address needs no DNS at all.
 #[derive(Clone)]
-pub struct Resolver {
+pub(crate) struct Resolver {
     shared: Arc<Shared>,
 }
 
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum DnsError {
+pub(crate) enum DnsError {
     #[error("reading the configuration of the resolver")]
     Configuration(#[source] NetError),
     #[error("looking up {name}")]
@@ -51,7 +51,7 @@ struct Shared {
 }
 
 impl Resolver {
-    pub fn new(config: Config, metrics: Metrics) -> Self {
+    pub(crate) fn new(config: Config, metrics: Metrics) -> Self {
         Self {
             shared: Arc::new(Shared {
                 config,
@@ -62,7 +62,7 @@ impl Resolver {
     }
 
     /// The addresses behind a name, each once, with the port of its SRV record if it has one.
-    pub async fn resolve(&self, addr: &NameAddr) -> Result<Vec<SocketAddr>, DnsError> {
+    pub(crate) async fn resolve(&self, addr: &NameAddr) -> Result<Vec<SocketAddr>, DnsError> {
         let resolver = self.shared.resolver()?;
         let mut found = self.services(&resolver, addr).await;
         if found.is_empty() {
@@ -150,6 +150,15 @@ const MIN_TTL: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {
+    use hickory_resolver::config::{ConnectionConfig, NameServerConfig, ResolverConfig};
+    use hickory_resolver::net::runtime::TokioRuntimeProvider;
+    use hickory_resolver::proto::op::{Message, OpCode, ResponseCode};
+    use hickory_resolver::proto::rr::rdata::A;
+    use hickory_resolver::proto::rr::{Name, Record, RecordType};
+    use tokio::net::UdpSocket;
+    use tokio::task::JoinHandle;
+    use tulle_core::metrics::Registry;
+
     use super::*;
 
     #[test]
@@ -168,5 +177,71 @@ mod tests {
         ] {
             assert_eq!(ip_of_label(name), expected.map(|ip| ip.parse().unwrap()), "{name}");
         }
+    }
+
+    /// The records of a small zone, and what holds them.
+    fn zone(name: &str, kind: RecordType) -> Vec<RData> {
+        let srv = |target: &str| RData::SRV(SRV::new(0, 1, 9086, Name::from_ascii(target).unwrap()));
+        match (name, kind) {
+            ("dst.mesh.", RecordType::SRV) => vec![srv("10-0-0-1.dst.mesh."), srv("node.mesh.")],
+            ("node.mesh.", RecordType::A) => vec![RData::A(A::new(10, 0, 0, 2))],
+            ("plain.mesh.", RecordType::A) => vec![RData::A(A::new(10, 0, 0, 3))],
+            _ => Vec::new(),
+        }
+    }
+
+    async fn name_server() -> (SocketAddr, JoinHandle<()>) {
+        let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let addr = socket.local_addr().unwrap();
+        let task = tokio::spawn(async move {
+            let mut bytes = [0; 1024];
+            loop {
+                let (length, client) = socket.recv_from(&mut bytes).await.unwrap();
+                let query = Message::from_vec(&bytes[..length]).unwrap();
+                let asked = query.queries[0].clone();
+                let name = asked.name().to_ascii().to_ascii_lowercase();
+                let mut answer = Message::response(query.metadata.id, OpCode::Query);
+                let found = zone(&name, asked.query_type());
+                if found.is_empty() {
+                    answer.metadata.response_code = ResponseCode::NXDomain;
+                }
+                answer.add_answers(
+                    found
+                        .into_iter()
+                        .map(|data| Record::from_rdata(asked.name().clone(), 30, data)),
+                );
+                answer.add_query(asked);
+                socket.send_to(&answer.to_vec().unwrap(), client).await.unwrap();
+            }
+        });
+        (addr, task)
+    }
+
+    #[tokio::test]
+    async fn services_are_found_by_srv_records_and_else_by_address() {
+        let (addr, _server) = name_server().await;
+        let mut connection = ConnectionConfig::udp();
+        connection.port = addr.port();
+        let server = NameServerConfig::new(addr.ip(), true, vec![connection]);
+        let config = ResolverConfig::from_name_servers(vec![server]);
+        let builder = TokioResolver::builder_with_config(config, TokioRuntimeProvider::default());
+        let registry = Registry::new();
+        let resolver = Resolver::new(Config::default(), Metrics::new(&registry));
+        *resolver.shared.resolver.lock() = Some(builder.build().unwrap());
+        for (name, expected) in [
+            ("dst.mesh.:8086", &["10.0.0.1:9086", "10.0.0.2:9086"][..]),
+            ("plain.mesh.:8086", &["10.0.0.3:8086"]),
+        ] {
+            let found = resolver.resolve(&name.parse().unwrap()).await.unwrap();
+            let expected: Vec<SocketAddr> = expected.iter().map(|addr| addr.parse().unwrap()).collect();
+            assert_eq!(found, expected, "{name}");
+        }
+        let missing = resolver
+            .resolve(&"missing.mesh.:8086".parse().unwrap())
+            .await
+            .unwrap_err();
+        assert_eq!(missing.to_string(), "looking up missing.mesh.");
+        let counted = r#"control_dns_resolutions_total{client="dst.mesh.:8086",record_type="SRV",result="ok"} 1"#;
+        assert!(registry.render().contains(counted), "{}", registry.render());
     }
 }

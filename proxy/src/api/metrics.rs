@@ -4,7 +4,7 @@ use tulle_core::metrics::{Counter, Family, Histogram, Registry};
 
 /// Families shared by all channels; clones share them.
 #[derive(Clone)]
-pub struct Metrics {
+pub(crate) struct Metrics {
     pub(super) requests: Family<Counter>,
     pub(super) responses: Family<Counter>,
     pub(super) latency: Family<Histogram>,
@@ -12,7 +12,7 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    pub fn new(registry: &Registry) -> Self {
+    pub(crate) fn new(registry: &Registry) -> Self {
         Self {
             requests: registry.counter("control_request_total", "Requests to the control plane."),
             responses: registry.counter(

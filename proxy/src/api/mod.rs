@@ -3,12 +3,12 @@
 //! Everything runs on the runtime whose handle is passed in, never on that of the traffic.
 //! What messages mean is not known here: callers bring a function that decodes them.
 
-pub mod channel;
-pub mod destination;
-pub mod dns;
-pub mod metrics;
-pub mod policies;
-pub mod watch;
+pub(crate) mod channel;
+pub(crate) mod destination;
+pub(crate) mod dns;
+pub(crate) mod metrics;
+pub(crate) mod policies;
+pub(crate) mod watch;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -18,7 +18,7 @@ use crate::api::watch::{self as stream, StreamLimits, Terms, Watched};
 
 /// A client of the policy service; clones share its channel.
 #[derive(Clone)]
-pub struct Policies {
+pub(crate) struct Policies {
     inbound: InboundServerPoliciesClient<Channel>,
     outbound: OutboundPoliciesClient<Channel>,
     shared: Arc<Shared>,
@@ -26,7 +26,7 @@ pub struct Policies {
 
 /// What every lookup has in common.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub(crate) struct Config {
     /// Sent verbatim, so that the control plane knows whose ports they are.
     pub workload: String,
     /// They do not hold for a control plane on this machine.
@@ -41,7 +41,7 @@ struct Shared {
 }
 
 impl Policies {
-    pub fn new(channel: Channel, runtime: Handle, mut config: Config) -> Self {
+    pub(crate) fn new(channel: Channel, runtime: Handle, mut config: Config) -> Self {
         if channel.target().security == Security::Loopback {
             config.limits = StreamLimits::default();
         }
@@ -53,7 +53,7 @@ impl Policies {
     }
 
     /// Watches who may use a port of ours.
-    pub fn inbound<T: Send + Sync + 'static>(
+    pub(crate) fn inbound<T: Send + Sync + 'static>(
         &self,
         port: u16,
         mut decode: impl FnMut(inbound::Server) -> T + Send + 'static,
@@ -81,7 +81,7 @@ impl Policies {
     /// Watches how a target is reached.
     ///
     /// Refused with `NotFound` or `Unimplemented`, it is reached as it was dialled, or as its profile says.
-    pub fn outbound<T: Send + Sync + 'static>(
+    pub(crate) fn outbound<T: Send + Sync + 'static>(
         &self,
         target: &Addr,
         mut decode: impl FnMut(outbound::OutboundPolicy) -> T + Send + 'static,

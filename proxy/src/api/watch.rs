@@ -12,7 +12,7 @@ use tulle_core::backoff::Backoff;
 
 /// What a watch knows.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Watched<T> {
+pub(crate) enum Watched<T> {
     /// Nothing yet.
     Pending,
     /// The latest value; it stays when the control plane goes.
@@ -24,7 +24,7 @@ pub enum Watched<T> {
 /// A final answer in place of a value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("control plane refuses {what} ({code:?}): {message}")]
-pub struct Refusal {
+pub(crate) struct Refusal {
     pub what: String,
     pub code: Code,
     pub message: String,
@@ -45,14 +45,14 @@ pub struct StreamLimits {
 ///
 /// Incremental streams start over when they are opened again, so what the first message does not mention is gone.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
-pub enum Position {
+pub(crate) enum Position {
     First,
     Later,
 }
 
 /// How a watch goes on.
 #[derive(Clone, Debug)]
-pub struct Terms {
+pub(crate) struct Terms {
     /// What is watched, for logs.
     pub what: String,
     pub limits: StreamLimits,
@@ -65,7 +65,7 @@ pub struct Terms {
 /// Watches the stream that `open` opens, on `runtime`, until the last receiver is dropped.
 ///
 /// `decode` sees every message of every stream, in order; what it returns is published.
-pub fn spawn<M, T, O>(
+pub(crate) fn spawn<M, T, O>(
     runtime: &Handle,
     terms: Terms,
     mut open: impl FnMut() -> O + Send + 'static,

@@ -2,6 +2,7 @@
 //!
 //! Variables that we do not know are ignored, and one that is set to nothing is not set.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -55,6 +56,13 @@ pub fn load(lookup: impl Fn(&str) -> Option<String>) -> Result<Config, Vec<EnvEr
         // A value is missing only where an error says so.
         _ => Err(env.errors),
     }
+}
+
+/// The variables that may be shown to anybody who asks: ours. Others can hold secrets of the workload.
+pub fn shown(variables: impl Iterator<Item = (String, String)>) -> BTreeMap<String, String> {
+    variables
+        .filter(|(name, _)| name.starts_with(PREFIX) || name.starts_with(OUR_PREFIX))
+        .collect()
 }
 
 /// Reads everything before giving up on anything, so that all problems are found.

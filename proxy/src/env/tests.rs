@@ -340,3 +340,13 @@ fn a_separate_server_id_and_name_win_over_the_local_name() {
     assert_eq!(config.identity.id, Identity::Uri("spiffe://root/vm".into()));
     assert_eq!(config.identity.server_name, "vm.example.com");
 }
+
+#[test]
+fn only_our_variables_are_shown() {
+    let variables = ["LINKERD2_PROXY_LOG", "TULLE_PROXY_BALANCER", "DATABASE_PASSWORD"];
+    let shown = shown(variables.iter().map(|name| ((*name).to_owned(), "x".to_owned())));
+    assert_eq!(
+        shown.keys().collect::<Vec<_>>(),
+        ["LINKERD2_PROXY_LOG", "TULLE_PROXY_BALANCER"]
+    );
+}

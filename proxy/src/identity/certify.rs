@@ -21,7 +21,7 @@ use crate::identity::{Anchors, Config};
 use crate::tls::creds::{Credentials, CredentialsError, Leaf, TrustAnchors};
 
 /// Keeps [`Credentials`] certified.
-pub struct Certifier {
+pub(crate) struct Certifier {
     config: Config,
     key: Key,
     creds: Credentials,
@@ -60,7 +60,7 @@ struct Metrics {
 
 impl Certifier {
     /// Certifies `creds` with `key` at the identity service behind `channel`.
-    pub fn new(config: Config, key: Key, creds: Credentials, channel: Channel, registry: &Registry) -> Self {
+    pub(crate) fn new(config: Config, key: Key, creds: Credentials, channel: Channel, registry: &Registry) -> Self {
         let security = channel.target().security.clone();
         let client = IdentityClient::new(channel);
         Self {
@@ -76,7 +76,7 @@ impl Certifier {
     /// Gets a certificate, then a new one in time, and follows the file of trust anchors; never returns.
     ///
     /// `uncertified` is dropped with the first certificate.
-    pub async fn run(mut self, uncertified: Latch) {
+    pub(crate) async fn run(mut self, uncertified: Latch) {
         let mut uncertified = Some(uncertified);
         let mut anchors_in_file = self.config.anchors.read().ok();
         let mut look_at_file = ticks(ANCHORS_INTERVAL);

@@ -13,7 +13,7 @@ use rustls::pki_types::{CertificateSigningRequestDer, PrivatePkcs8KeyDer};
 use tulle_core::identity::Identity;
 
 /// An ECDSA P-256 key and its signing request. The key is never printed.
-pub struct Key {
+pub(crate) struct Key {
     pub(super) pkcs8: PrivatePkcs8KeyDer<'static>,
     /// PKCS#10 in DER.
     pub(super) csr: Vec<u8>,
@@ -21,7 +21,7 @@ pub struct Key {
 
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum KeyError {
+pub(crate) enum KeyError {
     #[error("making a key pair and signing request for {id}")]
     Generate {
         id: Identity,
@@ -54,7 +54,7 @@ pub enum KeyError {
 
 impl Key {
     /// The files in `dir` if there are any, else a pair of our own.
-    pub fn load(dir: Option<&Path>, id: &Identity) -> Result<Self, KeyError> {
+    pub(crate) fn load(dir: Option<&Path>, id: &Identity) -> Result<Self, KeyError> {
         let Some(dir) = dir else { return Self::generate(id) };
         let (key, csr) = (dir.join(KEY_FILE), dir.join(CSR_FILE));
         match (read(&key)?, read(&csr)?) {
@@ -71,7 +71,7 @@ impl Key {
         }
     }
 
-    pub fn generate(id: &Identity) -> Result<Self, KeyError> {
+    pub(crate) fn generate(id: &Identity) -> Result<Self, KeyError> {
         let failed = |source| KeyError::Generate { id: id.clone(), source };
         let pair = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(failed)?;
         let mut params = CertificateParams::default();

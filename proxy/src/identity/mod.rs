@@ -9,8 +9,8 @@ use tulle_core::identity::Identity;
 
 use crate::tls::creds::TrustAnchors;
 
-pub mod certify;
-pub mod key;
+pub(crate) mod certify;
+pub(crate) mod key;
 
 /// Who we are, and where the proofs are.
 #[derive(Clone, Debug)]
