@@ -7,6 +7,7 @@ pub(crate) mod body;
 pub(crate) mod classify;
 pub(crate) mod client;
 pub(crate) mod error;
+pub(crate) mod filters;
 pub(crate) mod h1;
 mod h1_read;
 mod h1_write;

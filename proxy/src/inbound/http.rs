@@ -18,7 +18,7 @@ use crate::{
         classify,
         client::{Client, Protocol, Reuse},
         error::{Error, Retry},
-        headers, orig_proto, tunnel,
+        filters, headers, orig_proto, tunnel,
     },
     inbound::{
         Inbound, Peer,
@@ -28,7 +28,6 @@ use crate::{
     metrics::http::Series,
     policy::{
         authz::{self, Authorization},
-        filter::{self, Answer, Failure, RequestHead},
         matches::Head,
         route,
     },
@@ -114,9 +113,7 @@ impl HttpConnection {
         let handles = self.handles(&current, found.route, authorization);
         if !found.rule.filters.is_empty() {
             let (filters, prefix) = (&found.rule.filters, found.prefix);
-            let uri = req.uri().clone();
-            let mut head = RequestHead { uri: &uri, headers: req.headers_mut(), prefix };
-            filter::apply_request(filters, &mut head, |n| fastrand::u32(0..n)).map_err(answered)?;
+            filters::apply(filters, req, prefix)?;
         }
         if let Some(limiter) = &current.limiter
             && limiter.check(self.tls.client_id(), Instant::now()).is_err()
@@ -201,18 +198,6 @@ fn unreachable_app(error: Error) -> Error {
     match error {
         Error::ConnectTimeout(source) => Error::Connect(source),
         other => other,
-    }
-}
-
-/// What a filter answers, as an error of the request.
-fn answered(answer: Answer) -> Error {
-    match answer {
-        Answer::Redirect { status, location } => Error::Redirect { status, location },
-        Answer::Failure(Failure::Http { status, message }) => Error::Injected { status, message: message.to_string() },
-        Answer::Failure(Failure::Grpc { code, message }) => {
-            Error::InjectedGrpc { code: i32::from(code), message: message.to_string() }
-        }
-        Answer::Broken(what) => Error::InvalidPolicy(what.into()),
     }
 }
 

@@ -11,7 +11,6 @@ pub(crate) mod policy;
 
 use std::{
     collections::{BTreeSet, HashMap},
-    io,
     net::{IpAddr, SocketAddr},
     sync::Arc,
     time::Duration,
@@ -47,6 +46,7 @@ use crate::{
         detect::{self, Verdict},
         first::{self, First},
         io::{Io, Tcp},
+        orig_dst,
     },
     policy::{authz::ConnTls, server::ServerProtocol},
     tls::{
@@ -58,16 +58,13 @@ use crate::{
     },
 };
 
-/// Asks what the peer dialled.
-pub(crate) type OrigDstOf = fn(&TcpStream, SocketAddr) -> io::Result<OrigDst>;
-
 /// The inbound side of the process; shared by all workers.
 pub(crate) struct Inbound {
     /// The proxy's own port.
     pub(crate) own_port: u16,
     /// Addresses of this workload; empty where they are not known.
     pub(crate) ips: BTreeSet<IpAddr>,
-    pub(crate) orig_dst: OrigDstOf,
+    pub(crate) orig_dst: orig_dst::Of,
     pub(crate) creds: Credentials,
     pub(crate) ports: Ports,
     pub(crate) detect_timeout: Duration,

@@ -12,6 +12,7 @@ use std::{
 };
 
 use bytes::{Bytes, BytesMut};
+use tokio::io::AsyncRead;
 
 use crate::net::{
     detect::{self, Look, Verdict},
@@ -48,8 +49,8 @@ pub(crate) enum First {
 ///
 /// # Errors
 /// Reading from the client failed.
-pub(crate) async fn words(
-    client: &mut Io,
+pub(crate) async fn words<C: AsyncRead + Unpin>(
+    client: &mut C,
     learned: &Learned,
     limit: Duration,
     dial: impl Future<Output = Option<Io>>,
@@ -66,8 +67,8 @@ pub(crate) async fn words(
     Box::pin(both(client, seen, learned, limit, dial)).await
 }
 
-async fn both(
-    client: &mut Io,
+async fn both<C: AsyncRead + Unpin>(
+    client: &mut C,
     mut seen: BytesMut,
     learned: &Learned,
     limit: Duration,

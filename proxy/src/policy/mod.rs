@@ -14,3 +14,4 @@ pub mod profile;
 pub mod rate_limit;
 pub mod route;
 pub mod server;
+pub mod decode;
