@@ -1,0 +1,4 @@
+//! The control plane of tulle: destination, policy and identity services over one source of objects.
+
+pub mod model;
+pub mod resources;
