@@ -1,0 +1,91 @@
+//! Mutual TLS towards a named identity.
+
+use std::io;
+
+use rustls::pki_types::ServerName;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tulle_core::identity::Identity;
+
+use crate::tls::creds::{Alpn, Credentials};
+use crate::tls::verify::{self, HandshakeFailure};
+
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConnectError {
+    #[error("using {server_name:?} as TLS server name, a DNS name is needed")]
+    ServerName { server_name: String },
+    #[error("TLS handshake with {server_id} failed ({failure})")]
+    Handshake {
+        server_id: Identity,
+        failure: HandshakeFailure,
+        #[source]
+        source: io::Error,
+    },
+    #[error("peer is [{}] where {expected} is expected", .presented.join(", "))]
+    WrongIdentity { expected: Identity, presented: Vec<String> },
+}
+
+/// Makes sure that `io` leads to `server_id`, and encrypts it.
+///
+/// `server_name` is sent as SNI; it selects a certificate at the peer and proves nothing.
+/// What was negotiated of `alpn` is in [`alpn`]. The caller bounds the time this takes.
+pub async fn connect<IO>(
+    io: IO,
+    creds: &Credentials,
+    server_id: &Identity,
+    server_name: &str,
+    alpn: Alpn,
+) -> Result<TlsStream<IO>, ConnectError>
+where
+    IO: AsyncRead + AsyncWrite + Unpin,
+{
+    let name = ServerName::try_from(server_name.to_owned()).map_err(|_| ConnectError::ServerName {
+        server_name: server_name.to_owned(),
+    })?;
+    let stream = TlsConnector::from(creds.client_config(alpn))
+        .connect(name, io)
+        .await
+        .map_err(|source| {
+            let failure = HandshakeFailure::of(&source);
+            ConnectError::Handshake {
+                server_id: server_id.clone(),
+                failure,
+                source,
+            }
+        })?;
+    check_identity(&stream, server_id)?;
+    Ok(stream)
+}
+
+/// What the two sides agreed on.
+pub fn alpn<IO>(stream: &TlsStream<IO>) -> Alpn {
+    Alpn::negotiated(stream.get_ref().1.alpn_protocol())
+}
+
+impl ConnectError {
+    pub fn failure(&self) -> HandshakeFailure {
+        match self {
+            Self::ServerName { .. } => HandshakeFailure::Protocol,
+            Self::Handshake { failure, .. } => *failure,
+            Self::WrongIdentity { .. } => HandshakeFailure::WrongIdentity,
+        }
+    }
+}
+
+fn check_identity<IO>(stream: &TlsStream<IO>, expected: &Identity) -> Result<(), ConnectError> {
+    let leaf = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
+    let names = leaf
+        .and_then(|leaf| verify::facts(leaf).ok())
+        .map(|facts| facts.names)
+        .unwrap_or_default();
+    if names.contains(expected) {
+        return Ok(());
+    }
+    let presented = names.iter().map(ToString::to_string).collect();
+    Err(ConnectError::WrongIdentity {
+        expected: expected.clone(),
+        presented,
+    })
+}

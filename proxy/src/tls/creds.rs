@@ -1,0 +1,392 @@
+//! Leaf, key and trust anchors, swapped as one.
+
+use std::fmt;
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use rustls::client::Resumption;
+use rustls::crypto::{CryptoProvider, aws_lc_rs};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use tokio::sync::watch;
+use tulle_core::identity::Identity;
+use tulle_core::names::TRANSPORT_ALPN;
+
+use crate::tls::verify::{self, ServerChain, Validity};
+
+/// The roots that a peer's certificate must chain to.
+#[derive(Clone)]
+pub struct TrustAnchors {
+    roots: Arc<RootCertStore>,
+    certificates: Arc<[CertificateDer<'static>]>,
+}
+
+/// What a workload shows to its peers: its certificate, the intermediates between it and a root, and its key.
+pub struct Leaf {
+    /// Leaf first, then its issuer, towards the root; DER.
+    pub chain: Vec<CertificateDer<'static>>,
+    pub key: PrivatePkcs8KeyDer<'static>,
+}
+
+/// The name we go by, and the credentials that prove it, as of now.
+///
+/// Clones share one state. It starts with trust anchors alone, which is enough to verify a server; both sides of
+/// mutual TLS work from the first [`Credentials::install`] on.
+#[derive(Clone)]
+pub struct Credentials {
+    shared: Arc<Shared>,
+}
+
+/// The application protocol that a handshake asks for.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
+pub enum Alpn {
+    /// None is offered; the peer finds the protocol out by looking.
+    Unset,
+    /// `transport.l5d.io/v1`: a transport header comes before everything else.
+    TransportHeader,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CredentialsError {
+    #[error("reading PEM trust anchors")]
+    Pem(#[source] pem::PemError),
+    #[error("trust anchors hold {found} where a CERTIFICATE block is accepted")]
+    NotACertificate { found: String },
+    #[error("trust anchors are empty, at least one PEM CERTIFICATE block is needed")]
+    NoAnchors,
+    #[error("using certificate {number} of the trust anchors")]
+    Anchor {
+        number: usize,
+        #[source]
+        source: rustls::Error,
+    },
+    #[error("a certificate chain without a leaf")]
+    EmptyChain,
+    #[error("verifying our own certificate")]
+    Leaf(#[source] rustls::Error),
+    #[error("certificate names [{}] where {expected} is needed", .presented.join(", "))]
+    LeafName { expected: Identity, presented: Vec<String> },
+    #[error("certificate and private key do not form a pair that rustls can use")]
+    Key(#[source] rustls::Error),
+    #[error("building a TLS configuration")]
+    Config(#[source] rustls::Error),
+    #[error("building the client verifier")]
+    ClientVerifier(#[source] rustls::server::VerifierBuilderError),
+}
+
+struct Shared {
+    id: Identity,
+    server_name: String,
+    provider: Arc<CryptoProvider>,
+    state: ArcSwap<State>,
+    generation: watch::Sender<u64>,
+}
+
+/// One consistent set of credentials; handshakes take one and keep it.
+struct State {
+    anchors: TrustAnchors,
+    leaf: Option<Leaf>,
+    validity: Option<Validity>,
+    clients: ByAlpn<ClientConfig>,
+    servers: Option<ByAlpn<ServerConfig>>,
+}
+
+struct ByAlpn<C> {
+    unset: Arc<C>,
+    transport_header: Arc<C>,
+}
+
+impl TrustAnchors {
+    pub fn from_pem(text: &str) -> Result<Self, CredentialsError> {
+        let blocks = pem::parse_many(text).map_err(CredentialsError::Pem)?;
+        let certificates = blocks.into_iter().map(|block| match block.tag() {
+            "CERTIFICATE" => Ok(CertificateDer::from(block.into_contents())),
+            found => Err(CredentialsError::NotACertificate {
+                found: found.to_owned(),
+            }),
+        });
+        Self::from_der(certificates.collect::<Result<_, _>>()?)
+    }
+
+    pub fn from_der(certificates: Vec<CertificateDer<'static>>) -> Result<Self, CredentialsError> {
+        if certificates.is_empty() {
+            return Err(CredentialsError::NoAnchors);
+        }
+        let mut roots = RootCertStore::empty();
+        for (number, certificate) in (1..).zip(&certificates) {
+            roots
+                .add(certificate.clone())
+                .map_err(|source| CredentialsError::Anchor { number, source })?;
+        }
+        Ok(Self {
+            roots: Arc::new(roots),
+            certificates: certificates.into(),
+        })
+    }
+}
+
+impl PartialEq for TrustAnchors {
+    fn eq(&self, other: &Self) -> bool {
+        self.certificates == other.certificates
+    }
+}
+
+impl Eq for TrustAnchors {}
+
+impl fmt::Debug for TrustAnchors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TrustAnchors")
+            .field("certificates", &self.certificates.len())
+            .finish()
+    }
+}
+
+impl fmt::Debug for Leaf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Leaf")
+            .field("certificates", &self.chain.len())
+            .field("key", &"…")
+            .finish()
+    }
+}
+
+impl Clone for Leaf {
+    fn clone(&self) -> Self {
+        Self {
+            chain: self.chain.clone(),
+            key: self.key.clone_key(),
+        }
+    }
+}
+
+impl Credentials {
+    /// Credentials of `id` that can verify servers, and nothing else before a certificate is installed.
+    ///
+    /// `server_name` is the SNI under which peers reach us.
+    pub fn new(id: Identity, server_name: &str, anchors: TrustAnchors) -> Result<Self, CredentialsError> {
+        let provider = Arc::new(provider());
+        let state = State::build(&provider, anchors, None, None)?;
+        let shared = Shared {
+            id,
+            server_name: server_name.trim_end_matches('.').to_ascii_lowercase(),
+            provider,
+            state: ArcSwap::from_pointee(state),
+            generation: watch::Sender::new(0),
+        };
+        Ok(Self {
+            shared: Arc::new(shared),
+        })
+    }
+
+    pub fn id(&self) -> &Identity {
+        &self.shared.id
+    }
+
+    /// True when a ClientHello with this SNI is meant for us; any other is somebody else's TLS.
+    pub fn is_ours(&self, sni: &str) -> bool {
+        sni.trim_end_matches('.').eq_ignore_ascii_case(&self.shared.server_name)
+    }
+
+    /// How many certificates have been installed; 0 before the first.
+    pub fn generation(&self) -> u64 {
+        *self.shared.generation.borrow()
+    }
+
+    /// Returns once there is a certificate.
+    pub async fn certified(&self) {
+        let mut generation = self.shared.generation.subscribe();
+        // The sender lives in `self`, so the channel cannot close under us.
+        let _ = generation.wait_for(|generation| *generation > 0).await;
+    }
+
+    pub fn anchors(&self) -> TrustAnchors {
+        self.shared.state.load().anchors.clone()
+    }
+
+    /// The validity of our certificate.
+    pub fn validity(&self) -> Option<Validity> {
+        self.shared.state.load().validity
+    }
+
+    /// Swaps in a certificate, after checking that it chains to our trust anchors, bears our name, and fits its key.
+    ///
+    /// Everything stays as it was on any error.
+    pub fn install(&self, leaf: Leaf) -> Result<Validity, CredentialsError> {
+        let anchors = self.anchors();
+        let (end_entity, intermediates) = leaf.chain.split_first().ok_or(CredentialsError::EmptyChain)?;
+        verify::chain(end_entity, intermediates, &anchors.roots, &self.shared.provider)
+            .map_err(CredentialsError::Leaf)?;
+        let facts = verify::facts(end_entity).map_err(CredentialsError::Leaf)?;
+        if !facts.names.contains(&self.shared.id) {
+            let presented = facts.names.iter().map(ToString::to_string).collect();
+            return Err(CredentialsError::LeafName {
+                expected: self.shared.id.clone(),
+                presented,
+            });
+        }
+        let state = State::build(&self.shared.provider, anchors, Some(leaf), Some(facts.validity))?;
+        self.shared.state.store(Arc::new(state));
+        self.shared.generation.send_modify(|generation| *generation += 1);
+        Ok(facts.validity)
+    }
+
+    /// Swaps the trust anchors under the certificate we have.
+    ///
+    /// Whoever took the issuer of our own certificate out of the bundle means it: peers are judged by the new bundle
+    /// at once, and renewing our certificate is up to the caller.
+    pub fn replace_anchors(&self, anchors: TrustAnchors) -> Result<(), CredentialsError> {
+        let current = self.shared.state.load_full();
+        let state = State::build(&self.shared.provider, anchors, current.leaf.clone(), current.validity)?;
+        self.shared.state.store(Arc::new(state));
+        Ok(())
+    }
+
+    /// The configuration of an outgoing handshake; it presents our certificate if there is one.
+    pub(super) fn client_config(&self, alpn: Alpn) -> Arc<ClientConfig> {
+        self.shared.state.load().clients.of(alpn)
+    }
+
+    /// The configuration of an incoming handshake; none before the first certificate.
+    pub(super) fn server_config(&self, alpn: Alpn) -> Option<Arc<ServerConfig>> {
+        self.shared
+            .state
+            .load()
+            .servers
+            .as_ref()
+            .map(|servers| servers.of(alpn))
+    }
+}
+
+impl fmt::Debug for Credentials {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Credentials")
+            .field("id", &self.shared.id)
+            .field("generation", &self.generation())
+            .finish()
+    }
+}
+
+impl State {
+    fn build(
+        provider: &Arc<CryptoProvider>,
+        anchors: TrustAnchors,
+        leaf: Option<Leaf>,
+        validity: Option<Validity>,
+    ) -> Result<Self, CredentialsError> {
+        let clients = ByAlpn::build(|alpn| client_config(provider, &anchors, leaf.as_ref(), alpn))?;
+        let servers = match &leaf {
+            Some(leaf) => Some(ByAlpn::build(|alpn| server_config(provider, &anchors, leaf, alpn))?),
+            None => None,
+        };
+        Ok(Self {
+            anchors,
+            leaf,
+            validity,
+            clients,
+            servers,
+        })
+    }
+}
+
+impl<C> ByAlpn<C> {
+    fn build(config: impl Fn(Alpn) -> Result<C, CredentialsError>) -> Result<Self, CredentialsError> {
+        let unset = Arc::new(config(Alpn::Unset)?);
+        Ok(Self {
+            unset,
+            transport_header: Arc::new(config(Alpn::TransportHeader)?),
+        })
+    }
+
+    fn of(&self, alpn: Alpn) -> Arc<C> {
+        match alpn {
+            Alpn::Unset => self.unset.clone(),
+            Alpn::TransportHeader => self.transport_header.clone(),
+        }
+    }
+}
+
+impl Alpn {
+    fn protocols(self) -> Vec<Vec<u8>> {
+        match self {
+            Self::Unset => Vec::new(),
+            Self::TransportHeader => vec![TRANSPORT_ALPN.to_vec()],
+        }
+    }
+
+    pub(super) fn negotiated(protocol: Option<&[u8]>) -> Self {
+        if protocol == Some(TRANSPORT_ALPN) {
+            Self::TransportHeader
+        } else {
+            Self::Unset
+        }
+    }
+}
+
+fn client_config(
+    provider: &Arc<CryptoProvider>,
+    anchors: &TrustAnchors,
+    leaf: Option<&Leaf>,
+    alpn: Alpn,
+) -> Result<ClientConfig, CredentialsError> {
+    let builder = ClientConfig::builder_with_provider(provider.clone())
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .map_err(CredentialsError::Config)?
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(ServerChain::new(anchors.roots.clone(), provider)));
+    let mut config = match leaf {
+        Some(leaf) => {
+            let key = PrivateKeyDer::Pkcs8(leaf.key.clone_key());
+            builder
+                .with_client_auth_cert(leaf.chain.clone(), key)
+                .map_err(CredentialsError::Key)?
+        }
+        None => builder.with_no_client_auth(),
+    };
+    config.resumption = Resumption::disabled();
+    config.alpn_protocols = alpn.protocols();
+    Ok(config)
+}
+
+fn server_config(
+    provider: &Arc<CryptoProvider>,
+    anchors: &TrustAnchors,
+    leaf: &Leaf,
+    alpn: Alpn,
+) -> Result<ServerConfig, CredentialsError> {
+    let verifier = WebPkiClientVerifier::builder_with_provider(anchors.roots.clone(), provider.clone())
+        .allow_unauthenticated()
+        .build()
+        .map_err(CredentialsError::ClientVerifier)?;
+    let mut config = ServerConfig::builder_with_provider(provider.clone())
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .map_err(CredentialsError::Config)?
+        .with_client_cert_verifier(verifier)
+        .with_single_cert(leaf.chain.clone(), PrivateKeyDer::Pkcs8(leaf.key.clone_key()))
+        .map_err(CredentialsError::Key)?;
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    config.send_tls13_tickets = 0;
+    config.alpn_protocols = alpn.protocols();
+    Ok(config)
+}
+
+/// Suites and key exchanges in the order in which we prefer them; the hybrid with ML-KEM comes first because traffic
+/// recorded today must not become readable later.
+fn provider() -> CryptoProvider {
+    use aws_lc_rs::{cipher_suite, kx_group};
+    CryptoProvider {
+        cipher_suites: vec![
+            cipher_suite::TLS13_AES_128_GCM_SHA256,
+            cipher_suite::TLS13_AES_256_GCM_SHA384,
+            cipher_suite::TLS13_CHACHA20_POLY1305_SHA256,
+        ],
+        kx_groups: vec![
+            kx_group::X25519MLKEM768,
+            kx_group::X25519,
+            kx_group::SECP256R1,
+            kx_group::SECP384R1,
+        ],
+        ..aws_lc_rs::default_provider()
+    }
+}

@@ -1,0 +1,109 @@
+//! The transport header: port, name and protocol, sent ahead of the bytes of a direct connection.
+
+use std::num::NonZeroU16;
+
+use bytes::{BufMut, BytesMut};
+use prost::Message;
+use tulle_proto::transport as proto;
+
+/// Where the bytes behind it want to go.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct TransportHeader {
+    pub port: NonZeroU16,
+    /// Set when the target is a name, which only a gateway can serve.
+    pub name: Option<String>,
+    /// The HTTP version of what follows; none for anything else.
+    pub protocol: Option<SessionProtocol>,
+}
+
+#[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
+pub enum SessionProtocol {
+    Http1,
+    Http2,
+}
+
+/// What the first bytes inside a direct connection are.
+#[derive(Debug)]
+pub enum Decoded {
+    Incomplete,
+    Invalid(InvalidHeader),
+    /// A header, and how many bytes it took.
+    Header(TransportHeader, usize),
+}
+
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum InvalidHeader {
+    #[error("bytes do not start with the preface of a transport header")]
+    Preface,
+    #[error("transport header of {length} bytes, at most {HEADER_LIMIT} are accepted")]
+    TooLong { length: u32 },
+    #[error("decoding transport header")]
+    Protobuf(#[source] prost::DecodeError),
+    #[error("transport header with port {port}, 1 to 65535 is accepted")]
+    Port { port: i32 },
+}
+
+/// The longest protobuf message that is accepted.
+pub const HEADER_LIMIT: u32 = 64 * 1024;
+
+impl TransportHeader {
+    pub fn encode(&self, out: &mut BytesMut) {
+        let kind = self.protocol.map(|protocol| match protocol {
+            SessionProtocol::Http1 => proto::session_protocol::Kind::Http1(proto::session_protocol::Http1 {}),
+            SessionProtocol::Http2 => proto::session_protocol::Kind::Http2(proto::session_protocol::Http2 {}),
+        });
+        let message = proto::Header {
+            port: i32::from(self.port.get()),
+            name: self.name.clone().unwrap_or_default(),
+            session_protocol: kind.map(|kind| proto::SessionProtocol { kind: Some(kind) }),
+        };
+        let body = message.encode_to_vec();
+        let length = u32::try_from(body.len()).expect("a name fits into 4 GiB");
+        out.reserve(PREFACE.len() + 4 + body.len());
+        out.put_slice(PREFACE);
+        out.put_u32(length);
+        out.put_slice(&body);
+    }
+
+    pub fn decode(bytes: &[u8]) -> Decoded {
+        let known = bytes.len().min(PREFACE.len());
+        if bytes[..known] != PREFACE[..known] {
+            return Decoded::Invalid(InvalidHeader::Preface);
+        }
+        let Some((length, rest)) = bytes[known..].split_first_chunk() else {
+            return Decoded::Incomplete;
+        };
+        let length = u32::from_be_bytes(*length);
+        if length > HEADER_LIMIT {
+            return Decoded::Invalid(InvalidHeader::TooLong { length });
+        }
+        let Some(body) = rest.get(..length as usize) else {
+            return Decoded::Incomplete;
+        };
+        match message(body) {
+            Ok(header) => Decoded::Header(header, PREFACE.len() + 4 + body.len()),
+            Err(reason) => Decoded::Invalid(reason),
+        }
+    }
+}
+
+fn message(body: &[u8]) -> Result<TransportHeader, InvalidHeader> {
+    use proto::session_protocol::Kind;
+    let message = proto::Header::decode(body).map_err(InvalidHeader::Protobuf)?;
+    let port = u16::try_from(message.port).ok().and_then(NonZeroU16::new);
+    let protocol = message
+        .session_protocol
+        .and_then(|protocol| protocol.kind)
+        .map(|kind| match kind {
+            Kind::Http1(_) => SessionProtocol::Http1,
+            Kind::Http2(_) => SessionProtocol::Http2,
+        });
+    Ok(TransportHeader {
+        port: port.ok_or(InvalidHeader::Port { port: message.port })?,
+        name: Some(message.name).filter(|name| !name.is_empty()),
+        protocol,
+    })
+}
+
+const PREFACE: &[u8] = b"transport.l5d.io/v1\r\n\r\n";

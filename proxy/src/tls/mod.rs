@@ -1,0 +1,15 @@
+//! Credentials and handshakes: who we are, whom we accept, and what a connection learned about its peer.
+//!
+//! A certificate comes in through [`creds::Credentials`], which swaps leaf, key and trust anchors as one; handshakes
+//! read one snapshot of it. Nothing here decides whether a peer may do something: that is policy.
+//! There is no session resumption, because a resumed session would outlive the certificate it was checked with.
+
+pub mod client;
+pub mod creds;
+pub mod header;
+pub mod server;
+pub mod status;
+pub mod verify;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,91 @@
+//! TLS facts of a connection, or the reason why there are none, as metrics show them.
+
+use tulle_core::identity::Identity;
+use tulle_core::metrics::Labels;
+
+/// What an accepted connection is to us.
+#[derive(Clone, Debug, Eq, PartialEq, Hash)]
+pub enum ServerTls {
+    /// TLS ends here; the client may have shown a certificate.
+    Terminated {
+        client_id: Option<Identity>,
+    },
+    /// TLS between others, handed on untouched.
+    PassedThrough {
+        sni: String,
+    },
+    Plain(WhyServerPlain),
+}
+
+#[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
+pub enum WhyServerPlain {
+    Loopback,
+    /// The port is marked opaque, so nothing is looked at.
+    PortSkipped,
+    /// The first bytes are no ClientHello for us.
+    NoTlsFromRemote,
+}
+
+/// What a dialled connection is to us.
+#[derive(Clone, Debug, Eq, PartialEq, Hash)]
+pub enum ClientTls {
+    Meshed(Identity),
+    Plain(WhyClientPlain),
+}
+
+#[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
+pub enum WhyClientPlain {
+    Loopback,
+    /// Discovery names no identity for the endpoint.
+    NotProvidedByServiceDiscovery,
+    /// An ingress request without `l5d-dst-override`.
+    IngressWithoutOverride,
+}
+
+impl ServerTls {
+    pub fn client_id(&self) -> Option<&Identity> {
+        match self {
+            Self::Terminated { client_id } => client_id.as_ref(),
+            Self::PassedThrough { .. } | Self::Plain(_) => None,
+        }
+    }
+
+    pub fn labels(&self, labels: Labels) -> Labels {
+        match self {
+            Self::Terminated { client_id } => labels
+                .with("tls", "true")
+                .with("client_id", client_id.as_ref().map_or("", Identity::as_str)),
+            Self::PassedThrough { sni } => labels.with("tls", "opaque").with("sni", sni),
+            Self::Plain(why) => labels.with("tls", "no_identity").with("no_tls_reason", why.as_str()),
+        }
+    }
+}
+
+impl ClientTls {
+    pub fn labels(&self, labels: Labels) -> Labels {
+        match self {
+            Self::Meshed(server_id) => labels.with("tls", "true").with("server_id", server_id),
+            Self::Plain(why) => labels.with("tls", "no_identity").with("no_tls_reason", why.as_str()),
+        }
+    }
+}
+
+impl WhyServerPlain {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Loopback => "loopback",
+            Self::PortSkipped => "port_skipped",
+            Self::NoTlsFromRemote => "no_tls_from_remote",
+        }
+    }
+}
+
+impl WhyClientPlain {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Loopback => "loopback",
+            Self::NotProvidedByServiceDiscovery => "not_provided_by_service_discovery",
+            Self::IngressWithoutOverride => "ingress_without_override",
+        }
+    }
+}

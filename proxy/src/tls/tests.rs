@@ -1,0 +1,458 @@
+//! Handshakes over in-memory pipes, and parsers that no bytes may upset. Other rooms' tests borrow the authority.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use bytes::BytesMut;
+use proptest::prelude::*;
+use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, KeyUsagePurpose, SanType};
+use rustls::pki_types::PrivatePkcs8KeyDer;
+use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
+use tulle_core::identity::Identity;
+
+use crate::tls::client;
+use crate::tls::creds::{Alpn, Credentials, CredentialsError, Leaf, TrustAnchors};
+use crate::tls::header::{Decoded, InvalidHeader, SessionProtocol, TransportHeader};
+use crate::tls::server::{self, HELLO_LIMIT, Hello};
+use crate::tls::verify::HandshakeFailure;
+
+/// A certificate authority for tests.
+pub(crate) struct Authority {
+    pub(crate) issuer: Issuer<'static, KeyPair>,
+    pub(crate) root: rcgen::Certificate,
+}
+
+impl Authority {
+    pub(crate) fn new() -> Self {
+        Self::named("root.linkerd.cluster.local")
+    }
+
+    pub(crate) fn named(name: &str) -> Self {
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+        let key = KeyPair::generate().unwrap();
+        let root = params.self_signed(&key).unwrap();
+        Self {
+            issuer: Issuer::new(params, key),
+            root,
+        }
+    }
+
+    pub(crate) fn anchors(&self) -> TrustAnchors {
+        TrustAnchors::from_pem(&self.root.pem()).unwrap()
+    }
+
+    /// A leaf for `names`, valid until `until` from now (or since, when it lies in the past).
+    pub(crate) fn leaf(&self, names: &[&str], not_after: SystemTime) -> Leaf {
+        let mut params = CertificateParams::default();
+        params.subject_alt_names = names.iter().map(|name| san(name)).collect();
+        params.not_before = (SystemTime::now() - Duration::from_secs(3600)).into();
+        params.not_after = not_after.into();
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &self.issuer).unwrap();
+        let key = PrivatePkcs8KeyDer::from(key.serialize_der());
+        Leaf {
+            chain: vec![certificate.der().clone()],
+            key,
+        }
+    }
+
+    /// Credentials of `name` with an hour to live.
+    pub(crate) fn credentials(&self, name: &str) -> Credentials {
+        let creds = Credentials::new(name.parse().unwrap(), SERVER_NAME, self.anchors()).unwrap();
+        creds.install(self.leaf(&[name], in_an_hour())).unwrap();
+        creds
+    }
+}
+
+fn san(name: &str) -> SanType {
+    match name.contains("://") {
+        true => SanType::URI(name.try_into().unwrap()),
+        false => SanType::DnsName(name.try_into().unwrap()),
+    }
+}
+
+pub(crate) fn in_an_hour() -> SystemTime {
+    SystemTime::now() + Duration::from_secs(3600)
+}
+
+const SERVER: &str = "web.emojivoto.serviceaccount.identity.linkerd.cluster.local";
+const CLIENT: &str = "vote-bot.emojivoto.serviceaccount.identity.linkerd.cluster.local";
+const SERVER_NAME: &str = SERVER;
+
+type Connected = Result<tokio_rustls::client::TlsStream<DuplexStream>, client::ConnectError>;
+type Accepted = Result<(tokio_rustls::server::TlsStream<DuplexStream>, server::PeerTls), server::AcceptError>;
+
+async fn handshake(
+    client: &Credentials,
+    server: &Credentials,
+    server_id: &str,
+    (client_alpn, server_alpn): (Alpn, Alpn),
+) -> (Connected, Accepted) {
+    let (near, far) = duplex(64 * 1024);
+    let server_id: Identity = server_id.parse().unwrap();
+    tokio::join!(
+        client::connect(near, client, &server_id, SERVER_NAME, client_alpn),
+        server::accept(far, server, server_alpn),
+    )
+}
+
+const NO_ALPN: (Alpn, Alpn) = (Alpn::Unset, Alpn::Unset);
+
+#[tokio::test]
+async fn both_sides_learn_each_other() {
+    let authority = Authority::new();
+    let (client, server) = (authority.credentials(CLIENT), authority.credentials(SERVER));
+    let (connected, accepted) = handshake(&client, &server, SERVER, NO_ALPN).await;
+    let (mut connected, (mut accepted, peer)) = (connected.unwrap(), accepted.unwrap());
+    assert_eq!(peer.client_id, Some(CLIENT.parse().unwrap()));
+    assert_eq!(peer.alpn, Alpn::Unset);
+    connected.write_all(b"ping").await.unwrap();
+    connected.flush().await.unwrap();
+    let mut bytes = [0; 4];
+    accepted.read_exact(&mut bytes).await.unwrap();
+    assert_eq!(&bytes, b"ping");
+    let session = connected.get_ref().1;
+    assert_eq!(session.protocol_version(), Some(rustls::ProtocolVersion::TLSv1_3));
+    assert_eq!(
+        session.negotiated_cipher_suite().map(|suite| suite.suite()),
+        Some(rustls::CipherSuite::TLS13_AES_128_GCM_SHA256)
+    );
+    assert_eq!(
+        session.negotiated_key_exchange_group().map(|group| group.name()),
+        Some(rustls::NamedGroup::X25519MLKEM768)
+    );
+}
+
+#[tokio::test]
+async fn spiffe_identities_work_on_both_sides() {
+    let authority = Authority::new();
+    let id = "spiffe://root.linkerd.cluster.local/vm-1";
+    let (client, server) = (authority.credentials(id), authority.credentials(id));
+    let (connected, accepted) = handshake(&client, &server, id, NO_ALPN).await;
+    connected.unwrap();
+    assert_eq!(accepted.unwrap().1.client_id, Some(id.parse().unwrap()));
+}
+
+#[tokio::test]
+async fn alpn_is_negotiated_only_when_both_want_it() {
+    let authority = Authority::new();
+    let (client, server) = (authority.credentials(CLIENT), authority.credentials(SERVER));
+    for (offered, served, expected) in [
+        (Alpn::TransportHeader, Alpn::TransportHeader, Alpn::TransportHeader),
+        (Alpn::Unset, Alpn::TransportHeader, Alpn::Unset),
+        (Alpn::TransportHeader, Alpn::Unset, Alpn::Unset),
+    ] {
+        let (connected, accepted) = handshake(&client, &server, SERVER, (offered, served)).await;
+        assert_eq!(client::alpn(&connected.unwrap()), expected, "{offered:?} {served:?}");
+        assert_eq!(accepted.unwrap().1.alpn, expected, "{offered:?} {served:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_valid_peer_with_another_name_is_not_connected_to() {
+    let authority = Authority::new();
+    let (client, server) = (
+        authority.credentials(CLIENT),
+        authority.credentials("other.example.com"),
+    );
+    let (connected, _) = handshake(&client, &server, SERVER, NO_ALPN).await;
+    let error = connected.unwrap_err();
+    assert_eq!(error.failure(), HandshakeFailure::WrongIdentity);
+    assert_eq!(
+        error.to_string(),
+        format!("peer is [other.example.com] where {SERVER} is expected")
+    );
+}
+
+#[tokio::test]
+async fn a_foreign_authority_is_refused_by_each_side() {
+    let ours = Authority::new();
+    for theirs in [Authority::new(), Authority::named("somebody else")] {
+        let (connected, _) = handshake(&ours.credentials(CLIENT), &theirs.credentials(SERVER), SERVER, NO_ALPN).await;
+        assert_eq!(connected.unwrap_err().failure(), HandshakeFailure::ForeignCa);
+
+        // A client that trusts the server and is itself from elsewhere.
+        let foreign = theirs.credentials(CLIENT);
+        foreign.replace_anchors(ours.anchors()).unwrap();
+        let (_, accepted) = handshake(&foreign, &ours.credentials(SERVER), SERVER, NO_ALPN).await;
+        assert_eq!(accepted.unwrap_err().failure(), HandshakeFailure::ForeignCa);
+    }
+}
+
+#[tokio::test]
+async fn an_expired_certificate_is_refused_by_each_side() {
+    let authority = Authority::new();
+    let soon = Duration::from_secs(1);
+    let expiring = Credentials::new(CLIENT.parse().unwrap(), SERVER_NAME, authority.anchors()).unwrap();
+    expiring
+        .install(authority.leaf(&[CLIENT], SystemTime::now() + soon))
+        .unwrap();
+    let fresh = authority.credentials(SERVER);
+    while SystemTime::now() <= expiring.validity().unwrap().not_after + soon {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let (_, accepted) = handshake(&expiring, &fresh, SERVER, NO_ALPN).await;
+    assert_eq!(accepted.unwrap_err().failure(), HandshakeFailure::Expired);
+    let (connected, _) = handshake(&fresh, &expiring, CLIENT, NO_ALPN).await;
+    assert_eq!(connected.unwrap_err().failure(), HandshakeFailure::Expired);
+}
+
+#[tokio::test]
+async fn a_client_without_certificate_is_accepted_without_identity() {
+    let authority = Authority::new();
+    let anonymous = Credentials::new(CLIENT.parse().unwrap(), SERVER_NAME, authority.anchors()).unwrap();
+    let (connected, accepted) = handshake(&anonymous, &authority.credentials(SERVER), SERVER, NO_ALPN).await;
+    connected.unwrap();
+    assert_eq!(accepted.unwrap().1.client_id, None);
+}
+
+#[tokio::test]
+async fn a_certificate_without_identity_is_not_installed() {
+    let authority = Authority::new();
+    let nameless = Credentials::new(CLIENT.parse().unwrap(), SERVER_NAME, authority.anchors()).unwrap();
+    let refused = nameless.install(authority.leaf(&[], in_an_hour())).unwrap_err();
+    assert!(matches!(refused, CredentialsError::LeafName { .. }), "{refused}");
+    assert_eq!(nameless.generation(), 0);
+}
+
+#[tokio::test]
+async fn nothing_is_accepted_before_the_first_certificate() {
+    let authority = Authority::new();
+    let waiting = Credentials::new(SERVER.parse().unwrap(), SERVER_NAME, authority.anchors()).unwrap();
+    let (_, far) = duplex(64);
+    let error = server::accept(far, &waiting, Alpn::Unset).await.unwrap_err();
+    assert_eq!(error.failure(), HandshakeFailure::NotCertified);
+    let certified = tokio::spawn({
+        let waiting = waiting.clone();
+        async move { waiting.certified().await }
+    });
+    waiting.install(authority.leaf(&[SERVER], in_an_hour())).unwrap();
+    certified.await.unwrap();
+}
+
+#[test]
+fn a_bad_leaf_changes_nothing() {
+    let (ours, theirs) = (Authority::new(), Authority::new());
+    let creds = ours.credentials(SERVER);
+    for leaf in [
+        theirs.leaf(&[SERVER], in_an_hour()),
+        ours.leaf(&[CLIENT], in_an_hour()),
+        ours.leaf(&[SERVER], SystemTime::now() - Duration::from_secs(1)),
+        Leaf {
+            key: ours.leaf(&[SERVER], in_an_hour()).key,
+            ..ours.leaf(&[SERVER], in_an_hour())
+        },
+        Leaf {
+            chain: Vec::new(),
+            ..ours.leaf(&[SERVER], in_an_hour())
+        },
+    ] {
+        let before = creds.client_config(Alpn::Unset);
+        creds.install(leaf).unwrap_err();
+        assert_eq!(creds.generation(), 1);
+        assert!(Arc::ptr_eq(&before, &creds.client_config(Alpn::Unset)));
+    }
+}
+
+#[test]
+fn trust_anchors_say_what_is_wrong_with_them() {
+    for (text, reason) in [
+        (
+            "",
+            "trust anchors are empty, at least one PEM CERTIFICATE block is needed",
+        ),
+        (
+            "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
+            "using certificate 1 of the trust anchors",
+        ),
+        (
+            "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n",
+            "trust anchors hold PRIVATE KEY where a CERTIFICATE block is accepted",
+        ),
+    ] {
+        assert_eq!(TrustAnchors::from_pem(text).unwrap_err().to_string(), reason);
+    }
+}
+
+#[test]
+fn secrets_are_not_printed() {
+    let leaf = Authority::new().leaf(&[SERVER], in_an_hour());
+    assert_eq!(format!("{leaf:?}"), r#"Leaf { certificates: 1, key: "…" }"#);
+}
+
+/// A ClientHello as rustls writes it.
+fn client_hello(server_name: &str) -> Vec<u8> {
+    let creds = Authority::new().credentials(CLIENT);
+    let name = server_name.to_owned().try_into().unwrap();
+    let mut session = rustls::ClientConnection::new(creds.client_config(Alpn::TransportHeader), name).unwrap();
+    let mut bytes = Vec::new();
+    session.write_tls(&mut bytes).unwrap();
+    bytes
+}
+
+/// The same handshake bytes in records of `size` bytes.
+fn fragmented(hello: &[u8], size: usize) -> Vec<u8> {
+    let records = hello[5..].chunks(size).map(|fragment| {
+        let length = u16::try_from(fragment.len()).unwrap().to_be_bytes();
+        [&[22, 3, 1], &length[..], fragment].concat()
+    });
+    records.collect::<Vec<_>>().concat()
+}
+
+#[test]
+fn sni_is_found_in_whole_and_fragmented_hellos() {
+    let hello = client_hello(SERVER);
+    let found = Hello::ClientHello {
+        sni: Some(SERVER.to_owned()),
+    };
+    for bytes in [
+        hello.clone(),
+        fragmented(&hello, 1),
+        fragmented(&hello, 7),
+        fragmented(&hello, 1000),
+    ] {
+        assert_eq!(server::sni(&bytes), found);
+    }
+    let ip = client_hello("10.0.0.1");
+    assert_eq!(server::sni(&ip), Hello::ClientHello { sni: None });
+}
+
+#[test]
+fn every_prefix_of_a_hello_is_incomplete_until_the_name_is_there() {
+    let hello = fragmented(&client_hello(SERVER), 100);
+    let first = (0..=hello.len())
+        .find(|length| server::sni(&hello[..*length]) != Hello::Incomplete)
+        .unwrap();
+    for length in first..=hello.len() {
+        assert_eq!(
+            server::sni(&hello[..length]),
+            Hello::ClientHello {
+                sni: Some(SERVER.to_owned())
+            }
+        );
+    }
+}
+
+#[test]
+fn what_is_not_tls_is_known_from_its_first_bytes() {
+    for bytes in [
+        &b"GET / HTTP/1.1\r\n"[..],
+        b"PRI",
+        b"\x16\x02",
+        b"\x16\x03\x04\x00",
+        b"\x16\x03\x01\x00\x00",
+        b"\x17",
+    ] {
+        assert_eq!(server::sni(bytes), Hello::NotTls, "{bytes:?}");
+    }
+    assert_eq!(server::sni(b""), Hello::Incomplete);
+    assert_eq!(server::sni(b"\x16\x03\x01"), Hello::Incomplete);
+    let server_hello = b"\x16\x03\x03\x00\x04\x02\x00\x00\x00";
+    assert_eq!(server::sni(server_hello), Hello::NotTls);
+}
+
+fn header() -> impl Strategy<Value = TransportHeader> {
+    let protocol = prop_oneof![
+        Just(None),
+        Just(Some(SessionProtocol::Http1)),
+        Just(Some(SessionProtocol::Http2))
+    ];
+    (1..=u16::MAX, proptest::option::of("[a-z.]{1,80}"), protocol).prop_map(|(port, name, protocol)| TransportHeader {
+        port: port.try_into().unwrap(),
+        name,
+        protocol,
+    })
+}
+
+proptest! {
+    #[test]
+    fn no_bytes_upset_the_hello_parser(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+        server::sni(&bytes);
+    }
+
+    #[test]
+    fn no_damage_upsets_the_hello_parser(at in 0..400usize, byte in any::<u8>(), size in 1..300usize) {
+        let mut hello = fragmented(HELLO.get_or_init(|| client_hello(SERVER)), size);
+        hello[at] = byte;
+        server::sni(&hello);
+    }
+
+    #[test]
+    fn the_hello_parser_never_asks_for_more_than_its_limit(tail in proptest::collection::vec(any::<u8>(), HELLO_LIMIT..HELLO_LIMIT + 50)) {
+        let head = [22, 3, 1, 0x40, 0, 1, 0, 0x3f, 0xff];
+        prop_assert_ne!(server::sni(&[&head[..], &tail].concat()), Hello::Incomplete);
+    }
+
+    #[test]
+    fn headers_survive_the_round_trip(header in header(), tail in proptest::collection::vec(any::<u8>(), 0..20)) {
+        let mut bytes = BytesMut::new();
+        header.encode(&mut bytes);
+        let length = bytes.len();
+        for short in 0..length {
+            prop_assert!(matches!(TransportHeader::decode(&bytes[..short]), Decoded::Incomplete));
+        }
+        bytes.extend_from_slice(&tail);
+        match TransportHeader::decode(&bytes) {
+            Decoded::Header(decoded, consumed) => prop_assert_eq!((decoded, consumed), (header, length)),
+            other => prop_assert!(false, "{:?}", other),
+        }
+    }
+
+    #[test]
+    fn no_bytes_upset_the_header_parser(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        TransportHeader::decode(&[b"transport.l5d.io/v1\r\n\r\n\0\0\0", &bytes[..]].concat());
+        TransportHeader::decode(&bytes);
+    }
+}
+
+static HELLO: std::sync::OnceLock<Vec<u8>> = std::sync::OnceLock::new();
+
+#[test]
+fn a_header_is_framed_as_peers_expect_it() {
+    let header = TransportHeader {
+        port: 8080.try_into().unwrap(),
+        name: None,
+        protocol: Some(SessionProtocol::Http2),
+    };
+    let mut bytes = BytesMut::new();
+    header.encode(&mut bytes);
+    assert_eq!(
+        &bytes[..],
+        b"transport.l5d.io/v1\r\n\r\n\x00\x00\x00\x07\x08\x90\x3f\x1a\x02\x12\x00"
+    );
+}
+
+#[test]
+fn bad_headers_are_refused_with_their_reason() {
+    let preface = b"transport.l5d.io/v1\r\n\r\n";
+    for (bytes, reason) in [
+        (
+            b"transport.l5d.io/v2\r\n".to_vec(),
+            "bytes do not start with the preface of a transport header",
+        ),
+        (
+            [&preface[..], &[0, 1, 0, 1]].concat(),
+            "transport header of 65537 bytes, at most 65536 are accepted",
+        ),
+        (
+            [&preface[..], &[0, 0, 0, 1, 0xff]].concat(),
+            "decoding transport header",
+        ),
+        (
+            [&preface[..], &[0, 0, 0, 0]].concat(),
+            "transport header with port 0, 1 to 65535 is accepted",
+        ),
+    ] {
+        match TransportHeader::decode(&bytes) {
+            Decoded::Invalid(error) => assert_eq!(error.to_string(), reason),
+            other => panic!("{other:?} for {bytes:?}"),
+        }
+    }
+    assert!(matches!(
+        TransportHeader::decode(b"GET "),
+        Decoded::Invalid(InvalidHeader::Preface)
+    ));
+}

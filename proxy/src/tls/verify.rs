@@ -1,0 +1,215 @@
+//! Checks of a peer's certificate, and the reasons for which handshakes fail.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::verify_server_cert_signed_by_trust_anchor;
+use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::ParsedCertificate;
+use rustls::{AlertDescription, CertificateError, DigitallySignedStruct, Error, RootCertStore, SignatureScheme};
+use tulle_core::identity::Identity;
+use x509_parser::extensions::{GeneralName, ParsedExtension};
+use x509_parser::prelude::{FromDer, X509Certificate};
+
+/// When a certificate may be used.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Validity {
+    pub not_before: SystemTime,
+    pub not_after: SystemTime,
+}
+
+/// Why a handshake did not lead to a connection, as operators tell the cases apart.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
+pub enum HandshakeFailure {
+    /// A certificate is needed and the peer presented none.
+    NoCertificate,
+    /// The certificate does not chain to our trust anchors.
+    ForeignCa,
+    Expired,
+    NotYetValid,
+    /// It is valid, and names somebody other than whom we dialled.
+    WrongIdentity,
+    /// It is valid, and has no DNS or URI name that we can use as an identity.
+    NoIdentity,
+    /// Anything else that is wrong with a certificate: encoding, extensions, key usage.
+    BadCertificate,
+    /// We have no certificate ourselves, yet.
+    NotCertified,
+    /// The peer ended the handshake with an alert.
+    Refused,
+    /// The peer does not speak TLS 1.3 as we do.
+    Protocol,
+    /// The connection ended or broke.
+    Closed,
+}
+
+/// What we use of a certificate that has been verified.
+pub(super) struct Facts {
+    /// DNS and URI subject alternative names, in the order of the certificate.
+    pub(super) names: Vec<Identity>,
+    pub(super) validity: Validity,
+}
+
+/// Verifies that a server's certificate chains to our trust anchors.
+///
+/// Names are deliberately not looked at here: the identity that we expect is not the SNI that we send, so
+/// [`crate::tls::client::connect`] compares it once the handshake is done and before anything is sent.
+#[derive(Debug)]
+pub(super) struct ServerChain {
+    anchors: Arc<RootCertStore>,
+    algorithms: WebPkiSupportedAlgorithms,
+}
+
+impl ServerChain {
+    pub(super) fn new(anchors: Arc<RootCertStore>, provider: &CryptoProvider) -> Self {
+        Self {
+            anchors,
+            algorithms: provider.signature_verification_algorithms,
+        }
+    }
+}
+
+impl ServerCertVerifier for ServerChain {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _server_name: &ServerName<'_>,
+        _ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        verify_server_cert_signed_by_trust_anchor(
+            &ParsedCertificate::try_from(end_entity)?,
+            &self.anchors,
+            intermediates,
+            now,
+            self.algorithms.all,
+        )?;
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls12_signature(message, cert, signed, &self.algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls13_signature(message, cert, signed, &self.algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.algorithms.supported_schemes()
+    }
+}
+
+/// Verifies our own certificate as a peer with these anchors would.
+pub(super) fn chain(
+    end_entity: &CertificateDer<'_>,
+    intermediates: &[CertificateDer<'_>],
+    anchors: &RootCertStore,
+    provider: &CryptoProvider,
+) -> Result<(), Error> {
+    let parsed = ParsedCertificate::try_from(end_entity)?;
+    let algorithms = provider.signature_verification_algorithms.all;
+    verify_server_cert_signed_by_trust_anchor(&parsed, anchors, intermediates, UnixTime::now(), algorithms)
+}
+
+/// Reads names and validity of a certificate; names that cannot be an identity are passed over.
+pub(super) fn facts(certificate: &CertificateDer<'_>) -> Result<Facts, Error> {
+    let bad = |_| Error::InvalidCertificate(CertificateError::BadEncoding);
+    let (_, parsed) = X509Certificate::from_der(certificate).map_err(bad)?;
+    let general_names = parsed
+        .extensions()
+        .iter()
+        .filter_map(|extension| match extension.parsed_extension() {
+            ParsedExtension::SubjectAlternativeName(names) => Some(&names.general_names),
+            _ => None,
+        });
+    let names = general_names.flatten().filter_map(|name| match name {
+        GeneralName::DNSName(name) | GeneralName::URI(name) => name.parse().ok(),
+        _ => None,
+    });
+    let validity = Validity {
+        not_before: system_time(parsed.validity().not_before.timestamp()),
+        not_after: system_time(parsed.validity().not_after.timestamp()),
+    };
+    Ok(Facts {
+        names: names.collect(),
+        validity,
+    })
+}
+
+fn system_time(seconds: i64) -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_secs(seconds.max(0).unsigned_abs())
+}
+
+impl HandshakeFailure {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::NoCertificate => "no_certificate",
+            Self::ForeignCa => "foreign_ca",
+            Self::Expired => "expired",
+            Self::NotYetValid => "not_yet_valid",
+            Self::WrongIdentity => "wrong_identity",
+            Self::NoIdentity => "no_identity",
+            Self::BadCertificate => "bad_certificate",
+            Self::NotCertified => "not_certified",
+            Self::Refused => "refused",
+            Self::Protocol => "protocol",
+            Self::Closed => "closed",
+        }
+    }
+
+    /// Finds the reason inside what a TLS stream or handshake returned.
+    pub fn of(error: &io::Error) -> Self {
+        match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
+            Some(error) => Self::from(error),
+            None => Self::Closed,
+        }
+    }
+}
+
+impl From<&Error> for HandshakeFailure {
+    fn from(error: &Error) -> Self {
+        match error {
+            Error::InvalidCertificate(reason) => Self::from(reason),
+            Error::NoCertificatesPresented | Error::AlertReceived(AlertDescription::CertificateRequired) => {
+                Self::NoCertificate
+            }
+            Error::AlertReceived(_) => Self::Refused,
+            _ => Self::Protocol,
+        }
+    }
+}
+
+impl From<&CertificateError> for HandshakeFailure {
+    fn from(error: &CertificateError) -> Self {
+        match error {
+            // Roots of different meshes often share one name; then the signature is what does not fit.
+            CertificateError::UnknownIssuer | CertificateError::BadSignature => Self::ForeignCa,
+            CertificateError::Expired | CertificateError::ExpiredContext { .. } => Self::Expired,
+            CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => Self::NotYetValid,
+            CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => Self::WrongIdentity,
+            _ => Self::BadCertificate,
+        }
+    }
+}
+
+impl fmt::Display for HandshakeFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
