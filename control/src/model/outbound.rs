@@ -68,7 +68,6 @@ pub enum Distribution {
     FirstAvailable(Box<Backend>),
     /// At least one weight is not 0.
     Weighted(Vec<(Backend, u32)>),
-    Empty,
 }
 
 #[derive(Clone, Debug, PartialEq)]
