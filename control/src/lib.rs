@@ -5,4 +5,5 @@ pub mod destination;
 pub mod model;
 pub mod policy;
 pub mod resources;
+pub mod source;
 mod wire;

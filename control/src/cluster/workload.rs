@@ -12,7 +12,7 @@ use crate::cluster::{Config, H2Upgrade, TransportMode};
 use crate::model::endpoints::{Endpoint, Http2Params, ProtocolHint, TlsIdentity, Workload};
 use crate::resources::meta::{Meta, Name, Owner};
 use crate::resources::policy::server::{ProxyProtocol, Server, Workloads};
-use crate::resources::workload::{ContainerPort, ExternalWorkload, Pod, ProxyContainer};
+use crate::resources::workload::{CONTROL_PLANE_COMPONENT, ContainerPort, ExternalWorkload, Pod, ProxyContainer};
 
 /// The endpoint that a pod is at a port, or nothing when its sidecar does not say how to reach it.
 pub(super) fn pod_endpoint(reader: &Reader<'_>, config: &Config, pod: &Pod, ip: IpAddr, port: u16) -> Option<Endpoint> {
@@ -230,6 +230,3 @@ pub(super) fn declares(ports: &[ContainerPort], port: u16) -> bool {
 pub(super) fn publishes(pod: &Pod, port: u16) -> bool {
     pod.ports.iter().any(|declared| declared.host_port == Some(port))
 }
-
-/// Carried by pods of the control plane.
-const CONTROL_PLANE_COMPONENT: &str = "linkerd.io/control-plane-component";

@@ -24,6 +24,15 @@ enum Test {
 }
 
 impl Selector {
+    /// The selector of a Service: each label with its value.
+    pub fn exact(labels: &BTreeMap<String, String>) -> Self {
+        let requirement = |(key, value): (&String, &String)| Requirement {
+            key: key.clone(),
+            test: Test::In(vec![value.clone()]),
+        };
+        Self(labels.iter().map(requirement).collect())
+    }
+
     pub fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
         self.0.iter().all(|requirement| {
             let value = labels.get(&requirement.key);

@@ -51,7 +51,8 @@ pub struct Meta {
 }
 
 impl Meta {
-    /// Takes what we use; an object without a name is refused.
+    /// Takes what we use; an object without a name is refused, and one without a namespace is in `default`, where the
+    /// clients of an API server would put it.
     pub fn from_kubernetes(meta: ObjectMeta) -> Result<Self, String> {
         let Some(name) = meta.name.filter(|name| !name.is_empty()) else {
             return Err("metadata.name is missing".to_owned());
@@ -65,7 +66,7 @@ impl Meta {
             _ => None,
         };
         Ok(Self {
-            name: Name::new(meta.namespace.unwrap_or_default(), name),
+            name: Name::new(meta.namespace.unwrap_or_else(|| "default".to_owned()), name),
             labels: meta.labels.unwrap_or_default(),
             annotations: meta.annotations.unwrap_or_default(),
             created_at: meta.creation_timestamp.map(|time| time.0.as_second()),

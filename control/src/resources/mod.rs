@@ -140,6 +140,14 @@ impl Kind {
 /// # Errors
 /// What does not have the shape of the kind, and what admission would refuse, with the reason.
 pub fn decode<'de, D: Deserializer<'de>>(kind: Kind, from: D) -> Result<Object, D::Error> {
+    let mut object = decode_kind(kind, from)?;
+    if kind.info().scope == Scope::Cluster {
+        object.meta_mut().name.namespace = "".into();
+    }
+    Ok(object)
+}
+
+fn decode_kind<'de, D: Deserializer<'de>>(kind: Kind, from: D) -> Result<Object, D::Error> {
     match kind {
         Kind::Service => build(from, Service::from_kubernetes, Object::Service),
         Kind::Endpoints => build(from, Endpoints::from_kubernetes, Object::Endpoints),

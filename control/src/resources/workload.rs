@@ -385,3 +385,6 @@ impl Bare {
         })
     }
 }
+
+/// Label of the control plane's own pods, which terminate TLS themselves and need no sidecar.
+pub const CONTROL_PLANE_COMPONENT: &str = "linkerd.io/control-plane-component";
