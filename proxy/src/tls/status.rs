@@ -5,7 +5,7 @@ use tulle_core::metrics::Labels;
 
 /// What an accepted connection is to us.
 #[derive(Clone, Debug, Eq, PartialEq, Hash)]
-pub enum ServerTls {
+pub(crate) enum ServerTls {
     /// TLS ends here; the client may have shown a certificate.
     Terminated {
         client_id: Option<Identity>,
@@ -18,7 +18,7 @@ pub enum ServerTls {
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
-pub enum WhyServerPlain {
+pub(crate) enum WhyServerPlain {
     Loopback,
     /// The port is marked opaque, so nothing is looked at.
     PortSkipped,
@@ -28,13 +28,13 @@ pub enum WhyServerPlain {
 
 /// What a dialled connection is to us.
 #[derive(Clone, Debug, Eq, PartialEq, Hash)]
-pub enum ClientTls {
+pub(crate) enum ClientTls {
     Meshed(Identity),
     Plain(WhyClientPlain),
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
-pub enum WhyClientPlain {
+pub(crate) enum WhyClientPlain {
     Loopback,
     /// Discovery names no identity for the endpoint.
     NotProvidedByServiceDiscovery,
@@ -43,14 +43,14 @@ pub enum WhyClientPlain {
 }
 
 impl ServerTls {
-    pub fn client_id(&self) -> Option<&Identity> {
+    pub(crate) fn client_id(&self) -> Option<&Identity> {
         match self {
             Self::Terminated { client_id } => client_id.as_ref(),
             Self::PassedThrough { .. } | Self::Plain(_) => None,
         }
     }
 
-    pub fn labels(&self, labels: Labels) -> Labels {
+    pub(crate) fn labels(&self, labels: Labels) -> Labels {
         match self {
             Self::Terminated { client_id } => labels
                 .with("tls", "true")
@@ -62,7 +62,7 @@ impl ServerTls {
 }
 
 impl ClientTls {
-    pub fn labels(&self, labels: Labels) -> Labels {
+    pub(crate) fn labels(&self, labels: Labels) -> Labels {
         match self {
             Self::Meshed(server_id) => labels.with("tls", "true").with("server_id", server_id),
             Self::Plain(why) => labels.with("tls", "no_identity").with("no_tls_reason", why.as_str()),
@@ -71,7 +71,7 @@ impl ClientTls {
 }
 
 impl WhyServerPlain {
-    pub fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Loopback => "loopback",
             Self::PortSkipped => "port_skipped",
@@ -81,7 +81,7 @@ impl WhyServerPlain {
 }
 
 impl WhyClientPlain {
-    pub fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Loopback => "loopback",
             Self::NotProvidedByServiceDiscovery => "not_provided_by_service_discovery",
