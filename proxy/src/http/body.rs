@@ -12,7 +12,7 @@ use http_body::{Body as _, Frame, SizeHint};
 use hyper::body::Incoming;
 
 use crate::{
-    http::{error::Error, h1, h2, layers::Slot},
+    http::{error::Error, h1, h2, layers::Slot, replay::Keeping},
     net::io::Io,
 };
 
@@ -40,6 +40,8 @@ enum Source {
     Trailers(HeaderMap),
     /// Already received, followed by the rest.
     Replayed(Box<Replayed>),
+    /// Kept while it passes.
+    Keeping(Box<Keeping>),
 }
 
 /// A body of which the first part was kept.
@@ -83,6 +85,10 @@ impl Body {
             Source::H1(received) => received.take_upgraded(),
             _ => None,
         }
+    }
+
+    pub(crate) fn keeping(keeping: Box<Keeping>) -> Self {
+        Self::of(Source::Keeping(keeping))
     }
 
     fn of(source: Source) -> Self {
@@ -129,6 +135,7 @@ impl Body {
                 self.source = Source::Empty;
                 Poll::Ready(Some(Ok(Frame::trailers(trailers))))
             }
+            Source::Keeping(keeping) => keeping.poll_frame(cx),
             Source::Replayed(replayed) => match replayed.kept.pop_front() {
                 Some(bytes) => Poll::Ready(Some(Ok(Frame::data(bytes)))),
                 None => Pin::new(&mut replayed.rest).poll_frame(cx),
@@ -189,6 +196,7 @@ impl http_body::Body for Body {
             Source::Incoming(incoming) => incoming.is_end_stream(),
             Source::H2(received) => received.is_end_stream(),
             Source::H1(received) => received.is_end_stream(),
+            Source::Keeping(keeping) => keeping.is_end_stream(),
             Source::Replayed(replayed) => replayed.kept.is_empty() && replayed.rest.is_end_stream(),
         }
     }
@@ -201,6 +209,7 @@ impl http_body::Body for Body {
             Source::Incoming(incoming) => incoming.size_hint(),
             Source::H2(received) => received.size_hint(),
             Source::H1(received) => received.size_hint(),
+            Source::Keeping(keeping) => keeping.size_hint(),
             Source::Replayed(replayed) => {
                 let kept: u64 = replayed.kept.iter().map(|bytes| bytes.len() as u64).sum();
                 match replayed.rest.size_hint().exact() {

@@ -14,20 +14,27 @@ use crate::{
 };
 
 /// Told once, when a response has ended or its receiver went away.
-pub(crate) trait Ended: Send {
+pub(crate) trait Ended: Send + 'static {
     /// The first byte of the body arrived, or there is none.
+    fn first_data(&mut self);
+    fn ended(&mut self, outcome: Outcome);
+}
+
+/// Nobody else cares.
+impl Ended for () {
     fn first_data(&mut self) {}
-    fn ended(self: Box<Self>, outcome: Outcome);
+    fn ended(&mut self, _: Outcome) {}
 }
 
 /// Watches a response body to its end and tells `series` and `also`.
-struct Classify {
+struct Classify<E: Ended> {
     series: Arc<Series>,
-    also: Option<Box<dyn Ended>>,
+    also: E,
     started: Instant,
     status: StatusCode,
     grpc: Option<i32>,
     first: bool,
+    reported: bool,
 }
 
 /// Counts `response` in `series` when it ends. `started` is when its request came.
@@ -35,11 +42,11 @@ pub(crate) fn observe(
     response: Response<Body>,
     series: Arc<Series>,
     started: Instant,
-    also: Option<Box<dyn Ended>>,
+    also: impl Ended,
 ) -> Response<Body> {
     let status = response.status();
     let grpc = grpc_status(response.headers());
-    let watch = Classify { series, also, started, status, grpc, first: true };
+    let watch = Classify { series, also, started, status, grpc, first: true, reported: false };
     response.map(|body| body.observed(Box::new(watch)))
 }
 
@@ -61,14 +68,12 @@ pub(crate) fn is_success(status: StatusCode, grpc_status: Option<i32>) -> bool {
     }
 }
 
-impl Classify {
+impl<E: Ended> Classify<E> {
     fn first(&mut self) {
         if self.first {
             self.first = false;
             self.series.latency(self.status, self.started.elapsed());
-            if let Some(also) = &mut self.also {
-                also.first_data();
-            }
+            self.also.first_data();
         }
     }
 
@@ -77,13 +82,12 @@ impl Classify {
         let success = !error && is_success(self.status, self.grpc);
         let outcome = Outcome { status: self.status, grpc: self.grpc, success, error };
         self.series.response(outcome);
-        if let Some(also) = self.also.take() {
-            also.ended(outcome);
-        }
+        self.also.ended(outcome);
+        self.reported = true;
     }
 }
 
-impl Observe for Classify {
+impl<E: Ended> Observe for Classify<E> {
     fn data(&mut self, _: usize) {
         self.first();
     }
@@ -96,13 +100,12 @@ impl Observe for Classify {
 
     fn end(&mut self, result: Result<(), &Error>) {
         self.report(result.is_err());
-        self.status = StatusCode::CONTINUE; // marks the report as made
     }
 }
 
-impl Drop for Classify {
+impl<E: Ended> Drop for Classify<E> {
     fn drop(&mut self) {
-        if self.status != StatusCode::CONTINUE {
+        if !self.reported {
             self.report(true); // the client went away
         }
     }

@@ -44,10 +44,8 @@ pub(crate) fn error(error: &Error, asker: Asker, reasons: Reasons) -> Response<B
         }
         *rsp.status_mut() = StatusCode::OK;
     } else {
-        if let Error::Redirect { location, .. } = error
-            && let Ok(location) = HeaderValue::from_str(&location.to_string())
-        {
-            told.insert(header::LOCATION, location);
+        if let Error::Redirect { location, .. } = error {
+            told.insert(header::LOCATION, location.clone());
         }
         *rsp.status_mut() = answer.status;
     }
