@@ -1,0 +1,9 @@
+//! The control plane of tulle: destination, policy and identity services over one source of objects.
+
+pub mod cluster;
+pub mod destination;
+pub mod model;
+pub mod policy;
+pub mod resources;
+pub mod source;
+mod wire;
