@@ -9,6 +9,9 @@ use nix::sys::socket::{getsockopt, sockopt};
 use tokio::net::TcpStream;
 use tulle_core::addr::{self, OrigDst};
 
+/// How to learn what was dialled; a value, because connections need not come through redirect rules.
+pub(crate) type Of = fn(&TcpStream, SocketAddr) -> io::Result<OrigDst>;
+
 /// Asks the kernel's connection tracking for the address the peer dialled.
 ///
 /// # Errors
