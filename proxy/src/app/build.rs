@@ -112,105 +112,105 @@ pub(super) struct Parts<'a> {
 impl Parts<'_> {
     pub(super) fn outbound(&self) -> Arc<Outbound> {
         let Self { config, registry, .. } = *self;
-    let direction = &config.outbound.direction;
-    let families = outbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone());
-    let common = Common {
-        creds: self.creds.clone(),
-        connect: connect_config(direction, None),
-        http2: http2_client(direction),
-        pool: pool(direction),
-        families: families.clone(),
-        ips: config.inbound.ips.clone(),
-        workers: self.workers,
-    };
-    let factory = Factory {
-        common: Arc::new(common),
-        destinations: self.control.destinations.clone(),
-        strategy: match config.outbound.balancing {
-            Balancing::PeakEwma => Strategy::PeakEwma,
-            Balancing::RoundRobin => Strategy::RoundRobin,
-        },
-        balanced: Mutex::default(),
-    };
-    let queue = Queue {
-        capacity: direction.http_queue_capacity,
-        failfast_timeout: direction.http_failfast_timeout,
-    };
-    let discover = Discover {
-        destinations: self.control.destinations.clone(),
-        policies: self.control.policies.clone(),
-        factory,
-        forward: ForwardParams {
+        let direction = &config.outbound.direction;
+        let families = outbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone());
+        let common = Common {
+            creds: self.creds.clone(),
+            connect: connect_config(direction, None),
+            http2: http2_client(direction),
+            pool: pool(direction),
+            families: families.clone(),
+            ips: config.inbound.ips.clone(),
+            workers: self.workers,
+        };
+        let factory = Factory {
+            common: Arc::new(common),
+            destinations: self.control.destinations.clone(),
+            strategy: match config.outbound.balancing {
+                Balancing::PeakEwma => Strategy::PeakEwma,
+                Balancing::RoundRobin => Strategy::RoundRobin,
+            },
+            balanced: Mutex::default(),
+        };
+        let queue = Queue {
+            capacity: direction.http_queue_capacity,
+            failfast_timeout: direction.http_failfast_timeout,
+        };
+        let discover = Discover {
+            destinations: self.control.destinations.clone(),
+            policies: self.control.policies.clone(),
+            factory,
+            forward: ForwardParams {
+                detect_timeout: direction.accept.detect_timeout,
+                queue,
+            },
+            idle: direction.discovery_idle_timeout,
+            runtime: self.control.runtime.clone(),
+            known: Mutex::default(),
+        };
+        Arc::new(Outbound {
+            orig_dst: self.surroundings.orig_dst.clone(),
+            own: config.outbound.listen.clone(),
+            discover: Arc::new(discover),
             detect_timeout: direction.accept.detect_timeout,
-            queue,
-        },
-        idle: direction.discovery_idle_timeout,
-        runtime: self.control.runtime.clone(),
-        known: Mutex::default(),
-    };
-    Arc::new(Outbound {
-        orig_dst: self.surroundings.orig_dst.clone(),
-        own: config.outbound.listen.clone(),
-        discover: Arc::new(discover),
-        detect_timeout: direction.accept.detect_timeout,
-        server: server::Config {
-            http2: http2_server(direction),
-        },
-        admission: Admission::new(direction.max_in_flight),
-        observe: Observe::new(registry, "outbound"),
-        errors: errors(registry, "outbound"),
-        reasons: match config.outbound.informational_headers {
-            Visibility::Shown => Reasons::Told,
-            Visibility::Hidden => Reasons::Kept,
-        },
-        families,
-    })
-}
+            server: server::Config {
+                http2: http2_server(direction),
+            },
+            admission: Admission::new(direction.max_in_flight),
+            observe: Observe::new(registry, "outbound"),
+            errors: errors(registry, "outbound"),
+            reasons: match config.outbound.informational_headers {
+                Visibility::Shown => Reasons::Told,
+                Visibility::Hidden => Reasons::Kept,
+            },
+            families,
+        })
+    }
 
     pub(super) fn inbound(&self) -> Arc<Inbound> {
         let Self { config, registry, .. } = *self;
-    let direction = &config.inbound.direction;
-    let policy = match config.inbound.default_policy {
-        config::DefaultPolicy::Deny => DefaultPolicy::Deny,
-        config::DefaultPolicy::AllAuthenticated => DefaultPolicy::AllAuthenticated,
-        config::DefaultPolicy::AllUnauthenticated => DefaultPolicy::AllUnauthenticated,
-        config::DefaultPolicy::ClusterAuthenticated => DefaultPolicy::ClusterAuthenticated,
-        config::DefaultPolicy::ClusterUnauthenticated => DefaultPolicy::ClusterUnauthenticated,
-        config::DefaultPolicy::Audit => DefaultPolicy::Audit,
-    };
-    let (networks, detect_timeout) = (&config.control.cluster_networks, direction.accept.detect_timeout);
-    let defaults = Defaults {
-        detect: Current::new(policy.detect(detect_timeout, networks)),
-        opaque: Current::new(policy.opaque(networks)),
-        opaque_ports: config.inbound.opaque_ports.clone(),
-        detect_timeout,
-    };
-    let kept = config.inbound.ports.clone();
-    Arc::new(Inbound {
-        own_port: config.inbound.listen.port(),
-        ips: config.inbound.ips.clone(),
-        orig_dst: self.surroundings.orig_dst.clone(),
-        creds: self.creds.clone(),
-        ports: Ports::new(
-            self.control.policies.clone(),
-            defaults,
-            kept,
-            direction.discovery_idle_timeout,
-        ),
-        detect_timeout,
-        connect: connect_config(direction, Some(config.inbound.listen.port())),
-        http2_client: http2_client(direction),
-        pool: pool(direction),
-        server: server::Config {
-            http2: http2_server(direction),
-        },
-        admission: Admission::new(direction.max_in_flight),
-        observe: Observe::new(registry, "inbound"),
-        errors: errors(registry, "inbound"),
-        families: inbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone()),
-        apps: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
-    })
-}
+        let direction = &config.inbound.direction;
+        let policy = match config.inbound.default_policy {
+            config::DefaultPolicy::Deny => DefaultPolicy::Deny,
+            config::DefaultPolicy::AllAuthenticated => DefaultPolicy::AllAuthenticated,
+            config::DefaultPolicy::AllUnauthenticated => DefaultPolicy::AllUnauthenticated,
+            config::DefaultPolicy::ClusterAuthenticated => DefaultPolicy::ClusterAuthenticated,
+            config::DefaultPolicy::ClusterUnauthenticated => DefaultPolicy::ClusterUnauthenticated,
+            config::DefaultPolicy::Audit => DefaultPolicy::Audit,
+        };
+        let (networks, detect_timeout) = (&config.control.cluster_networks, direction.accept.detect_timeout);
+        let defaults = Defaults {
+            detect: Current::new(policy.detect(detect_timeout, networks)),
+            opaque: Current::new(policy.opaque(networks)),
+            opaque_ports: config.inbound.opaque_ports.clone(),
+            detect_timeout,
+        };
+        let kept = config.inbound.ports.clone();
+        Arc::new(Inbound {
+            own_port: config.inbound.listen.port(),
+            ips: config.inbound.ips.clone(),
+            orig_dst: self.surroundings.orig_dst.clone(),
+            creds: self.creds.clone(),
+            ports: Ports::new(
+                self.control.policies.clone(),
+                defaults,
+                kept,
+                direction.discovery_idle_timeout,
+            ),
+            detect_timeout,
+            connect: connect_config(direction, Some(config.inbound.listen.port())),
+            http2_client: http2_client(direction),
+            pool: pool(direction),
+            server: server::Config {
+                http2: http2_server(direction),
+            },
+            admission: Admission::new(direction.max_in_flight),
+            observe: Observe::new(registry, "inbound"),
+            errors: errors(registry, "inbound"),
+            families: inbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone()),
+            apps: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
+        })
+    }
 }
 
 fn errors(registry: &Registry, direction: &str) -> Errors {

@@ -102,7 +102,9 @@ impl App {
     /// # Errors
     /// An address cannot be bound, or credentials cannot be read.
     pub fn build(mut config: Config, surroundings: Surroundings) -> anyhow::Result<Self> {
-        let workers = config.workers.count(thread::available_parallelism().map_or(1, usize::from));
+        let workers = config
+            .workers
+            .count(thread::available_parallelism().map_or(1, usize::from));
         let sockets = bind_all(&mut config, workers)?;
         let admin_listener = listen::bind(config.admin.listen, None, Sharing::Alone)
             .with_context(|| format!("listening on {} (admin)", config.admin.listen))?;
@@ -172,7 +174,11 @@ impl App {
 
     /// Where the proxy listens: outbound, inbound, admin.
     pub fn addrs(&self) -> (Vec<SocketAddr>, SocketAddr, SocketAddr) {
-        (self.config.outbound.listen.clone(), self.config.inbound.listen, self.config.admin.listen)
+        (
+            self.config.outbound.listen.clone(),
+            self.config.inbound.listen,
+            self.config.admin.listen,
+        )
     }
 
     /// Ends the proxy gracefully once notified, as `/shutdown` of the admin server does.
@@ -341,7 +347,11 @@ fn bind_all(config: &mut Config, workers: usize) -> anyhow::Result<Vec<Sockets>>
             *addr = listener.local_addr()?;
             outbound.push(listener);
         }
-        let inbound = bind(config.inbound.listen, config.inbound.direction.accept.backlog, "inbound")?;
+        let inbound = bind(
+            config.inbound.listen,
+            config.inbound.direction.accept.backlog,
+            "inbound",
+        )?;
         config.inbound.listen = inbound.local_addr()?;
         all.push(Sockets { outbound, inbound });
     }
@@ -374,4 +384,3 @@ async fn lame_duck(shutdown: &Notify, own_ports: &[u16]) {
         () = shutdown.notified() => {}
     }
 }
-
