@@ -92,9 +92,9 @@ pub struct WeightedDestination {
     pub backend: Option<Arc<Meta>>,
 }
 
-/// The first route whose condition a request meets.
-pub fn find<'a>(routes: &'a [ProfileRoute], head: &Head<'_>) -> Option<&'a ProfileRoute> {
-    routes.iter().find(|route| route.condition.matches(head))
+/// Which is the first route whose condition a request meets.
+pub fn find(routes: &[ProfileRoute], head: &Head<'_>) -> Option<usize> {
+    routes.iter().position(|route| route.condition.matches(head))
 }
 
 impl Profile {
