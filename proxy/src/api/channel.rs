@@ -403,6 +403,8 @@ impl std::fmt::Display for Causes<'_> {
 
 /// How long calls of the proxy wait for a connection.
 pub(crate) const CALL_WAIT: Duration = Duration::from_secs(10);
+/// The largest message that is read: the endpoints of a large service take more than the 4 MiB of tonic's default.
+pub(super) const MESSAGE_LIMIT: usize = 64 * 1024 * 1024;
 /// A connection that lasted this long was a good one.
 const SETTLED: Duration = Duration::from_secs(10);
 /// Dead peers are found out within 13 seconds while streams are open.

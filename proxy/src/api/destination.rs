@@ -13,7 +13,7 @@ use tulle_core::backoff::Backoff;
 use tulle_proto::destination as proto;
 use tulle_proto::destination::destination_client::DestinationClient;
 
-use crate::api::channel::{Channel, Security};
+use crate::api::channel::{Channel, MESSAGE_LIMIT, Security};
 use crate::api::watch::{self as stream, Position, StreamLimits, Terms, Watched};
 
 /// DNS names by their last labels.
@@ -122,7 +122,7 @@ impl Destinations {
             config.limits = StreamLimits::default();
         }
         Self {
-            client: DestinationClient::new(channel),
+            client: DestinationClient::new(channel).max_decoding_message_size(MESSAGE_LIMIT),
             shared: Arc::new(Shared { config, runtime }),
         }
     }

@@ -13,7 +13,7 @@ use tulle_proto::outbound;
 use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
 use tulle_proto::outbound::traffic_spec::Target;
 
-use crate::api::channel::{Channel, Security};
+use crate::api::channel::{Channel, MESSAGE_LIMIT, Security};
 use crate::api::watch::{self as stream, StreamLimits, Terms, Watched};
 
 /// A client of the policy service; clones share its channel.
@@ -46,8 +46,8 @@ impl Policies {
             config.limits = StreamLimits::default();
         }
         Self {
-            inbound: InboundServerPoliciesClient::new(channel.clone()),
-            outbound: OutboundPoliciesClient::new(channel),
+            inbound: InboundServerPoliciesClient::new(channel.clone()).max_decoding_message_size(MESSAGE_LIMIT),
+            outbound: OutboundPoliciesClient::new(channel).max_decoding_message_size(MESSAGE_LIMIT),
             shared: Arc::new(Shared { config, runtime }),
         }
     }
@@ -123,3 +123,122 @@ const OUTBOUND_FINALS: &[Code] = &[
     Code::NotFound,
     Code::Unimplemented,
 ];
+
+#[cfg(test)]
+mod tests {
+    use std::pin::Pin;
+    use std::time::Duration;
+
+    use futures_util::{Stream, StreamExt, stream};
+    use inbound::inbound_server_policies_server::{InboundServerPolicies, InboundServerPoliciesServer};
+    use outbound::outbound_policies_server::{OutboundPolicies, OutboundPoliciesServer};
+    use tonic::{Request, Response, Status};
+    use tulle_core::metrics::Registry;
+
+    use super::*;
+    use crate::api::tests::{CLIENT, CONTROL, Server, connector, mutual_tls, quick, soon};
+    use crate::tls::tests::Authority;
+
+    /// Answers with what it was asked, where an answer has room for it.
+    #[derive(Clone)]
+    struct Echo;
+
+    type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+    fn hold<T: Send + 'static>(answer: T) -> Result<Response<Answers<T>>, Status> {
+        Ok(Response::new(Box::pin(
+            stream::iter([Ok(answer)]).chain(stream::pending()),
+        )))
+    }
+
+    #[tonic::async_trait]
+    impl InboundServerPolicies for Echo {
+        type WatchPortStream = Answers<inbound::Server>;
+
+        async fn get_port(&self, _: Request<inbound::PortSpec>) -> Result<Response<inbound::Server>, Status> {
+            Err(Status::unimplemented("proxies watch"))
+        }
+
+        async fn watch_port(&self, req: Request<inbound::PortSpec>) -> Result<Response<Self::WatchPortStream>, Status> {
+            let spec = req.into_inner();
+            let asked = format!("{} {}", spec.workload, spec.port);
+            hold(inbound::Server {
+                labels: [("asked".to_owned(), asked)].into(),
+                ..Default::default()
+            })
+        }
+    }
+
+    #[tonic::async_trait]
+    impl OutboundPolicies for Echo {
+        type WatchStream = Answers<outbound::OutboundPolicy>;
+
+        async fn get(&self, _: Request<outbound::TrafficSpec>) -> Result<Response<outbound::OutboundPolicy>, Status> {
+            Err(Status::unimplemented("proxies watch"))
+        }
+
+        async fn watch(&self, req: Request<outbound::TrafficSpec>) -> Result<Response<Self::WatchStream>, Status> {
+            let spec = req.into_inner();
+            match spec.target {
+                Some(Target::Addr(_)) if spec.source_workload == WORKLOAD => hold(outbound::OutboundPolicy::default()),
+                other => Err(Status::not_found(format!("{other:?}"))),
+            }
+        }
+    }
+
+    const WORKLOAD: &str = r#"{"ns":"shop","pod":"web"}"#;
+
+    fn config() -> Config {
+        let backoff = Backoff {
+            min: Duration::from_millis(20),
+            max: Duration::from_millis(50),
+            jitter: 0.1,
+        };
+        Config {
+            workload: WORKLOAD.to_owned(),
+            limits: StreamLimits::default(),
+            inbound_backoff: backoff,
+            outbound_backoff: backoff,
+        }
+    }
+
+    #[tokio::test]
+    async fn ports_are_watched_as_the_workload_that_we_are() {
+        let (authority, addr) = (Authority::new(), ([127, 0, 0, 1], 0).into());
+        let creds = authority.credentials(CONTROL);
+        let server = Server::start(addr, Some(creds), InboundServerPoliciesServer::new(Echo)).await;
+        let connector = connector(authority.credentials(CLIENT), &Registry::new());
+        let channel = connector.channel(server.target(mutual_tls()), quick());
+        let policies = Policies::new(channel, Handle::current(), config());
+        let mut asked = policies.inbound(8080, |server| server.labels["asked"].clone());
+        soon(asked.wait_for(|asked| *asked == Watched::Known(format!("{WORKLOAD} 8080"))))
+            .await
+            .unwrap();
+    }
+
+    #[tokio::test]
+    async fn targets_are_watched_by_address_and_by_name() {
+        let (authority, addr) = (Authority::new(), ([127, 0, 0, 1], 0).into());
+        let creds = authority.credentials(CONTROL);
+        let server = Server::start(addr, Some(creds), OutboundPoliciesServer::new(Echo)).await;
+        let connector = connector(authority.credentials(CLIENT), &Registry::new());
+        let channel = connector.channel(server.target(mutual_tls()), quick());
+        let policies = Policies::new(channel, Handle::current(), config());
+        let mut known = policies.outbound(&"10.0.0.1:80".parse().unwrap(), |policy| policy);
+        let expected = Watched::Known(outbound::OutboundPolicy::default());
+        soon(known.wait_for(|policy| *policy == expected)).await.unwrap();
+
+        let mut unknown = policies.outbound(&"web.shop:80".parse().unwrap(), |policy| policy);
+        let refused = soon(unknown.wait_for(|policy| matches!(policy, Watched::Refused(_))))
+            .await
+            .unwrap()
+            .clone();
+        let Watched::Refused(refusal) = refused else {
+            panic!("{refused:?}")
+        };
+        assert_eq!(
+            (refusal.code, refusal.message.as_str()),
+            (Code::NotFound, r#"Some(Authority("web.shop:80"))"#)
+        );
+    }
+}

@@ -89,3 +89,52 @@ impl WhyClientPlain {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_are_those_of_the_contract() {
+        let id: Identity = "web.shop".parse().unwrap();
+        for (status, expected) in [
+            (
+                ServerTls::Terminated {
+                    client_id: Some(id.clone()),
+                },
+                r#"tls="true",client_id="web.shop""#,
+            ),
+            (ServerTls::Terminated { client_id: None }, r#"tls="true",client_id="""#),
+            (
+                ServerTls::PassedThrough {
+                    sni: "example.com".to_owned(),
+                },
+                r#"tls="opaque",sni="example.com""#,
+            ),
+            (
+                ServerTls::Plain(WhyServerPlain::PortSkipped),
+                r#"tls="no_identity",no_tls_reason="port_skipped""#,
+            ),
+            (
+                ServerTls::Plain(WhyServerPlain::NoTlsFromRemote),
+                r#"tls="no_identity",no_tls_reason="no_tls_from_remote""#,
+            ),
+            (
+                ServerTls::Plain(WhyServerPlain::Loopback),
+                r#"tls="no_identity",no_tls_reason="loopback""#,
+            ),
+        ] {
+            assert_eq!(status.labels(Labels::new()).as_str(), expected);
+        }
+        let discovered = WhyClientPlain::NotProvidedByServiceDiscovery;
+        for (status, expected) in [
+            (ClientTls::Meshed(id), r#"tls="true",server_id="web.shop""#),
+            (
+                ClientTls::Plain(discovered),
+                r#"tls="no_identity",no_tls_reason="not_provided_by_service_discovery""#,
+            ),
+        ] {
+            assert_eq!(status.labels(Labels::new()).as_str(), expected);
+        }
+    }
+}
