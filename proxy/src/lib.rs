@@ -2,6 +2,7 @@
 
 mod admin;
 mod api;
+pub mod app;
 mod balance;
 pub mod config;
 pub mod env;

@@ -36,8 +36,6 @@ enum Source {
     H2(h2::Received),
     /// Received by our HTTP/1 client.
     H1(Box<h1::Received>),
-    /// Ours, with trailers to end with.
-    Trailers(HeaderMap),
     /// Already received, followed by the rest.
     Replayed(Box<Replayed>),
     /// Kept while it passes.
@@ -64,11 +62,11 @@ impl Body {
 
     pub(crate) fn full(bytes: impl Into<Bytes>) -> Self {
         let bytes = bytes.into();
-        if bytes.is_empty() { Self::default() } else { Self::of(Source::Full(bytes)) }
-    }
-
-    pub(crate) fn trailers(trailers: HeaderMap) -> Self {
-        Self::of(Source::Trailers(trailers))
+        if bytes.is_empty() {
+            Self::default()
+        } else {
+            Self::of(Source::Full(bytes))
+        }
     }
 
     pub(crate) fn h1(received: Box<h1::Received>) -> Self {
@@ -92,7 +90,11 @@ impl Body {
     }
 
     fn of(source: Source) -> Self {
-        Self { source, observer: None, slot: None }
+        Self {
+            source,
+            observer: None,
+            slot: None,
+        }
     }
 
     pub(crate) fn holding(mut self, slot: Option<Slot>) -> Self {
@@ -125,16 +127,11 @@ impl Body {
                 self.source = Source::Empty;
                 Poll::Ready(Some(Ok(Frame::data(bytes))))
             }
-            Source::Incoming(incoming) => {
-                Pin::new(incoming).poll_frame(cx).map(|frame| frame.map(|result| result.map_err(Error::from_client)))
-            }
+            Source::Incoming(incoming) => Pin::new(incoming)
+                .poll_frame(cx)
+                .map(|frame| frame.map(|result| result.map_err(Error::from_client))),
             Source::H2(received) => received.poll_frame(cx),
             Source::H1(received) => received.poll_frame(cx),
-            Source::Trailers(trailers) => {
-                let trailers = std::mem::take(trailers);
-                self.source = Source::Empty;
-                Poll::Ready(Some(Ok(Frame::trailers(trailers))))
-            }
             Source::Keeping(keeping) => keeping.poll_frame(cx),
             Source::Replayed(replayed) => match replayed.kept.pop_front() {
                 Some(bytes) => Poll::Ready(Some(Ok(Frame::data(bytes)))),
@@ -192,7 +189,7 @@ impl http_body::Body for Body {
     fn is_end_stream(&self) -> bool {
         match &self.source {
             Source::Empty => true,
-            Source::Full(_) | Source::Trailers(_) => false,
+            Source::Full(_) => false,
             Source::Incoming(incoming) => incoming.is_end_stream(),
             Source::H2(received) => received.is_end_stream(),
             Source::H1(received) => received.is_end_stream(),
@@ -205,7 +202,6 @@ impl http_body::Body for Body {
         match &self.source {
             Source::Empty => SizeHint::with_exact(0),
             Source::Full(bytes) => SizeHint::with_exact(bytes.len() as u64),
-            Source::Trailers(_) => SizeHint::default(),
             Source::Incoming(incoming) => incoming.size_hint(),
             Source::H2(received) => received.size_hint(),
             Source::H1(received) => received.size_hint(),

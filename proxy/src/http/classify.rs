@@ -46,7 +46,15 @@ pub(crate) fn observe(
 ) -> Response<Body> {
     let status = response.status();
     let grpc = grpc_status(response.headers());
-    let watch = Classify { series, also, started, status, grpc, first: true, reported: false };
+    let watch = Classify {
+        series,
+        also,
+        started,
+        status,
+        grpc,
+        first: true,
+        reported: false,
+    };
     response.map(|body| body.observed(Box::new(watch)))
 }
 
@@ -60,8 +68,14 @@ pub(crate) fn grpc_status(headers: &HeaderMap) -> Option<i32> {
 /// Source: HTTP 5xx and the gRPC codes Unknown, DeadlineExceeded, PermissionDenied, Internal, Unavailable and DataLoss
 /// are failures.
 pub(crate) fn is_success(status: StatusCode, grpc_status: Option<i32>) -> bool {
-    const FAILURES: [i32; 6] =
-        [2, grpc::DEADLINE_EXCEEDED, grpc::PERMISSION_DENIED, grpc::INTERNAL, grpc::UNAVAILABLE, 15];
+    const FAILURES: [i32; 6] = [
+        2,
+        grpc::DEADLINE_EXCEEDED,
+        grpc::PERMISSION_DENIED,
+        grpc::INTERNAL,
+        grpc::UNAVAILABLE,
+        15,
+    ];
     match grpc_status {
         Some(code) => !FAILURES.contains(&code),
         None => !status.is_server_error(),
@@ -80,7 +94,12 @@ impl<E: Ended> Classify<E> {
     fn report(&mut self, error: bool) {
         self.first();
         let success = !error && is_success(self.status, self.grpc);
-        let outcome = Outcome { status: self.status, grpc: self.grpc, success, error };
+        let outcome = Outcome {
+            status: self.status,
+            grpc: self.grpc,
+            success,
+            error,
+        };
         self.series.response(outcome);
         self.also.ended(outcome);
         self.reported = true;
@@ -117,10 +136,18 @@ mod tests {
 
     #[test]
     fn grpc_codes_win_over_the_http_status() {
-        for (status, grpc, success) in
-            [(200, None, true), (404, None, true), (503, None, false), (200, Some(14), false), (200, Some(5), true)]
-        {
-            assert_eq!(is_success(StatusCode::from_u16(status).unwrap(), grpc), success, "{status} {grpc:?}");
+        for (status, grpc, success) in [
+            (200, None, true),
+            (404, None, true),
+            (503, None, false),
+            (200, Some(14), false),
+            (200, Some(5), true),
+        ] {
+            assert_eq!(
+                is_success(StatusCode::from_u16(status).unwrap(), grpc),
+                success,
+                "{status} {grpc:?}"
+            );
         }
     }
 }

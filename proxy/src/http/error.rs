@@ -181,9 +181,7 @@ impl Error {
             Self::NoEndpoints | Self::Unavailable | Self::QueueFull | Self::Shed | Self::Undiscovered(_) => {
                 answer(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true)
             }
-            Self::RequestBody(_) | Self::BadRequest(_) => {
-                answer(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, true)
-            }
+            Self::RequestBody(_) | Self::BadRequest(_) => answer(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, true),
             Self::RouteNotFound => answer(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
             Self::Unauthorized { .. } => answer(StatusCode::FORBIDDEN, grpc::PERMISSION_DENIED, false),
             Self::RateLimited => answer(StatusCode::TOO_MANY_REQUESTS, grpc::RESOURCE_EXHAUSTED, false),

@@ -16,13 +16,21 @@ pub(crate) fn apply(filters: &[Filter], req: &mut Request<Body>, prefix: Option<
         return Ok(());
     }
     let uri = req.uri().clone();
-    let mut head = RequestHead { uri: &uri, headers: req.headers_mut(), prefix };
+    let mut head = RequestHead {
+        uri: &uri,
+        headers: req.headers_mut(),
+        prefix,
+    };
     filter::apply_request(filters, &mut head, |n| fastrand::u32(0..n)).map_err(|answer| match answer {
         Answer::Redirect { status, location } => Error::Redirect { status, location },
-        Answer::Failure(Failure::Http { status, message }) => Error::Injected { status, message: message.to_string() },
-        Answer::Failure(Failure::Grpc { code, message }) => {
-            Error::InjectedGrpc { code: i32::from(code), message: message.to_string() }
-        }
+        Answer::Failure(Failure::Http { status, message }) => Error::Injected {
+            status,
+            message: message.to_string(),
+        },
+        Answer::Failure(Failure::Grpc { code, message }) => Error::InjectedGrpc {
+            code: i32::from(code),
+            message: message.to_string(),
+        },
         Answer::Broken(what) => Error::InvalidPolicy(what.into()),
     })
 }

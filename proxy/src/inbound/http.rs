@@ -105,7 +105,9 @@ impl HttpConnection {
             let labels = with_meta(labels(), "route", &found.route.meta);
             self.inbound.families.http_denied(&labels, denied);
             tracing::info!(client = %self.peer.client.0, target = %self.peer.target, %denied, "request refused");
-            Error::Unauthorized { rule: policy.meta.to_string() }
+            Error::Unauthorized {
+                rule: policy.meta.to_string(),
+            }
         })?;
         if authorization.meta.is_audit() {
             tracing::info!(client = %self.peer.client.0, target = %self.peer.target, "request audited");
@@ -131,12 +133,14 @@ impl HttpConnection {
         authorization: &Authorization,
     ) -> Arc<Handles> {
         // The addresses identify route and authorization for as long as `current`, which owns them, is held.
-        let (at_route, at_authorization) =
-            (std::ptr::from_ref(route).addr(), std::ptr::from_ref(authorization).addr());
+        let (at_route, at_authorization) = (
+            std::ptr::from_ref(route).addr(),
+            std::ptr::from_ref(authorization).addr(),
+        );
         let mut seen = self.seen.lock();
-        let known = seen.iter().find(|(of, r, a, _)| {
-            Arc::ptr_eq(of, current) && *r == at_route && *a == at_authorization
-        });
+        let known = seen
+            .iter()
+            .find(|(of, r, a, _)| Arc::ptr_eq(of, current) && *r == at_route && *a == at_authorization);
         if let Some((.., handles)) = known {
             return handles.clone();
         }
@@ -145,8 +149,10 @@ impl HttpConnection {
         let labels = with_meta(labels, "route", &route.meta);
         let labels: Labels = with_meta(labels, "authz", &authorization.meta);
         let families = &self.inbound.families;
-        let handles =
-            Arc::new(Handles { allowed: families.http_allow.get(&labels), series: families.http.series(labels) });
+        let handles = Arc::new(Handles {
+            allowed: families.http_allow.get(&labels),
+            series: families.http.series(labels),
+        });
         seen.push((current.clone(), at_route, at_authorization, handles.clone()));
         handles
     }
@@ -158,19 +164,28 @@ impl HttpConnection {
         req: Request<Body>,
         upgrade: Option<hyper::upgrade::OnUpgrade>,
     ) -> Result<Response<Body>, Error> {
-        let protocol = if req.version() == Version::HTTP_2 { Protocol::Http2 } else { Protocol::Http1 };
+        let protocol = if req.version() == Version::HTTP_2 {
+            Protocol::Http2
+        } else {
+            Protocol::Http1
+        };
         let reuse = if upgrade.is_some() || req.version() == Version::HTTP_10 {
             Reuse::OwnConnection
         } else {
             Reuse::Pooled
         };
-        let again = (req.method().is_idempotent() && http_body::Body::is_end_stream(req.body()) && reuse == Reuse::Pooled)
-            .then(|| copy_of(&req));
+        let again =
+            (req.method().is_idempotent() && http_body::Body::is_end_stream(req.body()) && reuse == Reuse::Pooled)
+                .then(|| copy_of(&req));
         let ready = self.app.ready(protocol, reuse).await.map_err(unreachable_app)?;
         let mut rsp = match self.app.send(ready, req).await {
             Err(error) if error.retry() != Retry::No && again.is_some() => {
                 let Some(req) = again else { return Err(error) };
-                let ready = self.app.ready(protocol, Reuse::OwnConnection).await.map_err(unreachable_app)?;
+                let ready = self
+                    .app
+                    .ready(protocol, Reuse::OwnConnection)
+                    .await
+                    .map_err(unreachable_app)?;
                 self.app.send(ready, req).await?
             }
             result => result?,
@@ -207,7 +222,9 @@ pub(super) fn client(inbound: &Arc<Inbound>, target: SocketAddr) -> Client {
     let open = move |_: Protocol| -> std::pin::Pin<Box<dyn Future<Output = _> + Send>> {
         let counts = counts.clone();
         Box::pin(async move {
-            let stream = crate::net::connect::dial(target, &connect).await.map_err(Error::connect)?;
+            let stream = crate::net::connect::dial(target, &connect)
+                .await
+                .map_err(Error::connect)?;
             Ok(crate::net::io::Io::tcp(crate::net::io::Tcp::new(stream)).count(counts))
         })
     };

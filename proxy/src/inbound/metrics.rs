@@ -36,22 +36,37 @@ impl Families {
         Self {
             http,
             tcp,
-            http_allow: counter("inbound_http_authz_allow_total", "HTTP requests permitted, by what permitted them"),
+            http_allow: counter(
+                "inbound_http_authz_allow_total",
+                "HTTP requests permitted, by what permitted them",
+            ),
             http_deny: counter("inbound_http_authz_deny_total", "HTTP requests refused"),
-            route_not_found: counter("inbound_http_route_not_found_total", "HTTP requests that no route matched"),
+            route_not_found: counter(
+                "inbound_http_route_not_found_total",
+                "HTTP requests that no route matched",
+            ),
             rate_limited: counter("inbound_http_local_ratelimit_total", "HTTP requests over a rate limit"),
-            tcp_allow: counter("inbound_tcp_authz_allow_total", "Connections permitted, by what permitted them"),
+            tcp_allow: counter(
+                "inbound_tcp_authz_allow_total",
+                "Connections permitted, by what permitted them",
+            ),
             tcp_deny: counter("inbound_tcp_authz_deny_total", "Connections refused"),
             tcp_terminate: counter(
                 "inbound_tcp_authz_terminate_total",
                 "Connections ended because a changed policy refuses them",
             ),
-            tcp_errors: counter("inbound_tcp_errors_total", "Connections that failed before they were served"),
+            tcp_errors: counter(
+                "inbound_tcp_errors_total",
+                "Connections that failed before they were served",
+            ),
             handshake_failures: counter(
                 "tulle_inbound_tls_failures_total",
                 "TLS handshakes with clients that failed, by reason",
             ),
-            denied: counter("tulle_inbound_denied_total", "Requests and connections refused, by what was missing"),
+            denied: counter(
+                "tulle_inbound_denied_total",
+                "Requests and connections refused, by what was missing",
+            ),
             transport_header: counter(
                 "inbound_tcp_transport_header_connections_total",
                 "Direct connections, by what their transport header says",

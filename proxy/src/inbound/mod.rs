@@ -92,7 +92,9 @@ impl ServerTls {
     /// What the client has proven by its TLS.
     fn proven(&self) -> ConnTls<'_> {
         match self {
-            Self::Terminated { client_id } => ConnTls::Terminated { client: client_id.as_ref() },
+            Self::Terminated { client_id } => ConnTls::Terminated {
+                client: client_id.as_ref(),
+            },
             Self::PassedThrough { .. } | Self::Plain(_) => ConnTls::NotTerminated,
         }
     }
@@ -114,7 +116,11 @@ impl Inbound {
         if !self.ips.is_empty() && !self.ips.contains(&target.ip()) {
             return tracing::info!(client = %client.0, %target, "refused: not an address of this workload");
         }
-        let connection = Connection { inbound: self, worker, drain };
+        let connection = Connection {
+            inbound: self,
+            worker,
+            drain,
+        };
         if target.port() == connection.inbound.own_port {
             Box::pin(connection.direct(stream, client, target)).await;
         } else {
@@ -124,12 +130,18 @@ impl Inbound {
 
     /// The application's client of one worker.
     fn app(self: &Arc<Self>, worker: usize, target: SocketAddr) -> Arc<Client> {
-        self.apps[worker].lock().entry(target).or_insert_with(|| Arc::new(http::client(self, target))).clone()
+        self.apps[worker]
+            .lock()
+            .entry(target)
+            .or_insert_with(|| Arc::new(http::client(self, target)))
+            .clone()
     }
 
     /// What connections to the application are counted in.
     fn app_counts(&self, target: SocketAddr) -> Arc<Counts> {
-        let labels = metrics::target_labels(target).with("peer", "dst").with("tls", "no_identity");
+        let labels = metrics::target_labels(target)
+            .with("peer", "dst")
+            .with("tls", "no_identity");
         self.families.tcp.series(labels.with("no_tls_reason", "loopback"))
     }
 
@@ -164,7 +176,10 @@ impl Connection {
         if current.policy.protocol == ServerProtocol::Opaque {
             let tls = ServerTls::Plain(WhyServerPlain::PortSkipped);
             let io = self.counted(Tcp::new(stream), &peer, &tls, &current);
-            return self.forward(&peer, &tls, &port).run(io, None, Bytes::new(), current).await;
+            return self
+                .forward(&peer, &tls, &port)
+                .run(io, None, Bytes::new(), current)
+                .await;
         }
         let plain = ServerTls::Plain(WhyServerPlain::NoTlsFromRemote);
         let (stream, opening) = match self.opening(stream, &peer, &plain, &port, &current).await {
@@ -176,14 +191,18 @@ impl Connection {
         };
         match opening {
             Opening::Ours(seen) => {
-                let Some((io, tls)) = self.terminate(stream, seen, &peer, Alpn::Unset).await else { return };
+                let Some((io, tls)) = self.terminate(stream, seen, &peer, Alpn::Unset).await else {
+                    return;
+                };
                 let io = io.count(self.inbound.client_counts(&peer, &tls, &current));
                 self.terminated(io, peer, tls, port, current).await;
             }
             Opening::Foreign { seen, sni } => {
                 let tls = ServerTls::PassedThrough { sni };
                 let io = self.counted(Tcp::with_prefix(stream, seen), &peer, &tls, &current);
-                self.forward(&peer, &tls, &port).run(io, None, Bytes::new(), current).await;
+                self.forward(&peer, &tls, &port)
+                    .run(io, None, Bytes::new(), current)
+                    .await;
             }
             Opening::Plain(first) => {
                 let io = self.counted(Tcp::new(stream), &peer, &plain, &current);
@@ -201,7 +220,10 @@ impl Connection {
             tracing::info!(client = %client.0, %failure, "direct connection refused");
         };
         let deadline = tokio::time::Instant::now() + self.inbound.detect_timeout;
-        let opened = tokio::time::timeout_at(deadline, self.terminate(stream, Bytes::new(), &peer, Alpn::TransportHeader));
+        let opened = tokio::time::timeout_at(
+            deadline,
+            self.terminate(stream, Bytes::new(), &peer, Alpn::TransportHeader),
+        );
         let Ok(Some((io, tls))) = opened.await else { return };
         let ServerTls::Terminated { client_id: Some(_) } = &tls else {
             return fail(HandshakeFailure::NoCertificate);
@@ -215,12 +237,19 @@ impl Connection {
             Err(_) => return families.tcp_failed(local, "transport header timeout"),
         };
         direct::count(families, &header, &tls);
-        let peer = Peer { client, target: direct::target(local, &header) };
+        let peer = Peer {
+            client,
+            target: direct::target(local, &header),
+        };
         let port = self.inbound.ports.get(peer.target.port());
         let current = port.current();
         let io = io.count(self.inbound.client_counts(&peer, &tls, &current));
         match header.protocol {
-            None => self.forward(&peer, &tls, &port).run(io, None, Bytes::new(), current).await,
+            None => {
+                self.forward(&peer, &tls, &port)
+                    .run(io, None, Bytes::new(), current)
+                    .await
+            }
             Some(SessionProtocol::Http1) => self.http(io, Protocol::Http1, peer, tls, port).await,
             Some(SessionProtocol::Http2) => self.http(io, Protocol::Http2, peer, tls, port).await,
         }
@@ -231,7 +260,12 @@ impl Connection {
     }
 
     fn forward<'a>(&'a self, peer: &'a Peer, tls: &'a ServerTls, port: &'a Port) -> Forward<'a> {
-        Forward { inbound: &self.inbound, peer, tls, port }
+        Forward {
+            inbound: &self.inbound,
+            peer,
+            tls,
+            port,
+        }
     }
 
     /// Looks for TLS. Where the port's protocol is not known, silence may mean that the server speaks first.
@@ -250,7 +284,9 @@ impl Connection {
         let first = if let ServerProtocol::Detect { timeout, .. } = &current.policy.protocol {
             let forward = self.forward(peer, plain, port);
             let learned = &port.learned[usize::from(false)];
-            first::words(&mut stream, learned, (*timeout).min(limit), forward.open(current)).await.map_err(|_| "i/o")?
+            first::words(&mut stream, learned, (*timeout).min(limit), forward.open(current))
+                .await
+                .map_err(|_| "i/o")?
         } else {
             let mut seen = BytesMut::new();
             let read = tokio::time::timeout_at(deadline, detect::read_some(&mut stream, &mut seen));
@@ -259,7 +295,9 @@ impl Connection {
                 _ => First::Client(seen.freeze(), Verdict::Incomplete, None),
             }
         };
-        let First::Client(seen, verdict, app) = first else { return Ok((stream, Opening::Plain(first))) };
+        let First::Client(seen, verdict, app) = first else {
+            return Ok((stream, Opening::Plain(first)));
+        };
         if seen.is_empty() && app.is_none() {
             return Err(LATE); // nothing came, and the application may not be dialled
         }
@@ -273,15 +311,27 @@ impl Connection {
                     return Ok((stream, Opening::Ours(seen.freeze())));
                 }
                 Hello::ClientHello { sni: Some(sni) } => {
-                    return Ok((stream, Opening::Foreign { seen: seen.freeze(), sni }));
+                    return Ok((
+                        stream,
+                        Opening::Foreign {
+                            seen: seen.freeze(),
+                            sni,
+                        },
+                    ));
                 }
                 Hello::ClientHello { sni: None } => {
-                    return Ok((stream, Opening::Plain(First::Client(seen.freeze(), Verdict::NotHttp, app))));
+                    return Ok((
+                        stream,
+                        Opening::Plain(First::Client(seen.freeze(), Verdict::NotHttp, app)),
+                    ));
                 }
                 Hello::Incomplete => {
                     let read = tokio::time::timeout_at(deadline, detect::read_some(&mut stream, &mut seen));
                     if read.await.map_err(|_| LATE)?.map_err(|_| "i/o")? == 0 {
-                        return Ok((stream, Opening::Plain(First::Client(seen.freeze(), Verdict::NotHttp, app))));
+                        return Ok((
+                            stream,
+                            Opening::Plain(First::Client(seen.freeze(), Verdict::NotHttp, app)),
+                        ));
                     }
                 }
             }
@@ -292,9 +342,12 @@ impl Connection {
     async fn terminate(&self, stream: TcpStream, seen: Bytes, peer: &Peer, alpn: Alpn) -> Option<(Io, ServerTls)> {
         let shaking = tls_server::accept(Tcp::with_prefix(stream, seen), &self.inbound.creds, alpn);
         match tokio::time::timeout(self.inbound.detect_timeout, shaking).await {
-            Ok(Ok((tls, facts))) => {
-                Some((Io::tls_server(tls), ServerTls::Terminated { client_id: facts.client_id }))
-            }
+            Ok(Ok((tls, facts))) => Some((
+                Io::tls_server(tls),
+                ServerTls::Terminated {
+                    client_id: facts.client_id,
+                },
+            )),
             Ok(Err(error)) => {
                 self.inbound.families.handshake_failed(peer.target, error.failure());
                 tracing::info!(client = %peer.client.0, target = %peer.target, %error, "TLS handshake failed");
@@ -334,26 +387,24 @@ impl Connection {
             }
             ServerProtocol::Http2(_) | ServerProtocol::Grpc(_) => Protocol::Http2,
             ServerProtocol::Opaque | ServerProtocol::Tls => {
-                return self.forward(&peer, &tls, &port).run(io, None, Bytes::new(), current).await;
+                return self
+                    .forward(&peer, &tls, &port)
+                    .run(io, None, Bytes::new(), current)
+                    .await;
             }
         };
         self.http(io, protocol, peer, tls, port).await;
     }
 
     /// Goes on with a connection of which the first bytes are known.
-    async fn begun(
-        &self,
-        io: Io,
-        first: First,
-        peer: Peer,
-        tls: ServerTls,
-        port: Arc<Port>,
-        current: Arc<Current>,
-    ) {
+    async fn begun(&self, io: Io, first: First, peer: Peer, tls: ServerTls, port: Arc<Port>, current: Arc<Current>) {
         let (seen, verdict, app) = match first {
             First::Closed => return,
             First::Server { server, client } => {
-                return self.forward(&peer, &tls, &port).run(io, Some(server), client, current).await;
+                return self
+                    .forward(&peer, &tls, &port)
+                    .run(io, Some(server), client, current)
+                    .await;
             }
             First::Client(seen, verdict, app) => (seen, verdict, app),
         };
@@ -373,7 +424,11 @@ impl Connection {
         let closer = Closer::default();
         let client_id = tls.client_id().and_then(|id| HeaderValue::from_str(id.as_str()).ok());
         let rescue = Rescue {
-            reasons: if client_id.is_some() { Reasons::Told } else { Reasons::Kept },
+            reasons: if client_id.is_some() {
+                Reasons::Told
+            } else {
+                Reasons::Kept
+            },
             closer: closer.clone(),
             errors: inbound.errors.clone(),
         };

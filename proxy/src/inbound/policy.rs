@@ -69,7 +69,13 @@ impl ServerProtocol {
 
 impl Ports {
     pub(crate) fn new(policies: Policies, defaults: Defaults, kept: PortSet, idle: Duration) -> Self {
-        let ports = Self { policies, defaults, kept, idle, known: Mutex::default() };
+        let ports = Self {
+            policies,
+            defaults,
+            kept,
+            idle,
+            known: Mutex::default(),
+        };
         for port in ports.kept.ranges().flat_map(|range| range.clone()) {
             ports.get(port);
         }
@@ -94,19 +100,25 @@ impl Ports {
 
     fn watch(&self, port: u16) -> Port {
         let timeout = self.defaults.detect_timeout;
-        let policy = self.policies.inbound(port, move |update| match decode::server_policy(&update) {
-            Ok(policy) => Current::new(policy),
-            Err(error) => {
-                tracing::warn!(port, %error, "policy cannot be understood, nobody may use the port until it can");
-                Current::new(ServerPolicy::invalid(timeout))
-            }
-        });
+        let policy = self
+            .policies
+            .inbound(port, move |update| match decode::inbound::server_policy(update) {
+                Ok(policy) => Current::new(policy),
+                Err(error) => {
+                    tracing::warn!(port, %error, "policy cannot be understood, nobody may use the port until it can");
+                    Current::new(ServerPolicy::invalid(timeout))
+                }
+            });
         let default = if self.defaults.opaque_ports.contains(port) {
             self.defaults.opaque.clone()
         } else {
             self.defaults.detect.clone()
         };
-        Port { policy, default, learned: Default::default() }
+        Port {
+            policy,
+            default,
+            learned: Default::default(),
+        }
     }
 }
 

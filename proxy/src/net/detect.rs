@@ -35,7 +35,11 @@ const MAX_LOOK: usize = 4096;
 pub(crate) fn classify(bytes: &[u8]) -> Verdict {
     let n = bytes.len().min(H2_PREFACE.len());
     if bytes[..n] == H2_PREFACE[..n] {
-        return if n == H2_PREFACE.len() { Verdict::Http2 } else { Verdict::Incomplete };
+        return if n == H2_PREFACE.len() {
+            Verdict::Http2
+        } else {
+            Verdict::Incomplete
+        };
     }
     let mut no_headers = [];
     match httparse::Request::new(&mut no_headers).parse(bytes) {
@@ -58,7 +62,11 @@ fn looks_like_a_method(bytes: &[u8]) -> bool {
 ///
 /// # Errors
 /// Reading failed.
-pub(crate) async fn look<IO: AsyncRead + Unpin>(io: &mut IO, bytes: &mut BytesMut, limit: Duration) -> io::Result<Look> {
+pub(crate) async fn look<IO: AsyncRead + Unpin>(
+    io: &mut IO,
+    bytes: &mut BytesMut,
+    limit: Duration,
+) -> io::Result<Look> {
     let looking = async {
         loop {
             if !bytes.is_empty() {
@@ -69,7 +77,11 @@ pub(crate) async fn look<IO: AsyncRead + Unpin>(io: &mut IO, bytes: &mut BytesMu
                 }
             }
             if read_some(io, bytes).await? == 0 {
-                return Ok(if bytes.is_empty() { Look::Closed } else { Look::Seen(Verdict::NotHttp) });
+                return Ok(if bytes.is_empty() {
+                    Look::Closed
+                } else {
+                    Look::Seen(Verdict::NotHttp)
+                });
             }
         }
     };
@@ -123,14 +135,19 @@ mod tests {
         let (mut a, mut b) = tokio::io::duplex(64);
         let sending = tokio::spawn(async move {
             for piece in ["GE", "T / HT", "TP/1.1\r\n"] {
-                tokio::io::AsyncWriteExt::write_all(&mut a, piece.as_bytes()).await.unwrap();
+                tokio::io::AsyncWriteExt::write_all(&mut a, piece.as_bytes())
+                    .await
+                    .unwrap();
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
             a
         });
         let mut bytes = BytesMut::new();
         let limit = Duration::from_secs(10);
-        assert_eq!(look(&mut b, &mut bytes, limit).await.unwrap(), Look::Seen(Verdict::Http1));
+        assert_eq!(
+            look(&mut b, &mut bytes, limit).await.unwrap(),
+            Look::Seen(Verdict::Http1)
+        );
         assert!(bytes.starts_with(b"GET / HTTP/1.1"));
         let _open = sending.await.unwrap();
         let mut bytes = BytesMut::new();

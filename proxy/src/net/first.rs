@@ -57,7 +57,11 @@ pub(crate) async fn words<C: AsyncRead + Unpin>(
 ) -> io::Result<First> {
     let mut seen = BytesMut::new();
     if !learned.is(SERVER_SPEAKS) {
-        let patience = if learned.is(CLIENT_SPEAKS) { limit } else { GRACE.min(limit) };
+        let patience = if learned.is(CLIENT_SPEAKS) {
+            limit
+        } else {
+            GRACE.min(limit)
+        };
         match detect::look(client, &mut seen, patience).await? {
             Look::TimedOut if patience < limit => {}
             look => return Ok(learned.client(look, seen, None)),
@@ -102,7 +106,10 @@ async fn both<C: AsyncRead + Unpin>(
     match server {
         Some(server) if !said.is_empty() => {
             learned.note(SERVER_SPEAKS);
-            Ok(First::Server { server: server.unread(said.freeze()), client: seen.freeze() })
+            Ok(First::Server {
+                server: server.unread(said.freeze()),
+                client: seen.freeze(),
+            })
         }
         server => Ok(learned.client(look, seen, server)),
     }

@@ -98,15 +98,27 @@ impl Factory {
                 let breaker = Breaker::new(None, Wake::default(), Instant::now());
                 Backend::Forward(Arc::new(Endpoint::new(&self.common, None, spec.clone(), load, breaker)))
             }
-            BackendTarget::Balance { path, load } => {
-                Backend::Balanced(self.balanced(path, Params { load: *load, queue: backend.queue, accrual }))
-            }
+            BackendTarget::Balance { path, load } => Backend::Balanced(self.balanced(
+                path,
+                Params {
+                    load: *load,
+                    queue: backend.queue,
+                    accrual,
+                },
+            )),
         }
     }
 
     /// The balancer of a service by its name, with the settings that services have without a policy.
     pub(super) fn service(&self, path: &Arc<str>, queue: Queue) -> Backend {
-        Backend::Balanced(self.balanced(path, Params { load: UNMEASURED, queue, accrual: None }))
+        Backend::Balanced(self.balanced(
+            path,
+            Params {
+                load: UNMEASURED,
+                queue,
+                accrual: None,
+            },
+        ))
     }
 
     fn balanced(&self, path: &Arc<str>, params: Params) -> Arc<Balanced> {
@@ -116,7 +128,11 @@ impl Factory {
             !list.is_empty()
         });
         let list = known.entry(path.clone()).or_default();
-        if let Some(found) = list.iter().filter_map(Weak::upgrade).find(|balanced| balanced.params == params) {
+        if let Some(found) = list
+            .iter()
+            .filter_map(Weak::upgrade)
+            .find(|balanced| balanced.params == params)
+        {
             return found;
         }
         let made = Arc::new(self.follow(path, params));
@@ -132,7 +148,7 @@ impl Factory {
             if position == Position::First {
                 endpoints.resync();
             }
-            let changed = decode::endpoint_update(&update).map(|update| {
+            let changed = decode::endpoint::endpoint_update(update).map(|update| {
                 endpoints.apply(update, |spec| {
                     let now = Instant::now();
                     let breaker = Breaker::new(params.accrual, fed.wake(), now);
@@ -146,7 +162,11 @@ impl Factory {
                 Err(error) => tracing::warn!(service = %authority, %error, "endpoints cannot be understood"),
             }
         });
-        Balanced { balancer, params, _followed: followed }
+        Balanced {
+            balancer,
+            params,
+            _followed: followed,
+        }
     }
 }
 
@@ -161,7 +181,9 @@ impl<F> Backends<F> {
             Self::FirstAvailable(list) if list.len() == 1 => list.first(),
             Self::FirstAvailable(list) => {
                 let now = Instant::now();
-                list.get(weighted::first_available(list.len(), |index| list[index].backend.is_available(now)))
+                list.get(weighted::first_available(list.len(), |index| {
+                    list[index].backend.is_available(now)
+                }))
             }
             Self::ByWeight(weights, list) => {
                 let (now, random) = (Instant::now(), fastrand::u32(..));

@@ -52,10 +52,13 @@ impl Connector {
         let mut header = None;
         if tls.is_some() {
             let overridden = spec.authority_override.as_ref();
-            let port = overridden.and_then(|authority| authority.port_u16()).unwrap_or(spec.addr.port());
-            if let (true, Some(port)) =
-                (spec.opaque_transport.is_some() || overridden.is_some(), NonZeroU16::new(port))
-            {
+            let port = overridden
+                .and_then(|authority| authority.port_u16())
+                .unwrap_or(spec.addr.port());
+            if let (true, Some(port)) = (
+                spec.opaque_transport.is_some() || overridden.is_some(),
+                NonZeroU16::new(port),
+            ) {
                 header = Some(Header {
                     port,
                     name: overridden.map(|authority| authority.host().to_owned()),
@@ -66,7 +69,13 @@ impl Connector {
                 addr.set_port(port.get());
             }
         }
-        Self { addr, tls, header, connect, counts }
+        Self {
+            addr,
+            tls,
+            header,
+            connect,
+            counts,
+        }
     }
 
     /// Opens a connection for HTTP of some version, or for bytes.
@@ -78,11 +87,20 @@ impl Connector {
         let Some((creds, target)) = &self.tls else {
             return Ok(Io::tcp(Tcp::new(stream)).count(self.counts.clone()));
         };
-        let alpn = if self.header.is_some() { Alpn::TransportHeader } else { Alpn::Unset };
+        let alpn = if self.header.is_some() {
+            Alpn::TransportHeader
+        } else {
+            Alpn::Unset
+        };
         let shaking = client::connect(Tcp::new(stream), creds, &target.identity, &target.server_name, alpn);
         let tls = match tokio::time::timeout(self.connect.timeout, shaking).await {
             Ok(Ok(tls)) => tls,
-            Ok(Err(source)) => return Err(Error::Tls { addr: self.addr, source: Box::new(source) }),
+            Ok(Err(source)) => {
+                return Err(Error::Tls {
+                    addr: self.addr,
+                    source: Box::new(source),
+                });
+            }
             Err(_) => {
                 return Err(Error::connect(connect::ConnectError::Timeout {
                     addr: self.addr,
@@ -107,6 +125,10 @@ impl Header {
             Protocol::Http1 => SessionProtocol::Http1,
             Protocol::Http2 => SessionProtocol::Http2,
         });
-        TransportHeader { port: self.port, name: self.name.clone(), protocol }
+        TransportHeader {
+            port: self.port,
+            name: self.name.clone(),
+            protocol,
+        }
     }
 }

@@ -31,7 +31,12 @@ pub(crate) struct Destination {
 /// How connections to a destination are carried.
 pub(crate) enum Plan {
     /// Look at the first bytes.
-    Detect { timeout: Duration, http1: Arc<Router>, http2: Arc<Router>, opaque: Arc<OpaquePlan> },
+    Detect {
+        timeout: Duration,
+        http1: Arc<Router>,
+        http2: Arc<Router>,
+        opaque: Arc<OpaquePlan>,
+    },
     Http1(Arc<Router>),
     Http2(Arc<Router>),
     Opaque(Arc<OpaquePlan>),
@@ -76,9 +81,10 @@ impl Refusal {
 /// Compiles what the control plane said; backends that stay the same keep their endpoints and connections.
 pub(super) fn compile(factory: &Factory, policy: &ClientPolicy, profile: Option<&Profile>, queue: Queue) -> Plan {
     let opaque_of = |route: Option<&OpaqueRoute>| match profile {
-        Some(profile) if profile.rules_opaque() => {
-            Arc::new(OpaquePlan { refusal: None, backends: profile_backends(factory, profile, queue) })
-        }
+        Some(profile) if profile.rules_opaque() => Arc::new(OpaquePlan {
+            refusal: None,
+            backends: profile_backends(factory, profile, queue),
+        }),
         _ => Arc::new(opaque(factory, route)),
     };
     if profile.is_some_and(|profile| profile.is_opaque) {
@@ -89,13 +95,23 @@ pub(super) fn compile(factory: &Factory, policy: &ClientPolicy, profile: Option<
     }
     let http = |http: &ClientHttp| match profile {
         Some(profile) if profile.rules_http() && profile.rules_opaque() => {
-            let plan = HttpPlan { backends: profile_backends(factory, profile, queue), timeout: None };
-            Arc::new(Router { routes: vec![Route::catch_all(meta(profile), plan)] })
+            let plan = HttpPlan {
+                backends: profile_backends(factory, profile, queue),
+                timeout: None,
+            };
+            Arc::new(Router {
+                routes: vec![Route::catch_all(meta(profile), plan)],
+            })
         }
         _ => Arc::new(router(factory, http)),
     };
     match &policy.protocol {
-        ClientProtocol::Detect { timeout, http1, http2, opaque } => {
+        ClientProtocol::Detect {
+            timeout,
+            http1,
+            http2,
+            opaque,
+        } => {
             let first = http(http1);
             Plan::Detect {
                 timeout: *timeout,
@@ -107,9 +123,12 @@ pub(super) fn compile(factory: &Factory, policy: &ClientPolicy, profile: Option<
         ClientProtocol::Http1(routes) => Plan::Http1(http(routes)),
         ClientProtocol::Http2(routes) | ClientProtocol::Grpc(routes) => Plan::Http2(http(routes)),
         ClientProtocol::Opaque(route) => Plan::Opaque(opaque_of(route.as_ref())),
-        ClientProtocol::Tls(routes) => {
-            Plan::Tls(routes.iter().map(|route| (route.clone(), opaque_of(Some(&route.route)))).collect())
-        }
+        ClientProtocol::Tls(routes) => Plan::Tls(
+            routes
+                .iter()
+                .map(|route| (route.clone(), opaque_of(Some(&route.route))))
+                .collect(),
+        ),
     }
 }
 
@@ -120,12 +139,22 @@ fn router(factory: &Factory, http: &ClientHttp) -> Router {
             timeout: rule.payload.timeouts.request,
         })
     };
-    Router { routes: http.routes.iter().map(compiled).collect() }
+    Router {
+        routes: http.routes.iter().map(compiled).collect(),
+    }
 }
 
 fn opaque(factory: &Factory, route: Option<&OpaqueRoute>) -> OpaquePlan {
-    let Some(route) = route else { return OpaquePlan { refusal: Some(Refusal::Invalid), backends: Backends::None } };
-    OpaquePlan { refusal: refusal(&route.filters), backends: factory.backends(&route.backends, None) }
+    let Some(route) = route else {
+        return OpaquePlan {
+            refusal: Some(Refusal::Invalid),
+            backends: Backends::None,
+        };
+    };
+    OpaquePlan {
+        refusal: refusal(&route.filters),
+        backends: factory.backends(&route.backends, None),
+    }
 }
 
 /// What filters of byte streams say: they only ever refuse.
@@ -149,5 +178,8 @@ fn profile_backends<F>(factory: &Factory, profile: &Profile, queue: Queue) -> Ba
 }
 
 fn meta(profile: &Profile) -> Arc<Meta> {
-    profile.resource.clone().unwrap_or_else(|| Meta::default_named("profile"))
+    profile
+        .resource
+        .clone()
+        .unwrap_or_else(|| Meta::default_named("profile"))
 }

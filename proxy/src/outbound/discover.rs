@@ -66,7 +66,10 @@ impl Discover {
         if let Some(found) = known.get(&dst) {
             return found.clone();
         }
-        let nowhere = OpaquePlan { refusal: Some(destination::Refusal::Invalid), backends: Backends::None };
+        let nowhere = OpaquePlan {
+            refusal: Some(destination::Refusal::Invalid),
+            backends: Backends::None,
+        };
         let made = Arc::new(Destination {
             orig_dst: dst,
             plan: ArcSwap::from_pointee(Plan::Opaque(Arc::new(nowhere))),
@@ -82,10 +85,12 @@ impl Discover {
 /// Keeps a destination's plan up to date until nobody has used it for a while.
 async fn follow(discover: Arc<Discover>, destination: Arc<Destination>) {
     let target = Addr::Socket(destination.orig_dst);
-    let mut profile = discover.destinations.profile(&target, |profile| decode::profile(&profile));
+    let mut profile = discover
+        .destinations
+        .profile(&target, |profile| decode::profile::profile(profile));
     let timeout = discover.forward.detect_timeout;
     let mut policy = discover.policies.outbound(&target, move |policy| {
-        decode::client_policy(&policy).unwrap_or_else(|error| {
+        decode::outbound::client_policy(policy).unwrap_or_else(|error| {
             tracing::warn!(%error, "policy of a destination cannot be understood, nothing is sent there");
             ClientPolicy::invalid(timeout)
         })
@@ -131,24 +136,35 @@ fn plan(
         Some(Watched::Refused(_)) | None => None,
     };
     let policy = policy.borrow();
-    let forward = |name: &str, spec: Arc<EndpointSpec>| {
-        ClientPolicy::forward(Meta::default_named(name), spec, discover.forward)
-    };
+    let forward =
+        |name: &str, spec: Arc<EndpointSpec>| ClientPolicy::forward(Meta::default_named(name), spec, discover.forward);
     let synthesized = match &*policy {
         Watched::Pending => return None,
         Watched::Known(policy) => {
-            return Some(destination::compile(&discover.factory, policy, profile, discover.forward.queue));
+            return Some(destination::compile(
+                &discover.factory,
+                policy,
+                profile,
+                discover.forward.queue,
+            ));
         }
-        Watched::Refused(refusal) if unknown_there(refusal) => match profile.and_then(|profile| profile.endpoint.clone()) {
-            Some(endpoint) => forward("endpoint", endpoint),
-            None => forward("fallback", Arc::new(EndpointSpec::plain(dst))),
-        },
+        Watched::Refused(refusal) if unknown_there(refusal) => {
+            match profile.and_then(|profile| profile.endpoint.clone()) {
+                Some(endpoint) => forward("endpoint", endpoint),
+                None => forward("fallback", Arc::new(EndpointSpec::plain(dst))),
+            }
+        }
         Watched::Refused(refusal) => {
             tracing::warn!(%dst, code = ?refusal.code, message = refusal.message, "destination is refused");
             ClientPolicy::invalid(discover.forward.detect_timeout)
         }
     };
-    Some(destination::compile(&discover.factory, &synthesized, profile, discover.forward.queue))
+    Some(destination::compile(
+        &discover.factory,
+        &synthesized,
+        profile,
+        discover.forward.queue,
+    ))
 }
 
 /// Whether the control plane has no policy for a destination, so that traffic goes where it was dialled.

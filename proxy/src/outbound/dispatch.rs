@@ -4,20 +4,12 @@ use http::{HeaderValue, Method, Request, Response, StatusCode, Uri, Version, hea
 use http_body::Body as _;
 use hyper::upgrade::OnUpgrade;
 use smallvec::SmallVec;
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 use tokio::time::Instant;
-use tulle_core::{
-    drain,
-    metrics::Labels,
-    names::header as names,
-};
+use tulle_core::{drain, metrics::Labels, names::header as names};
 
 use crate::{
-    balance::{
-        balancer::Candidate,
-        breaker,
-        load::Pending,
-    },
+    balance::{balancer::Candidate, breaker, load::Pending},
     http::{
         body::Body,
         classify::{self, Ended},
@@ -73,7 +65,11 @@ impl Dispatch<'_> {
     ///
     /// # Errors
     /// No endpoint is available, or the last one that was tried failed.
-    pub(super) async fn run(&self, mut req: Request<Body>, upgrade: Option<OnUpgrade>) -> Result<Response<Body>, Error> {
+    pub(super) async fn run(
+        &self,
+        mut req: Request<Body>,
+        upgrade: Option<OnUpgrade>,
+    ) -> Result<Response<Body>, Error> {
         let started = Instant::now();
         let mut tried: SmallVec<[Arc<Endpoint>; MAX_TRIES]> = SmallVec::new();
         let needs = Needs::of(&req, upgrade.is_some());
@@ -94,11 +90,14 @@ impl Dispatch<'_> {
             let version = req.version();
             let protocol = endpoint.protocol(version, upgrade.is_some());
             prepare(&mut req, &endpoint, protocol)?;
-            let flight = Flight::start(&endpoint, started);
+            let mut flight = Flight::start(&endpoint, started);
             endpoint.series.request();
             let sent = endpoint.client(self.worker).send(ready, req).await;
             match sent {
-                Ok(mut rsp) if !(never_reached(&rsp, &endpoint) && copy.is_some() && self.may_try_another(tried.len())) => {
+                Ok(mut rsp)
+                    if !(never_reached(&rsp, &endpoint) && copy.is_some() && self.may_try_another(tried.len())) =>
+                {
+                    flight.judge(&rsp);
                     finish(&mut rsp, protocol, version);
                     let upgraded = rsp.body_mut().take_upgraded();
                     let rsp = classify::observe(rsp, endpoint.series.clone(), started, flight);
@@ -135,7 +134,10 @@ impl Dispatch<'_> {
         if let Some(required) = self.required
             && endpoint.identity().is_none_or(|identity| identity.as_str() != required)
         {
-            return Err(Error::RequireId { required: required.to_owned(), actual: endpoint.identity().cloned() });
+            return Err(Error::RequireId {
+                required: required.to_owned(),
+                actual: endpoint.identity().cloned(),
+            });
         }
         let protocol = endpoint.protocol(needs.version, needs.upgrade);
         let ready = endpoint.client(self.worker).ready(protocol, needs.reuse).await;
@@ -163,7 +165,10 @@ impl Dispatch<'_> {
     }
 
     fn count_resent(&self, error: &Error) {
-        self.families.retries.get(&Labels::new().with("cause", error.cause())).inc();
+        self.families
+            .retries
+            .get(&Labels::new().with("cause", error.cause()))
+            .inc();
     }
 }
 
@@ -173,7 +178,11 @@ impl Needs {
         // Without a host, a server may take the whole connection to be for one site.
         let anonymous = req.uri().authority().is_none() && !req.headers().contains_key(header::HOST);
         let own = upgrade || version == Version::HTTP_10 || anonymous;
-        Self { version, upgrade, reuse: if own { Reuse::OwnConnection } else { Reuse::Pooled } }
+        Self {
+            version,
+            upgrade,
+            reuse: if own { Reuse::OwnConnection } else { Reuse::Pooled },
+        }
     }
 }
 
@@ -185,7 +194,9 @@ fn prepare(req: &mut Request<Body>, endpoint: &Endpoint, protocol: Protocol) -> 
         let mut parts = std::mem::take(req.uri_mut()).into_parts();
         parts.scheme = parts.scheme.or(Some(http::uri::Scheme::HTTP));
         parts.authority = Some(authority.clone());
-        parts.path_and_query = parts.path_and_query.or_else(|| Some(http::uri::PathAndQuery::from_static("/")));
+        parts.path_and_query = parts
+            .path_and_query
+            .or_else(|| Some(http::uri::PathAndQuery::from_static("/")));
         *req.uri_mut() = Uri::from_parts(parts).map_err(|_| Error::BadRequest("its target"))?;
         if protocol == Protocol::Http1 {
             orig_proto::make_origin(req);
@@ -210,7 +221,8 @@ fn finish(rsp: &mut Response<Body>, protocol: Protocol, asked: Version) {
         tracing::debug!(status = %rsp.status(), ?error, "peer's proxy answered");
     }
     if words.close && asked <= Version::HTTP_11 && !upgraded {
-        rsp.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+        rsp.headers_mut()
+            .insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
 }
 
@@ -259,12 +271,36 @@ impl Copy {
 
 impl Flight {
     fn start(endpoint: &Arc<Endpoint>, started: Instant) -> Self {
-        Self { endpoint: endpoint.clone(), pending: Some(Pending::new(endpoint.clone(), started)) }
+        Self {
+            endpoint: endpoint.clone(),
+            pending: Some(Pending::new(endpoint.clone(), started)),
+        }
+    }
+
+    /// A failure counts as slow, where the policy says so, however fast it came.
+    fn judge(&mut self, rsp: &Response<Body>) {
+        let status = rsp.status();
+        let code = classify::grpc_status(rsp.headers());
+        let overloaded = status == StatusCode::TOO_MANY_REQUESTS || code == Some(grpc::RESOURCE_EXHAUSTED);
+        if (overloaded || !classify::is_success(status, code))
+            && let Some(pending) = self.pending.take()
+        {
+            let retry_after = rsp
+                .headers()
+                .get(header::RETRY_AFTER)
+                .and_then(|after| after.to_str().ok()?.parse().ok());
+            pending.failed(retry_after.map(Duration::from_secs), Instant::now());
+        }
     }
 
     /// The attempt brought no response.
-    fn failed(self) {
-        self.endpoint.breaker().record(breaker::Outcome::Failure, Instant::now());
+    fn failed(mut self) {
+        if let Some(pending) = self.pending.take() {
+            pending.failed(None, Instant::now());
+        }
+        self.endpoint
+            .breaker()
+            .record(breaker::Outcome::Failure, Instant::now());
     }
 }
 
@@ -279,8 +315,14 @@ impl Ended for Flight {
         self.first_data();
         let verdict = match outcome {
             Outcome { success: false, .. } => breaker::Outcome::Failure,
-            Outcome { status: StatusCode::TOO_MANY_REQUESTS, .. } => breaker::Outcome::Overloaded,
-            Outcome { grpc: Some(grpc::RESOURCE_EXHAUSTED), .. } => breaker::Outcome::Overloaded,
+            Outcome {
+                status: StatusCode::TOO_MANY_REQUESTS,
+                ..
+            } => breaker::Outcome::Overloaded,
+            Outcome {
+                grpc: Some(grpc::RESOURCE_EXHAUSTED),
+                ..
+            } => breaker::Outcome::Overloaded,
             _ => breaker::Outcome::Success,
         };
         self.endpoint.breaker().record(verdict, Instant::now());

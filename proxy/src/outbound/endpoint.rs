@@ -11,11 +11,7 @@ use http::Version;
 use tulle_core::identity::Identity;
 
 use crate::{
-    balance::{
-        balancer::Candidate,
-        breaker::Breaker,
-        load::Load,
-    },
+    balance::{balancer::Candidate, breaker::Breaker, load::Load},
     http::{
         client::{Client, PoolConfig, Protocol},
         h2,
@@ -78,7 +74,10 @@ impl Endpoint {
         let counts = common.families.tcp.series(labels.clone().with("peer", "dst"));
         let creds = (!local).then_some(&common.creds);
         let spec = if local && spec.hint != ProtocolHint::Unknown {
-            Arc::new(EndpointSpec { hint: ProtocolHint::Unknown, ..EndpointSpec::clone(&spec) })
+            Arc::new(EndpointSpec {
+                hint: ProtocolHint::Unknown,
+                ..EndpointSpec::clone(&spec)
+            })
         } else {
             spec
         };
@@ -145,10 +144,16 @@ fn http2_params(ours: &h2::Params, spec: &EndpointSpec) -> h2::Params {
         keep_alive: theirs
             .keep_alive
             .filter(|pings| pings.interval > Duration::ZERO && pings.timeout > Duration::ZERO)
-            .map(|pings| h2::KeepAlive { interval: pings.interval, timeout: pings.timeout })
+            .map(|pings| h2::KeepAlive {
+                interval: pings.interval,
+                timeout: pings.timeout,
+            })
             .or(ours.keep_alive),
         max_frame_size: theirs.max_frame_size.or(ours.max_frame_size),
-        max_send_buffer: theirs.max_send_buf_size.map(|size| size as usize).or(ours.max_send_buffer),
+        max_send_buffer: theirs
+            .max_send_buf_size
+            .map(|size| size as usize)
+            .or(ours.max_send_buffer),
         ..*ours
     }
 }

@@ -75,7 +75,9 @@ async fn within(
     limit: std::time::Duration,
     sent: impl Future<Output = Result<Response<Body>, Error>>,
 ) -> Result<Response<Body>, Error> {
-    Box::pin(tokio::time::timeout(limit, sent)).await.unwrap_or(Err(Error::RequestTimeout(limit)))
+    Box::pin(tokio::time::timeout(limit, sent))
+        .await
+        .unwrap_or(Err(Error::RequestTimeout(limit)))
 }
 
 fn router(plan: &Plan, version: Version) -> Result<&Router, Error> {
@@ -83,9 +85,9 @@ fn router(plan: &Plan, version: Version) -> Result<&Router, Error> {
         Plan::Detect { http2, .. } if version == Version::HTTP_2 => Ok(http2),
         Plan::Detect { http1, .. } => Ok(http1),
         Plan::Http1(router) | Plan::Http2(router) => Ok(router),
-        Plan::Opaque(_) | Plan::Tls(_) => {
-            Err(Error::InvalidPolicy("this destination does not speak HTTP any more".into()))
-        }
+        Plan::Opaque(_) | Plan::Tls(_) => Err(Error::InvalidPolicy(
+            "this destination does not speak HTTP any more".into(),
+        )),
     }
 }
 

@@ -4,12 +4,7 @@ use std::net::SocketAddr;
 
 use tulle_core::metrics::{Counter, Family, Labels, Registry};
 
-use crate::{
-    metrics::http as http_metrics,
-    net::counts,
-    policy::endpoint::EndpointSpec,
-    tls::status::ClientTls,
-};
+use crate::{metrics::http as http_metrics, net::counts, policy::endpoint::EndpointSpec, tls::status::ClientTls};
 
 /// All families that outbound traffic is counted in.
 #[derive(Clone)]
@@ -26,7 +21,10 @@ impl Families {
             http,
             tcp,
             tcp_errors: registry.counter("outbound_tcp_errors_total", "Connections that reached no endpoint"),
-            retries: registry.counter("tulle_outbound_resent_total", "Requests sent to another endpoint, by reason"),
+            retries: registry.counter(
+                "tulle_outbound_resent_total",
+                "Requests sent to another endpoint, by reason",
+            ),
         }
     }
 

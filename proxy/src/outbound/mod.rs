@@ -86,10 +86,21 @@ impl Outbound {
             }
         };
         let counts = self.families.tcp.series(
-            metrics::target_labels(dst.0).with("peer", "src").with("tls", "no_identity").with("no_tls_reason", "loopback"),
+            metrics::target_labels(dst.0)
+                .with("peer", "src")
+                .with("tls", "no_identity")
+                .with("no_tls_reason", "loopback"),
         );
         let io = Io::tcp(Tcp::new(stream)).count(counts);
-        Connection { outbound: self, worker, dst, destination, drain }.serve(io).await;
+        Connection {
+            outbound: self,
+            worker,
+            dst,
+            destination,
+            drain,
+        }
+        .serve(io)
+        .await;
     }
 }
 
@@ -115,7 +126,8 @@ impl Connection {
                     return self.outbound.families.tcp_failed(self.dst.0, "no server name");
                 };
                 let list: Vec<_> = routes.iter().map(|(route, _)| route.clone()).collect();
-                let found = client::find_tls(&list, &sni).and_then(|found| list.iter().position(|route| route == found));
+                let found =
+                    client::find_tls(&list, &sni).and_then(|found| list.iter().position(|route| route == found));
                 match found {
                     Some(index) => self.opaque(io, &routes[index].1, None, seen).await,
                     None => self.outbound.families.tcp_failed(self.dst.0, "no route"),
@@ -162,7 +174,11 @@ impl Connection {
     async fn http(&self, io: Io, protocol: Protocol) {
         let outbound = &self.outbound;
         let closer = Closer::default();
-        let rescue = Rescue { reasons: outbound.reasons, closer: closer.clone(), errors: outbound.errors.clone() };
+        let rescue = Rescue {
+            reasons: outbound.reasons,
+            closer: closer.clone(),
+            errors: outbound.errors.clone(),
+        };
         let connection = Arc::new(HttpConnection {
             outbound: outbound.clone(),
             worker: self.worker,

@@ -6,6 +6,7 @@
 
 pub mod authz;
 pub mod client;
+pub mod decode;
 pub mod endpoint;
 pub mod filter;
 pub mod matches;
@@ -14,4 +15,3 @@ pub mod profile;
 pub mod rate_limit;
 pub mod route;
 pub mod server;
-pub mod decode;
