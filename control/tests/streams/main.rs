@@ -1,0 +1,4 @@
+//! Manifests in a directory to the messages that proxies get.
+
+mod endpoints;
+mod harness;
