@@ -2,3 +2,5 @@
 
 mod endpoints;
 mod harness;
+mod inbound;
+mod profiles;
