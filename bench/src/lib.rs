@@ -1,6 +1,7 @@
 //! Workloads and measurements: echo servers, an open-loop load generator, and the reference scenario against other proxies.
 
 pub mod load;
+pub mod run;
 pub mod serve;
 
 /// The echo service of `proto/echo.proto`.

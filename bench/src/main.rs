@@ -22,6 +22,8 @@ enum Command {
     Serve(tulle_bench::serve::Args),
     /// Generates load and reports every outcome.
     Load(tulle_bench::load::Args),
+    /// Measures sidecars against each other in network namespaces; needs root.
+    Run(tulle_bench::run::Args),
 }
 
 fn main() -> ExitCode {
@@ -38,5 +40,6 @@ fn run(args: Args) -> anyhow::Result<()> {
     match args.command {
         Command::Serve(args) => tulle_bench::serve::main(args).context("serving"),
         Command::Load(args) => tulle_bench::load::main(&args).context("generating load"),
+        Command::Run(args) => tulle_bench::run::main(&args).context("measuring"),
     }
 }

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // helpers of tests are tests
 
+use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
@@ -165,6 +166,53 @@ fn every_protocol_gets_its_bytes_back() {
             assert_eq!(report.replicas, counts("one", 100), "{args}");
         }
     }
+}
+
+#[test]
+fn the_paths_of_the_http_server_answer_what_they_name() {
+    let server = Server::start(&["--http", "127.0.0.1:0", "--name", "r1"]);
+    let addr = server.addrs[0];
+    for protocol in ["http1", "http2"] {
+        let report = load(
+            &format!("{addr}/bytes/1000000"),
+            &format!("--protocol {protocol} --requests 3"),
+        );
+        assert_eq!((report.succeeded, report.received_bytes), (3, 3_000_000), "{protocol}");
+        let report = load(
+            &format!("{addr}/delay/30"),
+            &format!("--protocol {protocol} --requests 1"),
+        );
+        assert!(report.latency_us.unwrap().p50 >= 30_000.0, "{protocol}: {report}");
+        for (path, outcome) in [
+            ("status/204", "2xx"),
+            ("status/418", "4xx"),
+            ("status/101", "4xx"),
+            ("none", "4xx"),
+        ] {
+            let report = load(
+                &format!("{addr}/{path}"),
+                &format!("--protocol {protocol} --requests 1"),
+            );
+            assert_eq!(report.outcomes, counts(outcome, 1), "{protocol} {path}");
+        }
+    }
+    let (head, body) = get(addr, "/headers", "x-one: 1\r\nx-one: 2\r\n");
+    assert!(head.contains("x-replica: r1"), "{head}");
+    let fields: serde_json::Value = serde_json::from_str(&body).unwrap();
+    assert_eq!(fields["x-one"], serde_json::json!(["1", "2"]));
+    let (head, _) = get(addr, "/ws", "");
+    assert!(head.starts_with("HTTP/1.1 426"), "{head}");
+}
+
+/// Head and body of an answer to a plain GET, spoken by hand.
+fn get(addr: SocketAddr, path: &str, headers: &str) -> (String, String) {
+    let mut stream = TcpStream::connect(addr).unwrap();
+    let request = format!("GET {path} HTTP/1.1\r\nhost: {addr}\r\nconnection: close\r\n{headers}\r\n");
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    (head.to_owned(), body.to_owned())
 }
 
 #[test]

@@ -1,7 +1,16 @@
 //! The data plane: a sidecar that carries a workload's traffic with identity, policy and balancing.
 
-pub mod policy;
-pub mod tls;
+mod admin;
+mod api;
+pub mod app;
+mod balance;
+pub mod config;
+pub mod env;
 mod http;
+mod identity;
+mod inbound;
 mod metrics;
 mod net;
+mod outbound;
+mod policy;
+mod tls;

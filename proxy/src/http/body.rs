@@ -12,7 +12,7 @@ use http_body::{Body as _, Frame, SizeHint};
 use hyper::body::Incoming;
 
 use crate::{
-    http::{error::Error, h1, h2, layers::Slot},
+    http::{error::Error, h1, h2, layers::Slot, replay::Keeping},
     net::io::Io,
 };
 
@@ -36,10 +36,10 @@ enum Source {
     H2(h2::Received),
     /// Received by our HTTP/1 client.
     H1(Box<h1::Received>),
-    /// Ours, with trailers to end with.
-    Trailers(HeaderMap),
     /// Already received, followed by the rest.
     Replayed(Box<Replayed>),
+    /// Kept while it passes.
+    Keeping(Box<Keeping>),
 }
 
 /// A body of which the first part was kept.
@@ -62,11 +62,11 @@ impl Body {
 
     pub(crate) fn full(bytes: impl Into<Bytes>) -> Self {
         let bytes = bytes.into();
-        if bytes.is_empty() { Self::default() } else { Self::of(Source::Full(bytes)) }
-    }
-
-    pub(crate) fn trailers(trailers: HeaderMap) -> Self {
-        Self::of(Source::Trailers(trailers))
+        if bytes.is_empty() {
+            Self::default()
+        } else {
+            Self::of(Source::Full(bytes))
+        }
     }
 
     pub(crate) fn h1(received: Box<h1::Received>) -> Self {
@@ -85,8 +85,16 @@ impl Body {
         }
     }
 
+    pub(crate) fn keeping(keeping: Box<Keeping>) -> Self {
+        Self::of(Source::Keeping(keeping))
+    }
+
     fn of(source: Source) -> Self {
-        Self { source, observer: None, slot: None }
+        Self {
+            source,
+            observer: None,
+            slot: None,
+        }
     }
 
     pub(crate) fn holding(mut self, slot: Option<Slot>) -> Self {
@@ -119,16 +127,12 @@ impl Body {
                 self.source = Source::Empty;
                 Poll::Ready(Some(Ok(Frame::data(bytes))))
             }
-            Source::Incoming(incoming) => {
-                Pin::new(incoming).poll_frame(cx).map(|frame| frame.map(|result| result.map_err(Error::from_client)))
-            }
+            Source::Incoming(incoming) => Pin::new(incoming)
+                .poll_frame(cx)
+                .map(|frame| frame.map(|result| result.map_err(Error::from_client))),
             Source::H2(received) => received.poll_frame(cx),
             Source::H1(received) => received.poll_frame(cx),
-            Source::Trailers(trailers) => {
-                let trailers = std::mem::take(trailers);
-                self.source = Source::Empty;
-                Poll::Ready(Some(Ok(Frame::trailers(trailers))))
-            }
+            Source::Keeping(keeping) => keeping.poll_frame(cx),
             Source::Replayed(replayed) => match replayed.kept.pop_front() {
                 Some(bytes) => Poll::Ready(Some(Ok(Frame::data(bytes)))),
                 None => Pin::new(&mut replayed.rest).poll_frame(cx),
@@ -185,10 +189,11 @@ impl http_body::Body for Body {
     fn is_end_stream(&self) -> bool {
         match &self.source {
             Source::Empty => true,
-            Source::Full(_) | Source::Trailers(_) => false,
+            Source::Full(_) => false,
             Source::Incoming(incoming) => incoming.is_end_stream(),
             Source::H2(received) => received.is_end_stream(),
             Source::H1(received) => received.is_end_stream(),
+            Source::Keeping(keeping) => keeping.is_end_stream(),
             Source::Replayed(replayed) => replayed.kept.is_empty() && replayed.rest.is_end_stream(),
         }
     }
@@ -197,10 +202,10 @@ impl http_body::Body for Body {
         match &self.source {
             Source::Empty => SizeHint::with_exact(0),
             Source::Full(bytes) => SizeHint::with_exact(bytes.len() as u64),
-            Source::Trailers(_) => SizeHint::default(),
             Source::Incoming(incoming) => incoming.size_hint(),
             Source::H2(received) => received.size_hint(),
             Source::H1(received) => received.size_hint(),
+            Source::Keeping(keeping) => keeping.size_hint(),
             Source::Replayed(replayed) => {
                 let kept: u64 = replayed.kept.iter().map(|bytes| bytes.len() as u64).sum();
                 match replayed.rest.size_hint().exact() {

@@ -14,20 +14,27 @@ use crate::{
 };
 
 /// Told once, when a response has ended or its receiver went away.
-pub(crate) trait Ended: Send {
+pub(crate) trait Ended: Send + 'static {
     /// The first byte of the body arrived, or there is none.
+    fn first_data(&mut self);
+    fn ended(&mut self, outcome: Outcome);
+}
+
+/// Nobody else cares.
+impl Ended for () {
     fn first_data(&mut self) {}
-    fn ended(self: Box<Self>, outcome: Outcome);
+    fn ended(&mut self, _: Outcome) {}
 }
 
 /// Watches a response body to its end and tells `series` and `also`.
-struct Classify {
+struct Classify<E: Ended> {
     series: Arc<Series>,
-    also: Option<Box<dyn Ended>>,
+    also: E,
     started: Instant,
     status: StatusCode,
     grpc: Option<i32>,
     first: bool,
+    reported: bool,
 }
 
 /// Counts `response` in `series` when it ends. `started` is when its request came.
@@ -35,11 +42,19 @@ pub(crate) fn observe(
     response: Response<Body>,
     series: Arc<Series>,
     started: Instant,
-    also: Option<Box<dyn Ended>>,
+    also: impl Ended,
 ) -> Response<Body> {
     let status = response.status();
     let grpc = grpc_status(response.headers());
-    let watch = Classify { series, also, started, status, grpc, first: true };
+    let watch = Classify {
+        series,
+        also,
+        started,
+        status,
+        grpc,
+        first: true,
+        reported: false,
+    };
     response.map(|body| body.observed(Box::new(watch)))
 }
 
@@ -53,37 +68,45 @@ pub(crate) fn grpc_status(headers: &HeaderMap) -> Option<i32> {
 /// Source: HTTP 5xx and the gRPC codes Unknown, DeadlineExceeded, PermissionDenied, Internal, Unavailable and DataLoss
 /// are failures.
 pub(crate) fn is_success(status: StatusCode, grpc_status: Option<i32>) -> bool {
-    const FAILURES: [i32; 6] =
-        [2, grpc::DEADLINE_EXCEEDED, grpc::PERMISSION_DENIED, grpc::INTERNAL, grpc::UNAVAILABLE, 15];
+    const FAILURES: [i32; 6] = [
+        2,
+        grpc::DEADLINE_EXCEEDED,
+        grpc::PERMISSION_DENIED,
+        grpc::INTERNAL,
+        grpc::UNAVAILABLE,
+        15,
+    ];
     match grpc_status {
         Some(code) => !FAILURES.contains(&code),
         None => !status.is_server_error(),
     }
 }
 
-impl Classify {
+impl<E: Ended> Classify<E> {
     fn first(&mut self) {
         if self.first {
             self.first = false;
             self.series.latency(self.status, self.started.elapsed());
-            if let Some(also) = &mut self.also {
-                also.first_data();
-            }
+            self.also.first_data();
         }
     }
 
     fn report(&mut self, error: bool) {
         self.first();
         let success = !error && is_success(self.status, self.grpc);
-        let outcome = Outcome { status: self.status, grpc: self.grpc, success, error };
+        let outcome = Outcome {
+            status: self.status,
+            grpc: self.grpc,
+            success,
+            error,
+        };
         self.series.response(outcome);
-        if let Some(also) = self.also.take() {
-            also.ended(outcome);
-        }
+        self.also.ended(outcome);
+        self.reported = true;
     }
 }
 
-impl Observe for Classify {
+impl<E: Ended> Observe for Classify<E> {
     fn data(&mut self, _: usize) {
         self.first();
     }
@@ -96,13 +119,12 @@ impl Observe for Classify {
 
     fn end(&mut self, result: Result<(), &Error>) {
         self.report(result.is_err());
-        self.status = StatusCode::CONTINUE; // marks the report as made
     }
 }
 
-impl Drop for Classify {
+impl<E: Ended> Drop for Classify<E> {
     fn drop(&mut self) {
-        if self.status != StatusCode::CONTINUE {
+        if !self.reported {
             self.report(true); // the client went away
         }
     }
@@ -114,10 +136,18 @@ mod tests {
 
     #[test]
     fn grpc_codes_win_over_the_http_status() {
-        for (status, grpc, success) in
-            [(200, None, true), (404, None, true), (503, None, false), (200, Some(14), false), (200, Some(5), true)]
-        {
-            assert_eq!(is_success(StatusCode::from_u16(status).unwrap(), grpc), success, "{status} {grpc:?}");
+        for (status, grpc, success) in [
+            (200, None, true),
+            (404, None, true),
+            (503, None, false),
+            (200, Some(14), false),
+            (200, Some(5), true),
+        ] {
+            assert_eq!(
+                is_success(StatusCode::from_u16(status).unwrap(), grpc),
+                success,
+                "{status} {grpc:?}"
+            );
         }
     }
 }

@@ -117,7 +117,11 @@ impl Client {
         let io = (self.connect)(Protocol::Http2).await?;
         let send = http2::connect(io, &self.params).await?;
         *self.http2.lock() = Some(send.clone());
-        send.ready().await.map_err(|_| Error::Closed { addr: self.addr, reused: false, sent: false })
+        send.ready().await.map_err(|_| Error::Closed {
+            addr: self.addr,
+            reused: false,
+            sent: false,
+        })
     }
 
     /// Sends a request on a connection of this client.

@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use http::{StatusCode, Uri};
+use http::{HeaderValue, StatusCode};
 use tulle_core::identity::Identity;
 
 use crate::net::connect::ConnectError;
@@ -76,8 +76,8 @@ pub(crate) enum Error {
     Unauthorized { rule: String },
     #[error("rate limit exceeded")]
     RateLimited,
-    #[error("redirected to {location}")]
-    Redirect { status: StatusCode, location: Box<Uri> },
+    #[error("redirected to {location:?}")]
+    Redirect { status: StatusCode, location: HeaderValue },
     #[error("{message}")]
     Injected { status: StatusCode, message: String },
     #[error("{message}")]
@@ -181,9 +181,7 @@ impl Error {
             Self::NoEndpoints | Self::Unavailable | Self::QueueFull | Self::Shed | Self::Undiscovered(_) => {
                 answer(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true)
             }
-            Self::RequestBody(_) | Self::BadRequest(_) => {
-                answer(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, true)
-            }
+            Self::RequestBody(_) | Self::BadRequest(_) => answer(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, true),
             Self::RouteNotFound => answer(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
             Self::Unauthorized { .. } => answer(StatusCode::FORBIDDEN, grpc::PERMISSION_DENIED, false),
             Self::RateLimited => answer(StatusCode::TOO_MANY_REQUESTS, grpc::RESOURCE_EXHAUSTED, false),
@@ -214,7 +212,7 @@ impl Error {
     /// The stable machine-readable reason, for `l5d-proxy-cause` and metric labels.
     pub(crate) fn cause(&self) -> &'static str {
         match self {
-            Self::ConnectTimeout(_) => "connect-timeout",
+            Self::ConnectTimeout(_) | Self::Connect(ConnectError::Timeout { .. }) => "connect-timeout",
             Self::Connect(_) => "connect-refused",
             Self::Tls { .. } => "tls-handshake",
             Self::Closed { .. } => "connection-closed",

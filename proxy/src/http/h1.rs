@@ -60,7 +60,11 @@ pub(crate) struct Connection {
 
 impl Pool {
     pub(crate) fn new(idle_timeout: Duration, max_idle: usize) -> Arc<Self> {
-        Arc::new(Self { idle: Mutex::default(), idle_timeout, max_idle })
+        Arc::new(Self {
+            idle: Mutex::default(),
+            idle_timeout,
+            max_idle,
+        })
     }
 
     /// The connection used last that is still open.
@@ -106,7 +110,9 @@ async fn sweep(pool: std::sync::Weak<Pool>, limit: Duration) {
 fn is_quiet(io: &mut Io) -> bool {
     let mut byte = [0];
     let mut buf = ReadBuf::new(&mut byte);
-    Pin::new(io).poll_read(&mut Context::from_waker(noop_waker_ref()), &mut buf).is_pending()
+    Pin::new(io)
+        .poll_read(&mut Context::from_waker(noop_waker_ref()), &mut buf)
+        .is_pending()
 }
 
 impl Connection {
@@ -139,7 +145,11 @@ impl Connection {
                     Poll::Pending => {}
                 }
             }
-            poll_head(cx, &mut io, &mut buf, &method, &|| Error::Closed { addr, reused, sent: true })
+            poll_head(cx, &mut io, &mut buf, &method, &|| Error::Closed {
+                addr,
+                reused,
+                sent: true,
+            })
         })
         .await?;
         let keep_alive = head.keep_alive && upload.is_done();
@@ -158,7 +168,12 @@ impl Connection {
         } else {
             (Source::Whole(io), pool.filter(|_| keep_alive))
         };
-        let mut received = Received { source: Some(source), buf: BytesMut::new(), framing: head.framing, pool };
+        let mut received = Received {
+            source: Some(source),
+            buf: BytesMut::new(),
+            framing: head.framing,
+            pool,
+        };
         if let Framing::Length(length) = head.framing
             && length == buf.len() as u64
             && length > 0
@@ -211,7 +226,10 @@ fn poll_head(
 }
 
 fn is_reset(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionAborted)
+    matches!(
+        error.kind(),
+        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionAborted
+    )
 }
 
 /// A response body that arrives on an HTTP/1 connection.

@@ -45,8 +45,7 @@ pub(crate) struct Head {
 pub(crate) fn head(bytes: &mut Bytes, method: &Method) -> Result<Option<Head>, Error> {
     let mut lines = [const { std::mem::MaybeUninit::uninit() }; MAX_HEADERS];
     let mut parsed = httparse::Response::new(&mut []);
-    let result =
-        httparse::ParserConfig::default().parse_response_with_uninit_headers(&mut parsed, bytes, &mut lines);
+    let result = httparse::ParserConfig::default().parse_response_with_uninit_headers(&mut parsed, bytes, &mut lines);
     let used = match result {
         Ok(httparse::Status::Complete(used)) => used,
         Ok(httparse::Status::Partial) if bytes.len() < MAX_HEAD => return Ok(None),
@@ -54,7 +53,11 @@ pub(crate) fn head(bytes: &mut Bytes, method: &Method) -> Result<Option<Head>, E
         Err(_) => return Err(Error::BadResponse("its head is not HTTP/1")),
     };
     let mut response = Response::new(());
-    *response.version_mut() = if parsed.version == Some(0) { Version::HTTP_10 } else { Version::HTTP_11 };
+    *response.version_mut() = if parsed.version == Some(0) {
+        Version::HTTP_10
+    } else {
+        Version::HTTP_11
+    };
     *response.status_mut() = parsed
         .code
         .and_then(|code| StatusCode::from_u16(code).ok())
@@ -66,14 +69,22 @@ pub(crate) fn head(bytes: &mut Bytes, method: &Method) -> Result<Option<Head>, E
         let name = HeaderName::from_bytes(line.name.as_bytes()).map_err(|_| Error::BadResponse("a header name"))?;
         // Shares the bytes of the head instead of copying each value.
         let at = line.value.as_ptr() as usize - start;
-        let value = if line.value.is_empty() { Bytes::new() } else { bytes.slice(at..at + line.value.len()) };
+        let value = if line.value.is_empty() {
+            Bytes::new()
+        } else {
+            bytes.slice(at..at + line.value.len())
+        };
         let value = HeaderValue::from_maybe_shared(value).map_err(|_| Error::BadResponse("a header value"))?;
         headers.append(name, value);
     }
     bytes.advance(used);
     let (framing, clean) = framing(&response, method)?;
     let keep_alive = clean && framing != Framing::UntilClose && persistent(&response);
-    Ok(Some(Head { response, framing, keep_alive }))
+    Ok(Some(Head {
+        response,
+        framing,
+        keep_alive,
+    }))
 }
 
 /// Source: RFC 9112 §6.3. The second value is false when the message was framed twice: its end is certain, but the
@@ -91,7 +102,12 @@ fn framing(response: &Response<()>, method: &Method) -> Result<(Framing, bool), 
     let headers = response.headers();
     let length = content_length(headers)?;
     if let Some(coding) = headers.get_all(header::TRANSFER_ENCODING).iter().next_back() {
-        let last = coding.as_bytes().rsplit(|b| *b == b',').next().unwrap_or_default().trim_ascii();
+        let last = coding
+            .as_bytes()
+            .rsplit(|b| *b == b',')
+            .next()
+            .unwrap_or_default()
+            .trim_ascii();
         if last.eq_ignore_ascii_case(b"chunked") {
             return Ok((Framing::Chunked(Chunk::Size), length.is_none()));
         }
@@ -121,10 +137,17 @@ fn content_length(headers: &HeaderMap) -> Result<Option<u64>, Error> {
 fn persistent(response: &Response<()>) -> bool {
     let says = |token: &[u8]| {
         response.headers().get_all(header::CONNECTION).iter().any(|value| {
-            value.as_bytes().split(|b| *b == b',').any(|part| part.trim_ascii().eq_ignore_ascii_case(token))
+            value
+                .as_bytes()
+                .split(|b| *b == b',')
+                .any(|part| part.trim_ascii().eq_ignore_ascii_case(token))
         })
     };
-    if response.version() == Version::HTTP_10 { says(b"keep-alive") } else { !says(b"close") }
+    if response.version() == Version::HTTP_10 {
+        says(b"keep-alive")
+    } else {
+        !says(b"close")
+    }
 }
 
 /// What the next step of decoding a body yields.
@@ -151,11 +174,15 @@ impl Framing {
                 Self::UntilClose => return Ok(Decoded::Data(buf.split().freeze())),
                 Self::Chunked(chunk) => match chunk {
                     Chunk::Size => {
-                        let Some(size) = chunk_size(buf)? else { return Ok(Decoded::More) };
+                        let Some(size) = chunk_size(buf)? else {
+                            return Ok(Decoded::More);
+                        };
                         *chunk = if size == 0 { Chunk::Trailers } else { Chunk::Data(size) };
                     }
                     Chunk::Data(left) => {
-                        let Some(data) = take(buf, left) else { return Ok(Decoded::More) };
+                        let Some(data) = take(buf, left) else {
+                            return Ok(Decoded::More);
+                        };
                         if *left == 0 {
                             *chunk = Chunk::DataEnd;
                         }
@@ -172,9 +199,15 @@ impl Framing {
                         *chunk = Chunk::Size;
                     }
                     Chunk::Trailers => {
-                        let Some(trailers) = trailers(buf)? else { return Ok(Decoded::More) };
+                        let Some(trailers) = trailers(buf)? else {
+                            return Ok(Decoded::More);
+                        };
                         *self = Self::None;
-                        return Ok(if trailers.is_empty() { Decoded::End } else { Decoded::Trailers(trailers) });
+                        return Ok(if trailers.is_empty() {
+                            Decoded::End
+                        } else {
+                            Decoded::Trailers(trailers)
+                        });
                     }
                 },
             }
@@ -234,8 +267,16 @@ mod tests {
     fn framing_follows_the_head() {
         for (text, framing, keep_alive) in [
             ("HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n", Framing::Length(5), true),
-            ("HTTP/1.1 200 OK\r\ncontent-length: 5, 5\r\n\r\n", Framing::Length(5), true),
-            ("HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n", Framing::Chunked(Chunk::Size), true),
+            (
+                "HTTP/1.1 200 OK\r\ncontent-length: 5, 5\r\n\r\n",
+                Framing::Length(5),
+                true,
+            ),
+            (
+                "HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n",
+                Framing::Chunked(Chunk::Size),
+                true,
+            ),
             (
                 "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-length: 3\r\n\r\n",
                 Framing::Chunked(Chunk::Size),
@@ -243,9 +284,21 @@ mod tests {
             ),
             ("HTTP/1.1 200 OK\r\n\r\n", Framing::UntilClose, false),
             ("HTTP/1.1 204 No Content\r\n\r\n", Framing::None, true),
-            ("HTTP/1.1 200 OK\r\nconnection: x, close\r\ncontent-length: 0\r\n\r\n", Framing::Length(0), false),
-            ("HTTP/1.0 200 OK\r\ncontent-length: 0\r\n\r\n", Framing::Length(0), false),
-            ("HTTP/1.0 200 OK\r\nconnection: Keep-Alive\r\ncontent-length: 1\r\n\r\n", Framing::Length(1), true),
+            (
+                "HTTP/1.1 200 OK\r\nconnection: x, close\r\ncontent-length: 0\r\n\r\n",
+                Framing::Length(0),
+                false,
+            ),
+            (
+                "HTTP/1.0 200 OK\r\ncontent-length: 0\r\n\r\n",
+                Framing::Length(0),
+                false,
+            ),
+            (
+                "HTTP/1.0 200 OK\r\nconnection: Keep-Alive\r\ncontent-length: 1\r\n\r\n",
+                Framing::Length(1),
+                true,
+            ),
         ] {
             let head = parse(text).unwrap().unwrap();
             assert_eq!((head.framing, head.keep_alive), (framing, keep_alive), "{text}");

@@ -120,12 +120,18 @@ pub(crate) async fn send(
 ) -> Result<Response<Body>, Error> {
     let (parts, body) = req.into_parts();
     let no_body = body.is_end_stream();
-    let (mut response, stream) =
-        send.send_request(Request::from_parts(parts, ()), no_body).map_err(|error| lost(error, addr))?;
+    let (mut response, stream) = send
+        .send_request(Request::from_parts(parts, ()), no_body)
+        .map_err(|error| lost(error, addr))?;
     let response = if no_body {
         response.await
     } else {
-        let mut upload = Upload { body, stream, chunk: Bytes::new(), done: false };
+        let mut upload = Upload {
+            body,
+            stream,
+            chunk: Bytes::new(),
+            done: false,
+        };
         let head = poll_fn(|cx| {
             if let Poll::Ready(head) = Pin::new(&mut response).poll(cx) {
                 return Poll::Ready(Ok(head));
@@ -152,7 +158,15 @@ pub(crate) async fn send(
 
 /// Tells a connection that ended under us from a stream that was reset.
 pub(crate) fn lost(error: h2::Error, addr: SocketAddr) -> Error {
-    if error.is_io() { Error::Closed { addr, reused: true, sent: true } } else { Error::H2(error) }
+    if error.is_io() {
+        Error::Closed {
+            addr,
+            reused: true,
+            sent: true,
+        }
+    } else {
+        Error::H2(error)
+    }
 }
 
 /// A request body on its way out.
@@ -248,6 +262,10 @@ impl Received {
     }
 
     pub(crate) fn size_hint(&self) -> SizeHint {
-        if self.is_end_stream() { SizeHint::with_exact(0) } else { SizeHint::default() }
+        if self.is_end_stream() {
+            SizeHint::with_exact(0)
+        } else {
+            SizeHint::default()
+        }
     }
 }

@@ -1,9 +1,8 @@
 //! Header hygiene: what concerns one hop only, who is addressed, and what proxies tell each other.
 
 use http::{
-    HeaderMap, HeaderName, Method, Request, Uri, Version,
+    HeaderMap, HeaderName, Method, Request, Version,
     header::{self, HeaderValue},
-    uri::Authority,
 };
 use tulle_core::names::header as names;
 
@@ -37,7 +36,10 @@ pub(crate) fn wants_upgrade(req: &Request<Body>) -> bool {
         return false;
     }
     *req.method() == Method::CONNECT
-        || req.headers().get(header::UPGRADE).is_some_and(|to| !to.as_bytes().eq_ignore_ascii_case(b"h2c"))
+        || req
+            .headers()
+            .get(header::UPGRADE)
+            .is_some_and(|to| !to.as_bytes().eq_ignore_ascii_case(b"h2c"))
 }
 
 /// Refuses requests whose target does not fit their method.
@@ -56,15 +58,12 @@ pub(crate) fn check_target(req: &Request<Body>) -> Result<(), Error> {
     }
 }
 
-/// Whom a request addresses: the target's authority, else `Host`.
-pub(crate) fn authority<'a>(uri: &'a Uri, headers: &'a HeaderMap) -> Option<&'a str> {
-    uri.authority().map(Authority::as_str).or_else(|| headers.get(header::HOST)?.to_str().ok())
-}
-
 /// Whether the request speaks gRPC.
 pub(crate) fn is_grpc(version: Version, headers: &HeaderMap) -> bool {
     version == Version::HTTP_2
-        && headers.get(header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"))
+        && headers
+            .get(header::CONTENT_TYPE)
+            .is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"))
 }
 
 /// Removes what only a peer's proxy may tell us from a response; returns its reasons for the log and for retries.
@@ -74,7 +73,9 @@ pub(crate) fn strip_proxy_headers(headers: &mut HeaderMap) -> ProxyWords {
         words.error = headers.remove(names::L5D_PROXY_ERROR);
     }
     if headers.contains_key(names::L5D_PROXY_CONNECTION) {
-        words.close = headers.remove(names::L5D_PROXY_CONNECTION).is_some_and(|value| value == "close");
+        words.close = headers
+            .remove(names::L5D_PROXY_CONNECTION)
+            .is_some_and(|value| value == "close");
     }
     words
 }
@@ -91,7 +92,10 @@ mod tests {
     use super::*;
 
     fn headers(lines: &[(&'static str, &'static str)]) -> HeaderMap {
-        lines.iter().map(|(k, v)| (HeaderName::from_static(k), HeaderValue::from_static(v))).collect()
+        lines
+            .iter()
+            .map(|(k, v)| (HeaderName::from_static(k), HeaderValue::from_static(v)))
+            .collect()
     }
 
     #[test]
@@ -110,7 +114,12 @@ mod tests {
 
     #[test]
     fn only_real_upgrades_count() {
-        let req = |upgrade: &str| Request::get("/").header("upgrade", upgrade).body(Body::empty()).unwrap();
+        let req = |upgrade: &str| {
+            Request::get("/")
+                .header("upgrade", upgrade)
+                .body(Body::empty())
+                .unwrap()
+        };
         assert!(wants_upgrade(&req("websocket")));
         assert!(!wants_upgrade(&req("h2c")));
         assert!(!wants_upgrade(&Request::get("/").body(Body::empty()).unwrap()));

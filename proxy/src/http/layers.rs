@@ -38,12 +38,19 @@ pub(crate) struct Slot(Arc<Admission>);
 
 impl Admission {
     pub(crate) fn new(limit: usize) -> Arc<Self> {
-        Arc::new(Self { in_flight: AtomicUsize::new(0), limit })
+        Arc::new(Self {
+            in_flight: AtomicUsize::new(0),
+            limit,
+        })
     }
 
     fn enter(self: &Arc<Self>) -> Result<Slot, Error> {
         let slot = Slot(self.clone());
-        if self.in_flight.fetch_add(1, Ordering::Relaxed) >= self.limit { Err(Error::Shed) } else { Ok(slot) }
+        if self.in_flight.fetch_add(1, Ordering::Relaxed) >= self.limit {
+            Err(Error::Shed)
+        } else {
+            Ok(slot)
+        }
     }
 }
 
@@ -67,7 +74,10 @@ impl<S> Layer<S> for Admit {
     type Service = Admitted<S>;
 
     fn layer(&self, inner: S) -> Admitted<S> {
-        Admitted { inner, admission: self.0.clone() }
+        Admitted {
+            inner,
+            admission: self.0.clone(),
+        }
     }
 }
 
@@ -93,8 +103,14 @@ where
 
     fn call(&mut self, req: Request<Body>) -> Self::Future {
         match self.admission.enter() {
-            Ok(slot) => AdmitFuture { inner: Some(self.inner.call(req)), slot: Some(slot) },
-            Err(_) => AdmitFuture { inner: None, slot: None },
+            Ok(slot) => AdmitFuture {
+                inner: Some(self.inner.call(req)),
+                slot: Some(slot),
+            },
+            Err(_) => AdmitFuture {
+                inner: None,
+                slot: None,
+            },
         }
     }
 }
@@ -104,7 +120,9 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for AdmitFuture<F
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.project();
-        let Some(inner) = this.inner.as_pin_mut() else { return Poll::Ready(Err(Error::Shed)) };
+        let Some(inner) = this.inner.as_pin_mut() else {
+            return Poll::Ready(Err(Error::Shed));
+        };
         let rsp = ready!(inner.poll(cx))?;
         let slot = this.slot.take();
         Poll::Ready(Ok(rsp.map(|body| body.holding(slot))))
@@ -127,7 +145,10 @@ impl Observe {
         let requests = registry.counter("tulle_http_requests_total", "HTTP requests by direction");
         let responses = registry.counter("tulle_http_responses_total", "HTTP responses by direction and class");
         let class = |n| responses.get(&labels.clone().with("status_class", format_args!("{n}xx")));
-        Self(Arc::new(Totals { requests: requests.get(&labels), responses: [1, 2, 3, 4, 5].map(class) }))
+        Self(Arc::new(Totals {
+            requests: requests.get(&labels),
+            responses: [1, 2, 3, 4, 5].map(class),
+        }))
     }
 }
 
@@ -141,7 +162,10 @@ impl<S> Layer<S> for Observe {
     type Service = Observed<S>;
 
     fn layer(&self, inner: S) -> Observed<S> {
-        Observed { inner, totals: self.0.clone() }
+        Observed {
+            inner,
+            totals: self.0.clone(),
+        }
     }
 }
 
@@ -167,7 +191,10 @@ where
 
     fn call(&mut self, req: Request<Body>) -> Self::Future {
         self.totals.requests.inc();
-        ObserveFuture { inner: self.inner.call(req), totals: self.totals.clone() }
+        ObserveFuture {
+            inner: self.inner.call(req),
+            totals: self.totals.clone(),
+        }
     }
 }
 
@@ -195,7 +222,11 @@ pub(crate) struct Errors {
 
 impl Errors {
     pub(crate) fn new(errors: Family<Counter>, causes: Family<Counter>, labels: Labels) -> Self {
-        Self { errors, causes, labels: Arc::new(labels) }
+        Self {
+            errors,
+            causes,
+            labels: Arc::new(labels),
+        }
     }
 
     pub(crate) fn count(&self, error: &Error) {
@@ -223,7 +254,10 @@ impl<S> Layer<S> for Rescue {
     type Service = Rescued<S>;
 
     fn layer(&self, inner: S) -> Rescued<S> {
-        Rescued { inner, rescue: self.clone() }
+        Rescued {
+            inner,
+            rescue: self.clone(),
+        }
     }
 }
 
@@ -251,7 +285,12 @@ where
 
     fn call(&mut self, req: Request<Body>) -> Self::Future {
         let (asker, version) = (Asker::of(&req), req.version());
-        RescueFuture { inner: self.inner.call(req), asker, version, rescue: self.rescue.clone() }
+        RescueFuture {
+            inner: self.inner.call(req),
+            asker,
+            version,
+            rescue: self.rescue.clone(),
+        }
     }
 }
 

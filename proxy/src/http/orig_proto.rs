@@ -46,15 +46,22 @@ pub(crate) fn make_absolute(req: &mut Request<Body>) -> Result<(), Error> {
     let authority = match req.uri().authority() {
         Some(authority) => authority.clone(),
         None => {
-            let host = req.headers().get(header::HOST).ok_or(Error::BadRequest("it names no host"))?;
+            let host = req
+                .headers()
+                .get(header::HOST)
+                .ok_or(Error::BadRequest("it names no host"))?;
             Authority::try_from(host.as_bytes()).map_err(|_| Error::BadRequest("its host is not an authority"))?
         }
     };
     let mut parts = http::uri::Parts::default();
     parts.scheme = Some(Scheme::HTTP);
     parts.authority = Some(authority);
-    parts.path_and_query =
-        Some(req.uri().path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/")));
+    parts.path_and_query = Some(
+        req.uri()
+            .path_and_query()
+            .cloned()
+            .unwrap_or_else(|| PathAndQuery::from_static("/")),
+    );
     *req.uri_mut() = Uri::from_parts(parts).map_err(|_| Error::BadRequest("its target"))?;
     Ok(())
 }
@@ -67,7 +74,9 @@ pub(crate) fn restore(req: &mut Request<Body>) -> Result<Option<Version>, Error>
     if !req.headers().contains_key(L5D_ORIG_PROTO) {
         return Ok(None);
     }
-    let Some(mark) = req.headers_mut().remove(L5D_ORIG_PROTO) else { return Ok(None) };
+    let Some(mark) = req.headers_mut().remove(L5D_ORIG_PROTO) else {
+        return Ok(None);
+    };
     let mark = mark.to_str().unwrap_or_default();
     let (version, absolute) = match mark.strip_suffix(ABSOLUTE_FORM) {
         Some(version) => (version, true),
@@ -133,8 +142,13 @@ mod tests {
             ("/", "web", Version::HTTP_10),
             ("http://web/", "web", Version::HTTP_10),
         ] {
-            let original =
-                || Request::post(uri).version(version).header("host", host).body(Body::empty()).unwrap();
+            let original = || {
+                Request::post(uri)
+                    .version(version)
+                    .header("host", host)
+                    .body(Body::empty())
+                    .unwrap()
+            };
             let mut req = original();
             upgrade(&mut req).unwrap();
             assert_eq!(req.version(), Version::HTTP_2);

@@ -27,7 +27,10 @@ pub(crate) enum Reasons {
 
 impl Asker {
     pub(crate) fn of(req: &Request<Body>) -> Self {
-        Self { version: req.version(), grpc: headers::is_grpc(req.version(), req.headers()) }
+        Self {
+            version: req.version(),
+            grpc: headers::is_grpc(req.version(), req.headers()),
+        }
     }
 }
 
@@ -44,19 +47,19 @@ pub(crate) fn error(error: &Error, asker: Asker, reasons: Reasons) -> Response<B
         }
         *rsp.status_mut() = StatusCode::OK;
     } else {
-        if let Error::Redirect { location, .. } = error
-            && let Ok(location) = HeaderValue::from_str(&location.to_string())
-        {
-            told.insert(header::LOCATION, location);
+        if let Error::Redirect { location, .. } = error {
+            told.insert(header::LOCATION, location.clone());
         }
         *rsp.status_mut() = answer.status;
     }
     if answer.close {
         if asker.version <= Version::HTTP_11 {
-            rsp.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+            rsp.headers_mut()
+                .insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         if reasons == Reasons::Told {
-            rsp.headers_mut().insert(names::L5D_PROXY_CONNECTION, HeaderValue::from_static("close"));
+            rsp.headers_mut()
+                .insert(names::L5D_PROXY_CONNECTION, HeaderValue::from_static("close"));
         }
     }
     rsp
@@ -90,14 +93,21 @@ mod tests {
             .body(Body::empty())
             .unwrap();
         let rsp = error(&Error::Shed, Asker::of(&req), Reasons::Told);
-        assert_eq!((rsp.status(), &rsp.headers()["grpc-status"]), (StatusCode::OK, &HeaderValue::from(14)));
+        assert_eq!(
+            (rsp.status(), &rsp.headers()["grpc-status"]),
+            (StatusCode::OK, &HeaderValue::from(14))
+        );
         assert_eq!(rsp.headers()["l5d-proxy-cause"], "overload");
     }
 
     #[test]
     fn strangers_are_told_no_reasons() {
         let req = Request::get("/").body(Body::empty()).unwrap();
-        let rsp = error(&Error::Unauthorized { rule: "x".into() }, Asker::of(&req), Reasons::Kept);
+        let rsp = error(
+            &Error::Unauthorized { rule: "x".into() },
+            Asker::of(&req),
+            Reasons::Kept,
+        );
         assert_eq!(rsp.status(), StatusCode::FORBIDDEN);
         assert!(!rsp.headers().contains_key("l5d-proxy-error"));
         assert!(!rsp.headers().contains_key("connection"));

@@ -77,7 +77,10 @@ impl Series {
         if let Some((_, histogram)) = known.iter().find(|(of, _)| *of == status) {
             return histogram.observe(ms);
         }
-        let histogram = self.families.latency.get(&self.labels.clone().with("status_code", status.as_u16()));
+        let histogram = self
+            .families
+            .latency
+            .get(&self.labels.clone().with("status_code", status.as_u16()));
         histogram.observe(ms);
         known.push((status, histogram));
     }

@@ -20,6 +20,8 @@ pub(crate) struct Config {
     /// Bound on the TCP handshake, and again on the TLS handshake.
     pub(crate) timeout: Duration,
     pub(crate) options: SocketOptions,
+    /// The port of a listener of ours that must not be dialled: it would come back as a new connection for ever.
+    pub(crate) own_port: Option<u16>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -41,8 +43,14 @@ pub(crate) enum ConnectError {
 /// # Errors
 /// Refused, unreachable, or not established within the limit.
 pub(crate) async fn dial(addr: SocketAddr, config: &Config) -> Result<TcpStream, ConnectError> {
+    if config.own_port == Some(addr.port()) {
+        return Err(ConnectError::Ourselves { addr });
+    }
     match tokio::time::timeout(config.timeout, TcpStream::connect(addr)).await {
-        Err(_) => Err(ConnectError::Timeout { addr, limit: config.timeout }),
+        Err(_) => Err(ConnectError::Timeout {
+            addr,
+            limit: config.timeout,
+        }),
         Ok(Err(source)) => Err(ConnectError::Io { addr, source }),
         Ok(Ok(stream)) => {
             apply(&stream, config.options);

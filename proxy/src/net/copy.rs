@@ -51,7 +51,11 @@ where
     poll_fn(|cx| {
         let one = there.poll(cx, a, b)?;
         let other = back.poll(cx, b, a)?;
-        if one.is_ready() && other.is_ready() { Poll::Ready(Ok(())) } else { Poll::Pending }
+        if one.is_ready() && other.is_ready() {
+            Poll::Ready(Ok(()))
+        } else {
+            Poll::Pending
+        }
     })
     .await
 }
@@ -114,7 +118,11 @@ impl Half {
                 }
             }
             // An end seen while bytes are held is seen again after the flush: a closed reader keeps answering zero.
-            self.state = if ended && self.held.is_empty() { State::Closing } else { State::Flushing };
+            self.state = if ended && self.held.is_empty() {
+                State::Closing
+            } else {
+                State::Flushing
+            };
             Poll::Ready(Ok(()))
         })
     }

@@ -56,6 +56,9 @@ impl Counts {
     pub(crate) fn closed(&self, errno: Option<i32>) {
         self.open.add(-1);
         let errno = errno.map_or_else(String::new, |errno| format!("{:?}", nix::errno::Errno::from_raw(errno)));
-        self.families.close_total.get(&self.labels.clone().with("errno", errno)).inc();
+        self.families
+            .close_total
+            .get(&self.labels.clone().with("errno", errno))
+            .inc();
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{future::poll_fn, io, pin::Pin, time::Duration};
 
-use bytes::{Bytes, BytesMut};
+use bytes::BytesMut;
 use tokio::io::{AsyncRead, ReadBuf};
 
 /// What the first bytes are.
@@ -16,12 +16,12 @@ pub(crate) enum Verdict {
 }
 
 /// How a look at a connection ended.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Look {
-    /// The bytes seen (to be put back) and what they are; never `Incomplete`.
-    Seen(Bytes, Verdict),
-    /// Nothing decisive within the limit; the bytes so far, possibly none.
-    TimedOut(Bytes),
+    /// What the bytes are; never `Incomplete`.
+    Seen(Verdict),
+    /// Nothing decisive within the limit.
+    TimedOut,
     /// The peer closed without sending a byte.
     Closed,
 }
@@ -35,7 +35,11 @@ const MAX_LOOK: usize = 4096;
 pub(crate) fn classify(bytes: &[u8]) -> Verdict {
     let n = bytes.len().min(H2_PREFACE.len());
     if bytes[..n] == H2_PREFACE[..n] {
-        return if n == H2_PREFACE.len() { Verdict::Http2 } else { Verdict::Incomplete };
+        return if n == H2_PREFACE.len() {
+            Verdict::Http2
+        } else {
+            Verdict::Incomplete
+        };
     }
     let mut no_headers = [];
     match httparse::Request::new(&mut no_headers).parse(bytes) {
@@ -53,32 +57,35 @@ fn looks_like_a_method(bytes: &[u8]) -> bool {
     word.iter().all(|b| b.is_ascii_uppercase() || *b == b'-' || *b == b'_')
 }
 
-/// Reads until the bytes can be judged, the peer closes, or `limit` has passed. `seen` are bytes read before.
+/// Reads into `bytes` until they can be judged, the peer closes, or `limit` has passed. Cancel-safe: what was read is
+/// in `bytes`.
 ///
 /// # Errors
 /// Reading failed.
-pub(crate) async fn look<IO: AsyncRead + Unpin>(io: &mut IO, seen: Bytes, limit: Duration) -> io::Result<Look> {
-    let mut bytes = BytesMut::from(seen);
+pub(crate) async fn look<IO: AsyncRead + Unpin>(
+    io: &mut IO,
+    bytes: &mut BytesMut,
+    limit: Duration,
+) -> io::Result<Look> {
     let looking = async {
         loop {
             if !bytes.is_empty() {
-                match classify(&bytes) {
+                match classify(bytes) {
                     Verdict::Incomplete if bytes.len() < MAX_LOOK => {}
-                    Verdict::Incomplete => return Ok(Some(Verdict::NotHttp)),
-                    verdict => return Ok(Some(verdict)),
+                    Verdict::Incomplete => return Ok(Look::Seen(Verdict::NotHttp)),
+                    verdict => return Ok(Look::Seen(verdict)),
                 }
             }
-            if read_some(io, &mut bytes).await? == 0 {
-                return Ok((!bytes.is_empty()).then_some(Verdict::NotHttp));
+            if read_some(io, bytes).await? == 0 {
+                return Ok(if bytes.is_empty() {
+                    Look::Closed
+                } else {
+                    Look::Seen(Verdict::NotHttp)
+                });
             }
         }
     };
-    match tokio::time::timeout(limit, looking).await {
-        Ok(Ok(Some(verdict))) => Ok(Look::Seen(bytes.freeze(), verdict)),
-        Ok(Ok(None)) => Ok(Look::Closed),
-        Ok(Err(error)) => Err(error),
-        Err(_) => Ok(Look::TimedOut(bytes.freeze())),
-    }
+    tokio::time::timeout(limit, looking).await.unwrap_or(Ok(Look::TimedOut))
 }
 
 /// Appends what the next read yields; allocates only once there is data. Cancel-safe.
@@ -128,16 +135,23 @@ mod tests {
         let (mut a, mut b) = tokio::io::duplex(64);
         let sending = tokio::spawn(async move {
             for piece in ["GE", "T / HT", "TP/1.1\r\n"] {
-                tokio::io::AsyncWriteExt::write_all(&mut a, piece.as_bytes()).await.unwrap();
+                tokio::io::AsyncWriteExt::write_all(&mut a, piece.as_bytes())
+                    .await
+                    .unwrap();
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
             a
         });
-        let seen = look(&mut b, Bytes::new(), Duration::from_secs(10)).await.unwrap();
-        assert!(matches!(seen, Look::Seen(bytes, Verdict::Http1) if bytes.starts_with(b"GET / HTTP/1.1")));
+        let mut bytes = BytesMut::new();
+        let limit = Duration::from_secs(10);
+        assert_eq!(
+            look(&mut b, &mut bytes, limit).await.unwrap(),
+            Look::Seen(Verdict::Http1)
+        );
+        assert!(bytes.starts_with(b"GET / HTTP/1.1"));
         let _open = sending.await.unwrap();
-        let seen = look(&mut b, Bytes::new(), Duration::from_secs(10)).await.unwrap();
-        assert!(matches!(seen, Look::TimedOut(bytes) if bytes.is_empty()));
+        let mut bytes = BytesMut::new();
+        assert_eq!(look(&mut b, &mut bytes, limit).await.unwrap(), Look::TimedOut);
     }
 
     proptest! {

@@ -45,7 +45,10 @@ struct Counted {
 
 impl Tcp {
     pub(crate) fn new(stream: TcpStream) -> Self {
-        Self { stream, prefix: Bytes::new() }
+        Self {
+            stream,
+            prefix: Bytes::new(),
+        }
     }
 
     pub(crate) fn with_prefix(stream: TcpStream, prefix: Bytes) -> Self {
@@ -67,7 +70,11 @@ impl Io {
     }
 
     fn of(stream: Stream) -> Self {
-        Self { stream, prefix: Bytes::new(), counted: None }
+        Self {
+            stream,
+            prefix: Bytes::new(),
+            counted: None,
+        }
     }
 
     /// Puts bytes that were read from this stream back in front of it.

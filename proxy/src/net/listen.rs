@@ -18,14 +18,22 @@ const PAUSE_AFTER_ERROR: Duration = Duration::from_millis(50);
 /// Connections that may wait to be accepted, unless the environment says otherwise.
 const BACKLOG: i32 = 4096;
 
-/// Binds `addr` for one of several workers; the kernel spreads connections between them.
+/// Whether an address is bound more than once in this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sharing {
+    Alone,
+    /// Once a worker; the kernel spreads connections between them.
+    Workers,
+}
+
+/// Binds `addr`.
 ///
 /// # Errors
 /// The address is taken by another process, not ours to bind, or not on this host.
-pub(crate) fn bind(addr: SocketAddr, backlog: Option<u32>) -> io::Result<std::net::TcpListener> {
+pub(crate) fn bind(addr: SocketAddr, backlog: Option<u32>, sharing: Sharing) -> io::Result<std::net::TcpListener> {
     let socket = Socket::new(Domain::for_address(addr), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_reuse_address(true)?;
-    socket.set_reuse_port(true)?;
+    socket.set_reuse_port(sharing == Sharing::Workers)?;
     if addr.ip() == Ipv6Addr::UNSPECIFIED {
         socket.set_only_v6(false)?; // one listener serves both families
     }

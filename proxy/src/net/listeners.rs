@@ -11,7 +11,10 @@ const LISTEN: &str = "0A";
 ///
 /// Unreadable tables count as "nobody", so that a drain always ends.
 pub(crate) fn others_listen(own: &[u16]) -> bool {
-    TABLES.iter().filter_map(|table| fs::read_to_string(table).ok()).any(|text| listening_ports(&text).any(|port| !own.contains(&port)))
+    TABLES
+        .iter()
+        .filter_map(|table| fs::read_to_string(table).ok())
+        .any(|text| listening_ports(&text).any(|port| !own.contains(&port)))
 }
 
 fn listening_ports(table: &str) -> impl Iterator<Item = u16> + '_ {

@@ -3,11 +3,15 @@
 use std::{
     io,
     net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6},
+    sync::Arc,
 };
 
 use nix::sys::socket::{getsockopt, sockopt};
 use tokio::net::TcpStream;
 use tulle_core::addr::{self, OrigDst};
+
+/// How to learn what was dialled; a value, because connections need not come through redirect rules.
+pub(crate) type Of = Arc<dyn Fn(&TcpStream, SocketAddr) -> io::Result<OrigDst> + Send + Sync>;
 
 /// Asks the kernel's connection tracking for the address the peer dialled.
 ///

@@ -144,7 +144,8 @@ impl IdentitySuffix {
         let mut suffix = String::new();
         for label in labels {
             suffix.push('.');
-            suffix.push_str(label.as_ref());
+            // As identities are kept.
+            suffix.push_str(&label.as_ref().to_ascii_lowercase());
         }
         Self::Dns(suffix.into())
     }

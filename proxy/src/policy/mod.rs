@@ -6,6 +6,7 @@
 
 pub mod authz;
 pub mod client;
+pub mod decode;
 pub mod endpoint;
 pub mod filter;
 pub mod matches;

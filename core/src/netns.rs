@@ -1,0 +1,584 @@
+//! Network namespaces for the redirect rules, the demo, the tests and the bench.
+//!
+//! A [`Namespace`] has a name under `/run/netns`, so that `ip netns` and `nsenter` see it, and vanishes with its value.
+//! A [`Lab`] is a bridge in a namespace of its own with hosts around it; nothing of it touches the host's network.
+//! Links and addresses are made by the `ip` program: speaking rtnetlink ourselves would save a few milliseconds a host.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::{panic, process, thread};
+
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::{CloneFlags, setns, unshare};
+use nix::sys::prctl;
+use nix::sys::signal::{SigSet, Signal, kill};
+use nix::sys::signalfd::SignalFd;
+use nix::unistd::{Gid, Pid, Uid, getgid, getuid, setgroups, setresgid, setresuid};
+
+/// A named network namespace; dropping it removes the name and, once nothing runs inside, all that was in it.
+#[derive(Debug)]
+pub struct Namespace {
+    name: String,
+    fd: Arc<OwnedFd>,
+}
+
+/// A bridge in a namespace of its own, and hosts joined to it; dropping the lab removes them all.
+#[derive(Debug)]
+pub struct Lab {
+    stem: String,
+    bridge: Namespace,
+    hosts: Vec<Arc<Namespace>>,
+}
+
+/// One host of a [`Lab`].
+#[derive(Clone, Copy, Debug)]
+pub struct Host<'a> {
+    /// Distinguishes the host within its lab; part of the namespace's name.
+    pub name: &'a str,
+    /// Addresses of `eth0`, IPv4 and IPv6, each with its prefix length (`10.77.0.5/24`).
+    pub addrs: &'a [&'a str],
+    /// Default routes; none keeps the host on its link.
+    pub gateways: &'a [&'a str],
+}
+
+/// What went wrong with a network namespace.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum NetnsError {
+    #[error("starting {program:?}; is it installed?")]
+    Program {
+        program: &'static str,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{program} refused {input:?}: {answer}")]
+    Refused {
+        program: &'static str,
+        input: String,
+        answer: String,
+    },
+    #[error("opening the network namespace {path:?}")]
+    Open {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("entering the network namespace {name}")]
+    Enter {
+        name: String,
+        #[source]
+        source: nix::Error,
+    },
+    #[error("reading the names in {RUN_NETNS}")]
+    List {
+        #[source]
+        source: io::Error,
+    },
+    #[error("{what} {name:?} is needed to work without root (package uidmap); run as root or install it")]
+    NoMapProgram { what: &'static str, name: &'static str },
+    #[error(
+        "{file} grants no {wanted} subordinate ids to user {user}; run as root, or add the line {user}:100000:65536"
+    )]
+    NoSubordinateIds {
+        file: &'static str,
+        wanted: usize,
+        user: String,
+    },
+    #[error(
+        "starting {program:?} again in a user namespace of its own; the kernel may forbid them (user.max_user_namespaces)"
+    )]
+    UserNamespace {
+        program: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("waiting for the process in the user namespace")]
+    Wait {
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl Namespace {
+    /// Creates an empty namespace with `lo` up.
+    ///
+    /// # Errors
+    /// When the name is taken or this process may not create namespaces.
+    pub fn create(name: &str) -> Result<Self, NetnsError> {
+        ip(Command::new(IP), &format!("netns add {name}\n"))?;
+        let namespace = Self::open(name).inspect_err(|_| unname(name))?;
+        namespace.ip("link set lo up\n")?;
+        Ok(namespace)
+    }
+
+    /// The name, as `ip netns` lists it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What `nsenter --net=` takes.
+    pub fn path(&self) -> PathBuf {
+        Path::new(RUN_NETNS).join(&self.name)
+    }
+
+    /// Runs a closure on a thread of its own inside the namespace; sockets made there stay there.
+    ///
+    /// A panic of the closure continues in the caller.
+    ///
+    /// # Errors
+    /// Only when the namespace cannot be entered; the closure has not run then.
+    pub fn run<T: Send>(&self, inside: impl FnOnce() -> T + Send) -> Result<T, NetnsError> {
+        let on_thread = || setns(self.fd.as_fd(), CloneFlags::CLONE_NEWNET).map(|()| inside());
+        match thread::scope(|scope| scope.spawn(on_thread).join()) {
+            Ok(Ok(value)) => Ok(value),
+            Ok(Err(source)) => Err(NetnsError::Enter {
+                name: self.name.clone(),
+                source,
+            }),
+            Err(panicked) => panic::resume_unwind(panicked),
+        }
+    }
+
+    /// A command that starts inside the namespace; the rest of the system is as the caller sees it.
+    pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = Command::new(program);
+        let fd = self.fd.clone();
+        before_exec(&mut command, move || Ok(setns(fd.as_fd(), CloneFlags::CLONE_NEWNET)?));
+        command
+    }
+
+    /// Runs lines of `ip -batch` inside the namespace (`link add …`, `route add …`), up to the first that fails.
+    ///
+    /// # Errors
+    /// What `ip` answers.
+    pub fn ip(&self, lines: &str) -> Result<(), NetnsError> {
+        ip(self.command(IP), lines)
+    }
+
+    fn open(name: &str) -> Result<Self, NetnsError> {
+        let path = Path::new(RUN_NETNS).join(name);
+        match File::open(&path) {
+            Ok(file) => Ok(Self {
+                name: name.to_owned(),
+                fd: Arc::new(file.into()),
+            }),
+            Err(source) => Err(NetnsError::Open { path, source }),
+        }
+    }
+}
+
+impl Drop for Namespace {
+    fn drop(&mut self) {
+        unname(&self.name);
+    }
+}
+
+impl Lab {
+    /// Makes the bridge. Names start with the prefix and carry this process's id, so labs of parallel tests never meet.
+    ///
+    /// # Errors
+    /// As [`Namespace::create`].
+    pub fn new(prefix: &str) -> Result<Self, NetnsError> {
+        let n = LABS.fetch_add(1, Ordering::Relaxed);
+        let stem = format!("{prefix}{}-{n}-", process::id());
+        let bridge = Namespace::create(&format!("{stem}bridge"))?;
+        // Snooping would need a querier to let neighbour discovery through; a link without one floods.
+        bridge.ip("link add br0 type bridge mcast_snooping 0\nlink set br0 up\n")?;
+        Ok(Self {
+            stem,
+            bridge,
+            hosts: Vec::new(),
+        })
+    }
+
+    /// Joins a host with one IPv4 address, and perhaps one IPv6 address, and no default route.
+    ///
+    /// # Errors
+    /// As [`Lab::add`].
+    pub fn host(&mut self, name: &str, ip4: &str, ip6: Option<&str>) -> Result<Arc<Namespace>, NetnsError> {
+        let addrs: Vec<&str> = [ip4].into_iter().chain(ip6).collect();
+        self.add(Host {
+            name,
+            addrs: &addrs,
+            gateways: &[],
+        })
+    }
+
+    /// Joins a host: a namespace whose `eth0` is on the lab's bridge.
+    ///
+    /// # Errors
+    /// When the name is taken within the lab or an address is malformed.
+    pub fn add(&mut self, host: Host<'_>) -> Result<Arc<Namespace>, NetnsError> {
+        let namespace = self.bare(host.name)?;
+        let port = format!("port{}", self.hosts.len());
+        let name = namespace.name();
+        self.bridge.ip(&format!(
+            "link add {port} type veth peer name eth0 netns {name}\nlink set {port} master br0 up\n"
+        ))?;
+        let addrs = host.addrs.iter().map(|addr| match addr.contains(':') {
+            // Duplicate address detection would leave the address unusable for its first second.
+            true => format!("addr add {addr} dev eth0 nodad\n"),
+            false => format!("addr add {addr} dev eth0\n"),
+        });
+        let routes = host
+            .gateways
+            .iter()
+            .map(|gateway| format!("route add default via {gateway}\n"));
+        let lines = addrs
+            .chain(["link set eth0 up\n".to_owned()])
+            .chain(routes)
+            .collect::<String>();
+        namespace.ip(&lines)?;
+        Ok(namespace)
+    }
+
+    /// Adds a namespace that is joined to nothing.
+    ///
+    /// # Errors
+    /// As [`Namespace::create`].
+    pub fn bare(&mut self, name: &str) -> Result<Arc<Namespace>, NetnsError> {
+        let namespace = Arc::new(Namespace::create(&format!("{}{name}", self.stem))?);
+        self.hosts.push(namespace.clone());
+        Ok(namespace)
+    }
+}
+
+impl Drop for Lab {
+    /// Hosts that somebody still holds lose their name now as well: a lab never outlives its test in `ip netns`.
+    fn drop(&mut self) {
+        for host in &self.hosts {
+            unname(&host.name);
+        }
+    }
+}
+
+/// Removes namespaces that a killed process left behind, and says which.
+///
+/// Takes those whose name starts with the prefix, except labs of other processes that are alive.
+///
+/// # Errors
+/// When the names cannot be listed; without any namespace there is nothing to list and no error.
+pub fn sweep(prefix: &str) -> Result<Vec<String>, NetnsError> {
+    let entries = match fs::read_dir(RUN_NETNS) {
+        Ok(entries) => entries,
+        Err(source) if source.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(source) => return Err(NetnsError::List { source }),
+    };
+    let mut swept = Vec::new();
+    for entry in entries {
+        let name = entry.map_err(|source| NetnsError::List { source })?.file_name();
+        let Some(name) = name.to_str() else { continue };
+        let Some(rest) = name.strip_prefix(prefix) else {
+            continue;
+        };
+        let maker = rest.split('-').next().and_then(|pid| pid.parse::<u32>().ok());
+        if maker.is_some_and(|pid| pid != process::id() && Path::new(&format!("/proc/{pid}")).exists()) {
+            continue;
+        }
+        unname(name);
+        swept.push(name.to_owned());
+    }
+    Ok(swept)
+}
+
+/// Makes this process root of a user namespace of its own, with an empty `/run/netns`, unless it is root already.
+///
+/// Returns only to root. Otherwise the program is started again with the same arguments in new user, network and mount
+/// namespaces, where 0 is the caller and the given ids (users and groups alike) are subordinate ids of the caller;
+/// signals are passed on, and this process ends as that one does. Call it first thing, before any thread exists.
+///
+/// # Errors
+/// When `newuidmap` or `newgidmap` is missing, too few subordinate ids are granted, or the kernel forbids it.
+pub fn enter_user_namespace(ids: &[u32]) -> Result<(), NetnsError> {
+    if Uid::effective().is_root() {
+        return Ok(());
+    }
+    let uid_map = id_map(MapTool::USERS, getuid().as_raw(), ids)?;
+    let gid_map = id_map(MapTool::GROUPS, getgid().as_raw(), ids)?;
+    let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("/proc/self/exe"));
+    let failed = |source| NetnsError::UserNamespace {
+        program: program.clone(),
+        source,
+    };
+
+    // The child reports its pid once it has its namespaces, and goes on once its ids are mapped.
+    let (mut from_child, to_parent) = io::pipe().map_err(failed)?;
+    let (from_parent, mut to_child) = io::pipe().map_err(failed)?;
+    let mut command = Command::new(&program);
+    command.args(std::env::args_os().skip(1));
+    let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGCHLD]);
+    before_exec(&mut command, move || {
+        signals.thread_unblock()?; // blocked here, and inherited
+        become_root_inside(&to_parent, &from_parent)
+    });
+    signals.thread_block().map_err(|errno| failed(errno.into()))?;
+    let child = thread::scope(|scope| {
+        // `spawn` returns only after exec, so the maps are written from a thread beside it.
+        let mapper = scope.spawn(move || {
+            let mut pid = [0; 4];
+            if from_child.read_exact(&mut pid).is_err() {
+                return Ok(()); // the child got no namespaces, and `spawn` says why
+            }
+            let pid = i32::from_ne_bytes(pid);
+            let mapped =
+                write_map(MapTool::USERS, pid, &uid_map).and_then(|()| write_map(MapTool::GROUPS, pid, &gid_map));
+            to_child.write_all(&[u8::from(mapped.is_ok())]).map_err(failed)?;
+            mapped
+        });
+        let spawned = command.spawn();
+        drop(command); // and with it the child's ends of the pipes, so that the mapper cannot wait for ever
+        mapper
+            .join()
+            .unwrap_or_else(|panicked| panic::resume_unwind(panicked))?;
+        spawned.map_err(failed)
+    })?;
+    follow(child, &signals).map_err(|source| NetnsError::Wait { source })
+}
+
+/// Runs in the child between fork and exec: own namespaces, ids from outside, then root with a private `/run/netns`.
+fn become_root_inside(mut to_parent: &io::PipeWriter, mut from_parent: &io::PipeReader) -> io::Result<()> {
+    unshare(CloneFlags::CLONE_NEWUSER | CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)?;
+    to_parent.write_all(&Pid::this().as_raw().to_ne_bytes())?;
+    let mut mapped = [0];
+    from_parent.read_exact(&mut mapped)?;
+    if mapped == [0] {
+        return Err(nix::Error::ECANCELED.into());
+    }
+    let (uid, gid) = (Uid::from_raw(0), Gid::from_raw(0));
+    setgroups(&[])?;
+    setresgid(gid, gid, gid)?;
+    setresuid(uid, uid, uid)?;
+    prctl::set_pdeathsig(Signal::SIGTERM)?;
+    let none = None::<&Path>;
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
+    let tmpfs = |at: &str| mount(Some("tmpfs"), at, Some("tmpfs"), MsFlags::empty(), Some("mode=0755"));
+    // Where nobody has made a namespace yet the directory is missing, and only a /run of our own can hold it.
+    match tmpfs(RUN_NETNS) {
+        Err(nix::Error::ENOENT) => {
+            tmpfs("/run")?;
+            nix::unistd::mkdir(RUN_NETNS, nix::sys::stat::Mode::from_bits_truncate(0o755))?;
+        }
+        other => other?,
+    }
+    Ok(())
+}
+
+/// Passes signals on until the child ends, then ends as it did.
+fn follow(mut child: process::Child, signals: &SigSet) -> io::Result<()> {
+    let arrived = SignalFd::new(signals)?;
+    let pid = Pid::from_raw(child.id().cast_signed());
+    loop {
+        if let Some(status) = child.try_wait()? {
+            use std::os::unix::process::ExitStatusExt;
+            process::exit(status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0)));
+        }
+        let Some(info) = arrived.read_signal()? else { continue };
+        let signal = Signal::try_from(info.ssi_signo.cast_signed())?;
+        // The terminal has sent its own to the child as well; twice would mean "hurry" to it.
+        if signal != Signal::SIGCHLD && info.ssi_code != SI_KERNEL {
+            kill(pid, signal)?;
+        }
+    }
+}
+
+/// Which of the two maps of a user namespace.
+#[derive(Clone, Copy)]
+struct MapTool {
+    program: &'static str,
+    grants: &'static str,
+    what: &'static str,
+}
+
+impl MapTool {
+    const USERS: Self = Self {
+        program: "newuidmap",
+        grants: "/etc/subuid",
+        what: "program for user ids",
+    };
+    const GROUPS: Self = Self {
+        program: "newgidmap",
+        grants: "/etc/subgid",
+        what: "program for group ids",
+    };
+}
+
+/// The lines `inside outside 1` for 0 (the caller's own id) and the wanted ids (subordinate ones).
+fn id_map(tool: MapTool, own: u32, ids: &[u32]) -> Result<Vec<[u32; 3]>, NetnsError> {
+    let grants = fs::read_to_string(tool.grants).unwrap_or_default();
+    let user = nix::unistd::User::from_uid(getuid())
+        .ok()
+        .flatten()
+        .map(|user| user.name);
+    let number = getuid().to_string();
+    let user = user.unwrap_or_else(|| number.clone());
+    let outside: Vec<u32> = subordinate_ids(&grants, &[&user, &number]).take(ids.len()).collect();
+    if outside.len() < ids.len() {
+        return Err(NetnsError::NoSubordinateIds {
+            file: tool.grants,
+            wanted: ids.len(),
+            user,
+        });
+    }
+    let others = ids.iter().zip(outside).map(|(inside, outside)| [*inside, outside, 1]);
+    Ok([[0, own, 1]].into_iter().chain(others).collect())
+}
+
+/// All ids that lines `owner:first:count` grant to one of these owners.
+fn subordinate_ids<'a>(grants: &'a str, owners: &'a [&'a str]) -> impl Iterator<Item = u32> + 'a {
+    grants.lines().flat_map(move |line| {
+        let mut fields = line.trim().split(':');
+        let owned = fields.next().is_some_and(|owner| owners.contains(&owner));
+        let mut number = || {
+            fields
+                .next()
+                .and_then(|field| field.parse::<u32>().ok())
+                .filter(|_| owned)
+        };
+        let (first, count) = (number().unwrap_or(0), number().unwrap_or(0));
+        first..first.saturating_add(count)
+    })
+}
+
+fn write_map(tool: MapTool, pid: i32, map: &[[u32; 3]]) -> Result<(), NetnsError> {
+    let arguments = map.iter().flatten().map(u32::to_string);
+    let output = Command::new(tool.program).arg(pid.to_string()).args(arguments).output();
+    let output = output.map_err(|_| NetnsError::NoMapProgram {
+        what: tool.what,
+        name: tool.program,
+    })?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let answer = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    Err(NetnsError::Refused {
+        program: tool.program,
+        input: format!("{map:?}"),
+        answer,
+    })
+}
+
+fn ip(mut command: Command, lines: &str) -> Result<(), NetnsError> {
+    let failed = |source| NetnsError::Program { program: IP, source };
+    let command = command
+        .args(["-batch", "-"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped());
+    let mut child = command.spawn().map_err(failed)?;
+    if let Some(mut stdin) = child.stdin.take() {
+        // A batch that is refused early closes the pipe; its answer says more than the broken pipe does.
+        let _ = stdin.write_all(lines.as_bytes());
+    }
+    let output = child.wait_with_output().map_err(failed)?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let answer = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    Err(NetnsError::Refused {
+        program: IP,
+        input: lines.to_owned(),
+        answer,
+    })
+}
+
+/// Removes a name; what cannot be removed is left to [`sweep`], as drops have nobody to tell.
+fn unname(name: &str) {
+    let path = Path::new(RUN_NETNS).join(name);
+    let _ = umount2(&path, MntFlags::MNT_DETACH);
+    let _ = fs::remove_file(path);
+}
+
+/// Adds a step to run in the child between fork and exec.
+#[allow(unsafe_code)]
+fn before_exec(command: &mut Command, step: impl FnMut() -> io::Result<()> + Send + Sync + 'static) {
+    // SAFETY: after fork only async-signal-safe functions may run. Both callers in this module make system calls alone
+    // (setns, unshare, read, write, setres*id, mount, mkdir, prctl, sigprocmask), allocate nothing and take no lock.
+    unsafe {
+        command.pre_exec(step);
+    }
+}
+
+const IP: &str = "ip";
+const RUN_NETNS: &str = "/run/netns";
+/// `si_code` of a signal that the kernel sent, as for Ctrl-C.
+const SI_KERNEL: i32 = 0x80;
+static LABS: AtomicU32 = AtomicU32::new(0);
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    fn root() -> bool {
+        let root = Uid::effective().is_root();
+        if !root {
+            eprintln!("SKIPPED: network namespaces need root");
+        }
+        root
+    }
+
+    #[test]
+    fn hosts_of_a_lab_reach_each_other_over_both_families_and_leave_nothing_behind() {
+        if !root() {
+            return;
+        }
+        let mut lab = Lab::new("ti-core-").unwrap();
+        let a = lab.host("a", "10.77.0.1/24", Some("fd77::1/64")).unwrap();
+        let b = lab.host("b", "10.77.0.2/24", Some("fd77::2/64")).unwrap();
+        for addr in ["10.77.0.2:80", "[fd77::2]:80"] {
+            let listener = b.run(|| TcpListener::bind(addr)).unwrap().unwrap();
+            a.run(|| TcpStream::connect(addr)).unwrap().unwrap();
+            listener.accept().unwrap();
+        }
+        let output = b.command("ip").args(["-br", "addr", "show", "eth0"]).output().unwrap();
+        assert!(String::from_utf8_lossy(&output.stdout).contains("10.77.0.2/24"));
+        let paths = [a.path(), b.path(), lab.bridge.path()];
+        assert!(paths.iter().all(|path| path.exists()));
+        drop(lab);
+        assert!(!paths.iter().any(|path| path.exists()));
+    }
+
+    #[test]
+    fn a_panic_inside_continues_outside_and_still_cleans_up() {
+        if !root() {
+            return;
+        }
+        let name = format!("ti-core-panic-{}", process::id());
+        let caught = panic::catch_unwind(|| {
+            let namespace = Namespace::create(&name).unwrap();
+            namespace.run(|| panic!("inside")).unwrap();
+        });
+        assert_eq!(caught.unwrap_err().downcast_ref(), Some(&"inside"));
+        assert!(!Path::new(RUN_NETNS).join(name).exists());
+    }
+
+    #[test]
+    fn sweeping_takes_leftovers_and_spares_the_labs_of_living_processes() {
+        if !root() {
+            return;
+        }
+        let prefix = format!("ti-core-sweep-{}-", process::id());
+        let leak = |name: &str| std::mem::forget(Namespace::create(&format!("{prefix}{name}")).unwrap());
+        leak("plain");
+        leak("1-0-living"); // process 1 always lives
+        leak("4194999-0-dead"); // beyond the largest pid
+        let mut swept = sweep(&prefix).unwrap();
+        swept.sort();
+        assert_eq!(swept, [format!("{prefix}4194999-0-dead"), format!("{prefix}plain")]);
+        unname(&format!("{prefix}1-0-living"));
+    }
+
+    #[test]
+    fn subordinate_ids_are_those_of_the_owner_only() {
+        let grants = "root:1:5\nann:100000:2\n1000:200000:3\nann:oops\n";
+        let ids: Vec<u32> = subordinate_ids(grants, &["ann", "1000"]).collect();
+        assert_eq!(ids, [100_000, 100_001, 200_000, 200_001, 200_002]);
+    }
+}
