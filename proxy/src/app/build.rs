@@ -276,6 +276,6 @@ fn http2_server(direction: &Direction) -> h2::Params {
         max_send_buffer: server.max_send_buf_size,
         max_header_list: server
             .max_header_list_size
-            .unwrap_or(h2::Params::default().max_header_list),
+            .unwrap_or_else(|| h2::Params::default().max_header_list),
     }
 }

@@ -49,13 +49,16 @@ const LAME_DUCK_LOOK: Duration = Duration::from_millis(100);
 /// How often series without an owner are looked for.
 const METRICS_SWEEP: Duration = Duration::from_secs(60);
 
+/// Learns what an accepted connection dialled, from its socket and its peer's address.
+pub type OrigDstOf = Arc<dyn Fn(&TcpStream, SocketAddr) -> std::io::Result<OrigDst> + Send + Sync>;
+
 /// What surrounds the process besides its configuration.
 pub struct Surroundings {
     pub log: Option<LogHandle>,
     /// Variables that the admin server may show.
     pub env: BTreeMap<String, String>,
     /// Learns what accepted connections dialled; the kernel knows where redirect rules are in force.
-    pub orig_dst: Arc<dyn Fn(&TcpStream, SocketAddr) -> std::io::Result<OrigDst> + Send + Sync>,
+    pub orig_dst: OrigDstOf,
 }
 
 impl Surroundings {

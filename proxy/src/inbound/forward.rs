@@ -1,6 +1,6 @@
 //! Bytes to the application: authorized before it is dialled, cut when the policy turns.
 
-use std::{future::Future, sync::Arc};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use tokio::io::AsyncWriteExt;
@@ -45,11 +45,9 @@ impl Forward<'_> {
     }
 
     /// Dials the application, if the client may.
-    pub(super) fn open<'b>(&'b self, current: &'b Current) -> impl Future<Output = Option<Io>> + 'b {
-        async {
-            let permitted = self.authorize(current).ok()?;
-            self.dial(&permitted).await
-        }
+    pub(super) async fn open(&self, current: &Current) -> Option<Io> {
+        let permitted = self.authorize(current).ok()?;
+        self.dial(&permitted).await
     }
 
     async fn dial(&self, permitted: &Labels) -> Option<Io> {

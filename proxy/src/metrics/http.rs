@@ -21,14 +21,17 @@ pub(crate) struct Families {
     latency: Family<Histogram>,
 }
 
+/// Handles by what they count.
+type Few<K, M> = SmallVec<[(K, Arc<M>); 2]>;
+
 /// The series of requests that share their labels.
 pub(crate) struct Series {
     families: Families,
     labels: Labels,
     requests: Arc<Counter>,
     /// Few statuses occur, so a short list is faster than a map.
-    latencies: Mutex<SmallVec<[(StatusCode, Arc<Histogram>); 2]>>,
-    responses: Mutex<SmallVec<[(Outcome, Arc<Counter>); 2]>>,
+    latencies: Mutex<Few<StatusCode, Histogram>>,
+    responses: Mutex<Few<Outcome, Counter>>,
 }
 
 /// How a response went, as far as labels tell.

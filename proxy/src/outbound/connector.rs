@@ -54,7 +54,7 @@ impl Connector {
             let overridden = spec.authority_override.as_ref();
             let port = overridden
                 .and_then(|authority| authority.port_u16())
-                .unwrap_or(spec.addr.port());
+                .unwrap_or_else(|| spec.addr.port());
             if let (true, Some(port)) = (
                 spec.opaque_transport.is_some() || overridden.is_some(),
                 NonZeroU16::new(port),
@@ -96,6 +96,7 @@ impl Connector {
         let tls = match tokio::time::timeout(self.connect.timeout, shaking).await {
             Ok(Ok(tls)) => tls,
             Ok(Err(source)) => {
+                tracing::info!(addr = %self.addr, reason = %source.failure(), "TLS handshake with an endpoint failed");
                 return Err(Error::Tls {
                     addr: self.addr,
                     source: Box::new(source),

@@ -21,10 +21,9 @@ use crate::{
         dispatch::{Copy, Dispatch},
     },
     policy::{
-        budget::Budget,
         filter::Filter,
         matches::Head,
-        profile::{self, Class, Profile, ProfileRoute},
+        profile::{self, Budget, Class, Profile, ProfileRoute},
     },
 };
 

@@ -206,11 +206,13 @@ impl Credentials {
     }
 
     /// The validity of our certificate.
+    #[cfg(test)]
     pub(crate) fn validity(&self) -> Option<Validity> {
         self.shared.state.load().validity
     }
 
     /// Swaps in a certificate; see [`Credentials::replace`].
+    #[cfg(test)]
     pub(crate) fn install(&self, leaf: Leaf) -> Result<Validity, CredentialsError> {
         self.replace(leaf, self.anchors())
     }

@@ -19,7 +19,6 @@ pub(crate) enum ServerTls {
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
 pub(crate) enum WhyServerPlain {
-    Loopback,
     /// The port is marked opaque, so nothing is looked at.
     PortSkipped,
     /// The first bytes are no ClientHello for us.
@@ -38,8 +37,6 @@ pub(crate) enum WhyClientPlain {
     Loopback,
     /// Discovery names no identity for the endpoint.
     NotProvidedByServiceDiscovery,
-    /// An ingress request without `l5d-dst-override`.
-    IngressWithoutOverride,
 }
 
 impl ServerTls {
@@ -73,7 +70,6 @@ impl ClientTls {
 impl WhyServerPlain {
     pub(crate) fn as_str(self) -> &'static str {
         match self {
-            Self::Loopback => "loopback",
             Self::PortSkipped => "port_skipped",
             Self::NoTlsFromRemote => "no_tls_from_remote",
         }
@@ -85,7 +81,6 @@ impl WhyClientPlain {
         match self {
             Self::Loopback => "loopback",
             Self::NotProvidedByServiceDiscovery => "not_provided_by_service_discovery",
-            Self::IngressWithoutOverride => "ingress_without_override",
         }
     }
 }
@@ -118,10 +113,6 @@ mod tests {
             (
                 ServerTls::Plain(WhyServerPlain::NoTlsFromRemote),
                 r#"tls="no_identity",no_tls_reason="no_tls_from_remote""#,
-            ),
-            (
-                ServerTls::Plain(WhyServerPlain::Loopback),
-                r#"tls="no_identity",no_tls_reason="loopback""#,
             ),
         ] {
             assert_eq!(status.labels(Labels::new()).as_str(), expected);
