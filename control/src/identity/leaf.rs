@@ -18,7 +18,7 @@ use tulle_core::ready::Latch;
 use tulle_proto::identity as proto;
 use tulle_proto::identity::identity_client::IdentityClient;
 
-use super::files::{Changes, WatchError, dir_of};
+use super::files::{Changes, WatchError, Watched};
 use super::issuer::{Issuer, SignError, Subject};
 use super::server::IdentityService;
 use crate::tls::anchors::{self, TrustAnchors};
@@ -98,7 +98,7 @@ impl LeafKeeper {
     /// # Errors
     /// Trust anchors that cannot be watched.
     pub fn remote(creds: Arc<ServerCreds>, remote: Remote) -> Result<Self, WatchError> {
-        let changes = Changes::watch(&[dir_of(&remote.trust_anchors)])?;
+        let changes = Changes::watch(&[Watched::File(&remote.trust_anchors)])?;
         Ok(Self {
             creds,
             source: Source::Remote { remote, changes },
