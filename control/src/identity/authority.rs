@@ -8,7 +8,7 @@ use tokio::sync::watch;
 use tracing::{info, warn};
 
 use super::files::Watched;
-use super::issuer::{Issuer, IssuerError};
+use super::issuer::{Issuer, IssuerError, rfc3339};
 use crate::tls::anchors::{self, TrustAnchors};
 
 /// Holds the issuer; empty until the files are there.
@@ -90,7 +90,11 @@ impl Authority {
         if self.current.borrow().as_ref().is_some_and(is_same) {
             return;
         }
-        info!(expires_at = %issuer.expires_at(), n_anchors = issuer.anchors().certs().len(), "issuer updated");
+        info!(
+            expires_at = rfc3339(issuer.expires_at()),
+            n_anchors = issuer.anchors().certs().len(),
+            "issuer updated"
+        );
         self.current.send_replace(Some(Arc::new(issuer)));
     }
 }

@@ -11,6 +11,7 @@ use rcgen::{
 use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, InvalidDnsNameError, PrivateKeyDer, ServerName, UnixTime};
 use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
 use x509_parser::error::X509Error;
 
 use crate::tls;
@@ -267,6 +268,12 @@ impl Probe {
             leaf: leaf.der().clone(),
         })
     }
+}
+
+/// A time as logs and other programs write it.
+pub(crate) fn rfc3339(time: OffsetDateTime) -> String {
+    // Only years beyond 9999 have no such form, and certificates have none of those.
+    time.format(&Rfc3339).unwrap_or_default()
 }
 
 /// What all leaves have in common.

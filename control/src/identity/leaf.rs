@@ -19,7 +19,7 @@ use tulle_proto::identity as proto;
 use tulle_proto::identity::identity_client::IdentityClient;
 
 use super::files::{Changes, WatchError, Watched};
-use super::issuer::{Issuer, SignError, Subject};
+use super::issuer::{Issuer, SignError, Subject, rfc3339};
 use super::server::IdentityService;
 use crate::tls::anchors::{self, TrustAnchors};
 use crate::tls::client::{self, Peer};
@@ -155,7 +155,11 @@ impl LeafKeeper {
         self.creds
             .install(Leaf { chain, key }, &anchors)
             .map_err(RenewError::Install)?;
-        info!(name, valid_until = %OffsetDateTime::from(valid_until), "our certificate is renewed");
+        info!(
+            name,
+            valid_until = rfc3339(valid_until.into()),
+            "our certificate is renewed"
+        );
         Ok(valid_until)
     }
 }
