@@ -1,0 +1,290 @@
+//! T20–T32: what must not be redirected.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::os::fd::AsRawFd;
+use std::time::Duration;
+
+use nix::sys::socket::{MsgFlags, recv};
+use socket2::{Domain, Protocol, Socket, Type};
+use tulle_core::netns::Namespace;
+
+use crate::scene::{APP, BACKENDS, PROXY, ROOT, Scene, Who, eventually, expect, families, root};
+
+/// T20, T21.
+#[test]
+fn what_the_proxy_opens_is_direct() {
+    if !root() {
+        return;
+    }
+    let scene = Scene::new(&[9000]);
+    for backend in BACKENDS {
+        for family in families() {
+            scene.apply(backend, &[]);
+            expect(&scene.pod, PROXY, (family.peer, 9000), "peer", backend);
+            expect(
+                &scene.pod,
+                Who { gid: 7777, ..APP },
+                (family.peer, 9000),
+                "outbound",
+                backend,
+            );
+            scene.apply(backend, &["--proxy-gid", "7777"]);
+            expect(
+                &scene.pod,
+                Who { gid: 7777, ..APP },
+                (family.peer, 9000),
+                "peer",
+                backend,
+            );
+            // 0 is an id like others where it is given.
+            scene.apply(backend, &["--proxy-uid", "0"]);
+            expect(&scene.pod, ROOT, (family.peer, 9000), "peer", backend);
+            expect(&scene.pod, PROXY, (family.peer, 9000), "outbound", backend);
+        }
+    }
+}
+
+/// T22, T23, T24.
+#[test]
+fn what_stays_in_the_pod_is_direct() {
+    if !root() {
+        return;
+    }
+    let scene = Scene::new(&[8080]);
+    for backend in BACKENDS {
+        scene.apply(backend, &[]);
+        for family in families() {
+            for who in [APP, ROOT, PROXY] {
+                for ip in family.loopbacks {
+                    expect(&scene.pod, who, (ip.parse::<IpAddr>().unwrap(), 8080), "app", backend);
+                }
+                for ip in family.pod {
+                    expect(&scene.pod, who, (ip, 8080), "app", backend);
+                }
+            }
+        }
+    }
+}
+
+/// T25, T26.
+#[test]
+fn skipped_ports_are_direct_up_to_the_ends_of_their_ranges() {
+    if !root() {
+        return;
+    }
+    let ports = [4190, 4191, 4189, 4192, 7000, 6999, 7001, 7010, 7020, 7009, 7021, 7015];
+    let scene = Scene::new(&ports);
+    for backend in BACKENDS {
+        let skip = "7000,7010-7020";
+        scene.apply(
+            backend,
+            &["--inbound-ports-to-ignore", skip, "--outbound-ports-to-ignore", skip],
+        );
+        for family in families() {
+            for port in ports {
+                let skipped = port == 7000 || (7010..=7020).contains(&port);
+                let inbound = if skipped || [4190, 4191].contains(&port) {
+                    "app"
+                } else {
+                    "inbound"
+                };
+                expect(&scene.peer, ROOT, (family.pod[0], port), inbound, backend);
+                let outbound = if skipped { "peer" } else { "outbound" };
+                expect(&scene.pod, APP, (family.peer, port), outbound, backend);
+            }
+        }
+    }
+}
+
+/// T27, T28: lists that mix families.
+#[test]
+fn skipped_networks_are_direct_in_both_families() {
+    if !root() {
+        return;
+    }
+    let scene = Scene::new(&[8080]);
+    let networks = "10.78.0.0/24,fd78::/64,192.168.7.0/24";
+    for backend in BACKENDS {
+        scene.apply(
+            backend,
+            &[
+                "--subnets-to-ignore",
+                networks,
+                "--outbound-subnets-to-ignore",
+                networks,
+            ],
+        );
+        for family in families() {
+            let other = Who {
+                from: Some(family.other_peer),
+                ..ROOT
+            };
+            expect(&scene.peer, other, (family.pod[0], 8080), "app", backend);
+            expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
+            expect(&scene.pod, APP, (family.other_peer, 8080), "peer", backend);
+            expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend);
+        }
+    }
+}
+
+/// T29.
+#[test]
+fn datagrams_echo_requests_and_neighbour_discovery_pass() {
+    if !root() {
+        return;
+    }
+    let scene = Scene::new(&[]);
+    for backend in BACKENDS {
+        scene.apply(backend, &["--drop-invalid"]);
+        for family in families() {
+            for (from, to, ip) in [
+                (&scene.peer, &scene.pod, family.pod[0]),
+                (&scene.pod, &scene.peer, family.peer),
+            ] {
+                // Whoever comes first must find its neighbour again.
+                from.command("ip")
+                    .args(["neigh", "flush", "dev", "eth0"])
+                    .status()
+                    .unwrap();
+                datagram(from, to, ip).unwrap_or_else(|error| panic!("{backend}: UDP to {ip}: {error}"));
+                ping(from, ip).unwrap_or_else(|error| panic!("{backend}: echo of {ip}: {error}"));
+            }
+        }
+    }
+}
+
+fn datagram(from: &Namespace, to: &Namespace, ip: IpAddr) -> io::Result<()> {
+    let server = to.run(|| UdpSocket::bind((ip, 8080))).unwrap()?;
+    server.set_read_timeout(Some(LIMIT))?;
+    let client = from
+        .run(|| UdpSocket::bind(if ip.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" }))
+        .unwrap()?;
+    client.set_read_timeout(Some(LIMIT))?;
+    client.send_to(b"there", (ip, 8080))?;
+    let mut buffer = [0; 8];
+    let (len, peer) = server.recv_from(&mut buffer)?;
+    server.send_to(&buffer[..len], peer)?;
+    let (len, peer) = client.recv_from(&mut buffer)?;
+    assert_eq!((&buffer[..len], peer), (&b"there"[..], SocketAddr::new(ip, 8080)));
+    Ok(())
+}
+
+/// An echo request over a raw socket, as `ping` sends it.
+fn ping(from: &Namespace, ip: IpAddr) -> io::Result<()> {
+    let (domain, protocol, request, reply) = match ip {
+        IpAddr::V4(_) => (Domain::IPV4, Protocol::ICMPV4, 8, 0),
+        IpAddr::V6(_) => (Domain::IPV6, Protocol::ICMPV6, 128, 129),
+    };
+    let socket = from.run(|| Socket::new(domain, Type::RAW, Some(protocol))).unwrap()?;
+    socket.set_read_timeout(Some(LIMIT))?;
+    let mut packet = [request, 0, 0, 0, 0x12, 0x34, 0, 1];
+    if ip.is_ipv4() {
+        let sum = checksum(&packet); // for IPv6 the kernel does it
+        packet[2..4].copy_from_slice(&sum.to_be_bytes());
+    }
+    socket.send_to(&packet, &SocketAddr::new(ip, 0).into())?;
+    loop {
+        let mut heard = [0; 128];
+        let len = recv(socket.as_raw_fd(), &mut heard, MsgFlags::empty())?;
+        let message = &heard[if ip.is_ipv4() { 20 } else { 0 }..len];
+        if message[0] == reply && message[4..] == packet[4..] {
+            return Ok(());
+        }
+    }
+}
+
+fn checksum(bytes: &[u8]) -> u16 {
+    let words = bytes
+        .chunks(2)
+        .map(|pair| u32::from(pair[0]) << 8 | pair.get(1).copied().map_or(0, u32::from));
+    let mut sum: u32 = words.sum();
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    !u16::try_from(sum).unwrap()
+}
+
+/// T30.
+#[test]
+fn forwarded_traffic_is_taken_only_with_scope_all() {
+    if !root() {
+        return;
+    }
+    let mut scene = Scene::new(&[9000]);
+    let inner = scene.inner();
+    for backend in BACKENDS {
+        for family in families() {
+            scene.apply(backend, &[]);
+            expect(&inner, ROOT, (family.peer, 9000), "peer", backend);
+            scene.apply(backend, &["--inbound-scope", "all"]);
+            expect(&inner, ROOT, (family.peer, 9000), "inbound", backend);
+        }
+    }
+}
+
+/// T32: a segment of no known connection is answered with a reset, unless such segments are dropped.
+#[test]
+fn invalid_segments_provoke_no_reset_when_dropped() {
+    if !root() {
+        return;
+    }
+    let scene = Scene::new(&[8080]);
+    let to: SocketAddr = "10.77.0.2:8080".parse().unwrap();
+    for backend in BACKENDS {
+        scene.apply(backend, &[]);
+        // Strict tracking calls a segment without a connection invalid instead of guessing one.
+        scene.sysctl("net/netfilter/nf_conntrack_tcp_loose", "0");
+        let before = resets(&scene);
+        stray_segment(&scene.peer, to);
+        eventually("the reset", || resets(&scene) > before);
+
+        scene.apply(backend, &["--drop-invalid"]);
+        let before = resets(&scene);
+        stray_segment(&scene.peer, to);
+        // Whatever the segment provoked is over when a connection behind it has been served.
+        expect(&scene.peer, ROOT, to, "inbound", backend);
+        assert_eq!(resets(&scene), before, "{backend}");
+    }
+}
+
+/// Resets that the pod has sent.
+fn resets(scene: &Scene) -> u64 {
+    let text = scene
+        .pod
+        .run(|| std::fs::read_to_string("/proc/thread-self/net/snmp"))
+        .unwrap()
+        .unwrap();
+    let mut lines = text.lines().filter(|line| line.starts_with("Tcp:"));
+    let (names, values) = (lines.next().unwrap(), lines.next().unwrap());
+    let mut pairs = names.split(' ').zip(values.split(' '));
+    pairs.find(|(name, _)| *name == "OutRsts").unwrap().1.parse().unwrap()
+}
+
+/// An acknowledgement out of nowhere.
+fn stray_segment(from: &Namespace, to: SocketAddr) {
+    let (IpAddr::V4(source), IpAddr::V4(destination)) = ("10.77.0.1".parse().unwrap(), to.ip()) else {
+        panic!("IPv4 only");
+    };
+    let mut segment = Vec::new();
+    segment.extend_from_slice(&40_000_u16.to_be_bytes());
+    segment.extend_from_slice(&to.port().to_be_bytes());
+    segment.extend_from_slice(&[0, 0, 0, 1, 0, 0, 0, 1, 5 << 4, 0x10, 0xff, 0xff, 0, 0, 0, 0]);
+    let length = u8::try_from(segment.len()).unwrap();
+    let pseudo = [
+        &source.octets()[..],
+        &destination.octets(),
+        &[0, 6, 0, length],
+        &segment,
+    ]
+    .concat();
+    let sum = checksum(&pseudo);
+    segment[16..18].copy_from_slice(&sum.to_be_bytes());
+    let socket = from
+        .run(|| Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::TCP)))
+        .unwrap()
+        .unwrap();
+    socket.send_to(&segment, &to.into()).unwrap();
+}
+
+const LIMIT: Duration = Duration::from_secs(5);

@@ -1,0 +1,346 @@
+//! A pod, a peer, stub servers that say who they are, and clients that say who they are.
+
+use std::fs;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::process::Output;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use nix::sys::socket::{getsockopt, sockopt};
+use nix::unistd::{Gid, Uid, setfsgid, setfsuid};
+use socket2::{Domain, Socket, Type};
+use tokio::time::Instant;
+use tulle_core::addr;
+use tulle_core::netns::{Host, Lab, Namespace};
+
+/// All that hold rules. The plain programs are one of the others under another name.
+pub(crate) const BACKENDS: [&str; 3] = ["nft", "iptables-nft", "iptables-legacy"];
+pub(crate) const PROXY_UID: u32 = 2102;
+pub(crate) const APP: Who = Who {
+    uid: 1000,
+    gid: 1000,
+    from: None,
+};
+pub(crate) const ROOT: Who = Who {
+    uid: 0,
+    gid: 0,
+    from: None,
+};
+pub(crate) const PROXY: Who = Who {
+    uid: PROXY_UID,
+    gid: PROXY_UID,
+    from: None,
+};
+/// What every run gets.
+pub(crate) const FLAGS: [&str; 6] = ["-p", "4143", "-o", "4140", "-u", "2102"];
+pub(crate) const BIN: &str = env!("CARGO_BIN_EXE_tulle-init");
+
+/// The addresses of one family.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Family {
+    pub(crate) pod: [IpAddr; 2],
+    pub(crate) peer: IpAddr,
+    /// Another address of the peer, in a network of its own.
+    pub(crate) other_peer: IpAddr,
+    pub(crate) loopbacks: &'static [&'static str],
+}
+
+/// A pod with stub proxy and application, and a peer with servers, on one bridge.
+pub(crate) struct Scene {
+    pub(crate) lab: Lab,
+    pub(crate) pod: Arc<Namespace>,
+    pub(crate) peer: Arc<Namespace>,
+}
+
+/// Who dials, and from which of its addresses.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Who {
+    pub(crate) uid: u32,
+    pub(crate) gid: u32,
+    pub(crate) from: Option<IpAddr>,
+}
+
+/// What a stub server says of a connection.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Answer {
+    pub(crate) server: String,
+    /// What the option for the client's family says the client dialled.
+    pub(crate) orig_dst: Option<SocketAddr>,
+}
+
+/// Whether to go on; says loudly if not.
+pub(crate) fn root() -> bool {
+    let root = Uid::effective().is_root();
+    if !root {
+        eprintln!("\n*** SKIPPED: network namespaces need root; run this test as root ***\n");
+    }
+    root
+}
+
+pub(crate) fn families() -> [Family; 2] {
+    let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+    [
+        Family {
+            pod: [ip("10.77.0.2"), ip("10.77.0.3")],
+            peer: ip("10.77.0.1"),
+            other_peer: ip("10.78.0.1"),
+            loopbacks: &["127.0.0.1", "127.0.0.5"],
+        },
+        Family {
+            pod: [ip("fd77::2"), ip("fd77::3")],
+            peer: ip("fd77::1"),
+            other_peer: ip("fd78::1"),
+            loopbacks: &["::1"],
+        },
+    ]
+}
+
+impl Scene {
+    /// Pod and peer, each a default route of the other, without a server.
+    pub(crate) fn bare() -> Self {
+        let mut lab = Lab::new("ti-t-").unwrap();
+        let pod = Host {
+            name: "pod",
+            addrs: &["10.77.0.2/24", "10.77.0.3/24", "fd77::2/64", "fd77::3/64"],
+            gateways: &["10.77.0.1", "fd77::1"],
+        };
+        let peer = Host {
+            name: "peer",
+            addrs: &["10.77.0.1/24", "10.78.0.1/24", "fd77::1/64", "fd78::1/64"],
+            gateways: &["10.77.0.2", "fd77::2"],
+        };
+        let pod = lab.add(pod).unwrap();
+        let peer = lab.add(peer).unwrap();
+        Self { lab, pod, peer }
+    }
+
+    /// With the proxy's listeners, an application on these ports, and the same ports at the peer.
+    pub(crate) fn new(ports: &[u16]) -> Self {
+        let scene = Self::bare();
+        scene.proxy();
+        for port in ports {
+            serve(&scene.pod, "app", &format!("[::]:{port}"));
+            serve(&scene.peer, "peer", &format!("[::]:{port}"));
+        }
+        scene
+    }
+
+    pub(crate) fn proxy(&self) {
+        serve(&self.pod, "inbound", "[::]:4143");
+        serve(&self.pod, "outbound", "127.0.0.1:4140");
+        serve(&self.pod, "outbound", "[::1]:4140");
+    }
+
+    /// A namespace that reaches the peer only through the pod.
+    pub(crate) fn inner(&mut self) -> Arc<Namespace> {
+        let inner = self.lab.bare("inner").unwrap();
+        let name = inner.name().to_owned();
+        let pod = format!(
+            "link add eth1 type veth peer name eth0 netns {name}\naddr add 10.79.0.1/24 dev eth1\n\
+             addr add fd79::1/64 dev eth1 nodad\nlink set eth1 up\n"
+        );
+        self.pod.ip(&pod).unwrap();
+        let lines = "addr add 10.79.0.2/24 dev eth0\naddr add fd79::2/64 dev eth0 nodad\nlink set eth0 up\n\
+                     route add default via 10.79.0.1\nroute add default via fd79::1\n";
+        inner.ip(lines).unwrap();
+        self.sysctl("net/ipv4/ip_forward", "1");
+        self.sysctl("net/ipv6/conf/all/forwarding", "1");
+        inner
+    }
+
+    /// Sets a kernel setting of the pod.
+    pub(crate) fn sysctl(&self, name: &str, value: &str) {
+        let path = format!("/proc/sys/{name}");
+        self.pod
+            .run(|| fs::write(&path, value))
+            .unwrap()
+            .unwrap_or_else(|error| panic!("{path}: {error}"));
+    }
+
+    /// Runs the program in the pod with these flags alone.
+    pub(crate) fn init(&self, flags: &[&str]) -> Output {
+        self.pod.command(BIN).args(flags).output().unwrap()
+    }
+
+    /// Applies with the usual flags and more, and expects that to work.
+    pub(crate) fn apply(&self, backend: &str, more: &[&str]) -> String {
+        let output = self.init(&flags(backend, more));
+        success(&output);
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    pub(crate) fn code(&self, flags: &[&str]) -> i32 {
+        self.init(flags).status.code().unwrap()
+    }
+
+    /// Runs a shell command in the pod, and expects it to work.
+    pub(crate) fn sh(&self, script: &str) -> String {
+        let output = self.pod.command("sh").args(["-ec", script]).output().unwrap();
+        success(&output);
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// All rules of the pod, of both families and all backends, without times and counts.
+    ///
+    /// Tables and chains of the system's own count only for the rules in them: iptables makes them as it needs them.
+    pub(crate) fn dump(&self) -> String {
+        let listed =
+            self.sh("nft list tables | grep -vE ' ip6? (nat|mangle)$' | while read table; do nft list $table; done");
+        let saved = self.sh(
+            "for tool in iptables-nft ip6tables-nft iptables-legacy ip6tables-legacy; do for table in nat mangle; do
+               case $tool in
+                 iptables-legacy) grep -qx $table /proc/thread-self/net/ip_tables_names 2>/dev/null || continue ;;
+                 ip6tables-legacy) grep -qx $table /proc/thread-self/net/ip6_tables_names 2>/dev/null || continue ;;
+               esac
+               $tool-save -t $table 2>/dev/null | sed -n \"/^-A\\|^:.* - /s/^/$tool $table /p\"
+             done; done",
+        );
+        let lines = listed.lines().chain(saved.lines());
+        lines.map(without_counts).collect::<Vec<_>>().join("\n")
+    }
+}
+
+fn without_counts(line: &str) -> String {
+    let mut words = line.split(' ').peekable();
+    let mut kept = Vec::new();
+    while let Some(word) = words.next() {
+        kept.push(word);
+        if matches!(word, "packets" | "bytes") {
+            words.next();
+        }
+    }
+    kept.join(" ")
+}
+
+/// The usual flags for a backend, with more.
+pub(crate) fn flags<'a>(backend: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    // Proving dials, which would show in counts; that has tests of its own.
+    FLAGS
+        .iter()
+        .copied()
+        .chain(["--backend", backend, "--verify=false"])
+        .chain(more.iter().copied())
+        .collect()
+}
+
+pub(crate) fn success(output: &Output) {
+    assert!(
+        output.status.success(),
+        "{}: {}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+/// Answers every connection with the server's name and what was dialled, then echoes what it reads.
+pub(crate) fn serve(namespace: &Namespace, name: &'static str, addr: &str) {
+    let listener = namespace.run(|| TcpListener::bind(addr)).unwrap();
+    let listener = listener.unwrap_or_else(|error| panic!("{name} at {addr}: {error}"));
+    thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            thread::Builder::new()
+                .stack_size(64 << 10)
+                .spawn(move || answer(stream, name))
+                .unwrap();
+        }
+    });
+}
+
+fn answer(mut stream: TcpStream, name: &str) -> io::Result<()> {
+    let peer = addr::canonical(stream.peer_addr()?);
+    let orig_dst = if peer.is_ipv4() {
+        getsockopt(&stream, sockopt::OriginalDst)
+            .map(|addr| SocketAddr::from((addr.sin_addr.s_addr.to_ne_bytes(), u16::from_be(addr.sin_port))))
+    } else {
+        getsockopt(&stream, sockopt::Ip6tOriginalDst)
+            .map(|addr| SocketAddr::from((addr.sin6_addr.s6_addr, u16::from_be(addr.sin6_port))))
+    };
+    let orig_dst = orig_dst.map(|addr| addr.to_string()).unwrap_or_default();
+    stream.write_all(format!("{name} {orig_dst}\n").as_bytes())?;
+    let mut buffer = vec![0; 16 << 10];
+    loop {
+        match stream.read(&mut buffer)? {
+            0 => return stream.shutdown(Shutdown::Both),
+            len => stream.write_all(&buffer[..len])?,
+        }
+    }
+}
+
+/// Dials and hears who answers.
+pub(crate) fn ask(namespace: &Namespace, who: Who, to: SocketAddr) -> io::Result<Answer> {
+    let (stream, answer) = open(namespace, who, to)?;
+    // Closed by a reset, so that thousands of them do not wait for late packets.
+    socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
+    Ok(answer)
+}
+
+/// Dials and keeps the connection after the server has said who it is.
+pub(crate) fn open(namespace: &Namespace, who: Who, to: SocketAddr) -> io::Result<(TcpStream, Answer)> {
+    namespace.run(|| dial(who, to)).unwrap()
+}
+
+/// As [`open`], on a thread that is in the right namespace already.
+pub(crate) fn dial(who: Who, to: SocketAddr) -> io::Result<(TcpStream, Answer)> {
+    // A socket belongs to whom its thread passes for as it is made; these calls concern one thread.
+    setfsgid(Gid::from_raw(who.gid));
+    setfsuid(Uid::from_raw(who.uid));
+    let socket = Socket::new(Domain::for_address(to), Type::STREAM, None)?;
+    if let Some(from) = who.from {
+        socket.bind(&SocketAddr::new(from, 0).into())?;
+    }
+    socket.connect_timeout(&to.into(), LIMIT)?;
+    let stream = TcpStream::from(socket);
+    stream.set_read_timeout(Some(LIMIT))?;
+    let mut line = String::new();
+    BufReader::with_capacity(128, &stream).read_line(&mut line)?;
+    let (server, orig_dst) = line.trim_end().split_once(' ').unwrap_or_else(|| (line.trim_end(), ""));
+    let answer = Answer {
+        server: server.to_owned(),
+        orig_dst: orig_dst.parse().ok(),
+    };
+    Ok((stream, answer))
+}
+
+/// Sends bytes and expects them back.
+pub(crate) fn echo(stream: &mut TcpStream, bytes: &[u8]) -> io::Result<()> {
+    let mut writer = stream.try_clone()?;
+    let mut back = vec![0; bytes.len()];
+    thread::scope(|scope| {
+        let written = scope.spawn(move || writer.write_all(bytes));
+        stream.read_exact(&mut back)?;
+        written.join().unwrap()
+    })?;
+    assert_eq!(back, bytes);
+    Ok(())
+}
+
+/// What to expect of a connection to `to`.
+pub(crate) fn said(server: &str, to: SocketAddr) -> Answer {
+    Answer {
+        server: server.to_owned(),
+        orig_dst: Some(to),
+    }
+}
+
+/// Expects that a server of this name answers, and, if it is the proxy, that it knows what was dialled.
+pub(crate) fn expect(namespace: &Namespace, who: Who, to: impl Into<SocketAddr>, server: &str, case: &str) {
+    let to = to.into();
+    let answer = ask(namespace, who, to).unwrap_or_else(|error| panic!("{case}: {who:?} to {to}: {error}"));
+    assert_eq!(answer.server, server, "{case}: {who:?} to {to}");
+    if ["inbound", "outbound"].contains(&server) {
+        assert_eq!(answer, said(server, to), "{case}: {who:?}");
+    }
+}
+
+/// Waits for a condition, bounded.
+pub(crate) fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !condition() {
+        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+const LIMIT: Duration = Duration::from_secs(5);
