@@ -1,7 +1,7 @@
 //! The state of the cluster and the answers computed from it.
 //!
 //! One writer applies batches of events; what they touch, and somebody asks for, is computed again and published. Views are
-//! pure and synchronous: they read the store through a [`lookup::Reader`] that notes what they looked at. Servers
+//! pure and synchronous: they read the store through a `Reader` that notes what they looked at. Servers
 //! subscribe by key and have the current answer at once; a slow one skips to the latest. Nothing here does I/O, knows
 //! the time, or knows protobuf.
 
