@@ -304,7 +304,13 @@ impl Port<'_> {
 
     fn http_routes(&self, server: &Server) -> Vec<Route<HttpMatch>> {
         let mut found = Vec::new();
-        for route in routes::attached(self.reader, ParentKind::Server, &server.meta.name, None) {
+        for route in routes::attached(
+            self.reader,
+            &self.config.cluster_networks,
+            ParentKind::Server,
+            &server.meta.name,
+            None,
+        ) {
             if let Rules::Http(rules) = &route.rules
                 && route.meta.namespace() == server.meta.namespace()
             {
@@ -319,7 +325,13 @@ impl Port<'_> {
 
     fn grpc_routes(&self, server: &Server) -> Vec<Route<GrpcMatch>> {
         let mut found = Vec::new();
-        for route in routes::attached(self.reader, ParentKind::Server, &server.meta.name, None) {
+        for route in routes::attached(
+            self.reader,
+            &self.config.cluster_networks,
+            ParentKind::Server,
+            &server.meta.name,
+            None,
+        ) {
             if let Rules::Grpc(rules) = &route.rules
                 && route.meta.namespace() == server.meta.namespace()
             {

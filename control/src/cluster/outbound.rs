@@ -285,7 +285,13 @@ impl Client<'_> {
 
     /// Routes of the parent's namespace hold for everybody, those of another only for its own clients.
     fn visible_routes(&self, parent: &Parent<'_>) -> Vec<&Arc<raw::Route>> {
-        let mut found = routes::attached(self.reader, parent.kind, parent.name, Some(parent.port));
+        let mut found = routes::attached(
+            self.reader,
+            &self.config.cluster_networks,
+            parent.kind,
+            parent.name,
+            Some(parent.port),
+        );
         found.retain(|route| {
             let namespace = route.meta.namespace();
             *namespace == parent.name.namespace || namespace == self.namespace

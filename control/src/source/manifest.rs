@@ -141,7 +141,16 @@ fn document_lines(text: &str) -> Vec<usize> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+
+    proptest! {
+        #[test]
+        fn no_text_panics(text in "(apiVersion: v1\nkind: (Service|Pod|List)\n)?[-{}:&*! a-z0-9\"\n\\[\\],#%|>]{0,80}") {
+            let _ = parse(&text);
+        }
+    }
 
     #[test]
     fn documents_and_lists_become_objects() {
