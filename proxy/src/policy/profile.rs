@@ -15,33 +15,33 @@ use crate::policy::meta::Meta;
 
 /// The profile of one destination.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Profile {
+pub(crate) struct Profile {
     /// The service's name; absent for an address that is no service's.
-    pub name: Option<Arc<str>>,
+    pub(crate) name: Option<Arc<str>>,
     /// The server speaks a protocol that is not to be looked at.
-    pub is_opaque: bool,
-    pub routes: Arc<[ProfileRoute]>,
-    pub retry_budget: Option<RetryBudget>,
-    pub overrides: Arc<[WeightedDestination]>,
+    pub(crate) is_opaque: bool,
+    pub(crate) routes: Arc<[ProfileRoute]>,
+    pub(crate) retry_budget: Option<RetryBudget>,
+    pub(crate) overrides: Arc<[WeightedDestination]>,
     /// The one endpoint behind an address that is no service's.
-    pub endpoint: Option<Arc<EndpointSpec>>,
-    pub parent: Option<Arc<Meta>>,
-    pub resource: Option<Arc<Meta>>,
+    pub(crate) endpoint: Option<Arc<EndpointSpec>>,
+    pub(crate) parent: Option<Arc<Meta>>,
+    pub(crate) resource: Option<Arc<Meta>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ProfileRoute {
-    pub condition: RequestCondition,
+pub(crate) struct ProfileRoute {
+    pub(crate) condition: RequestCondition,
     /// The first that fits decides.
-    pub response_classes: Vec<ResponseClass>,
-    pub labels: BTreeMap<String, String>,
-    pub is_retryable: bool,
+    pub(crate) response_classes: Vec<ResponseClass>,
+    pub(crate) labels: BTreeMap<String, String>,
+    pub(crate) is_retryable: bool,
     /// For the response.
-    pub timeout: Option<Duration>,
+    pub(crate) timeout: Option<Duration>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RequestCondition {
+pub(crate) enum RequestCondition {
     All(Vec<Self>),
     Any(Vec<Self>),
     Not(Box<Self>),
@@ -50,19 +50,19 @@ pub enum RequestCondition {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ResponseClass {
-    pub condition: ResponseCondition,
-    pub class: Class,
+pub(crate) struct ResponseClass {
+    pub(crate) condition: ResponseCondition,
+    pub(crate) class: Class,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Class {
+pub(crate) enum Class {
     Success,
     Failure,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ResponseCondition {
+pub(crate) enum ResponseCondition {
     All(Vec<Self>),
     Any(Vec<Self>),
     Not(Box<Self>),
@@ -75,43 +75,43 @@ pub enum ResponseCondition {
 
 /// How many retries requests pay for.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RetryBudget {
+pub(crate) struct RetryBudget {
     /// Retries that one request pays for.
-    pub ratio: f32,
+    pub(crate) ratio: f32,
     /// Retries a second that are free.
-    pub min_per_second: u32,
+    pub(crate) min_per_second: u32,
     /// How long a request counts.
-    pub ttl: Duration,
+    pub(crate) ttl: Duration,
 }
 
 /// Another destination and its share of requests, which is not zero.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WeightedDestination {
-    pub destination: NameAddr,
-    pub weight: u32,
-    pub backend: Option<Arc<Meta>>,
+pub(crate) struct WeightedDestination {
+    pub(crate) destination: NameAddr,
+    pub(crate) weight: u32,
+    pub(crate) backend: Option<Arc<Meta>>,
 }
 
-/// The first route whose condition a request meets.
-pub fn find<'a>(routes: &'a [ProfileRoute], head: &Head<'_>) -> Option<&'a ProfileRoute> {
-    routes.iter().find(|route| route.condition.matches(head))
+/// Which is the first route whose condition a request meets.
+pub(crate) fn find(routes: &[ProfileRoute], head: &Head<'_>) -> Option<usize> {
+    routes.iter().position(|route| route.condition.matches(head))
 }
 
 impl Profile {
     /// Whether HTTP goes by this profile instead of the client policy.
-    pub fn rules_http(&self) -> bool {
+    pub(crate) fn rules_http(&self) -> bool {
         self.name.is_some() && !(self.routes.is_empty() && self.overrides.is_empty())
     }
 
     /// Whether opaque connections go by this profile instead of the client policy.
-    pub fn rules_opaque(&self) -> bool {
+    pub(crate) fn rules_opaque(&self) -> bool {
         !self.overrides.is_empty()
     }
 }
 
 impl ProfileRoute {
     /// What a status means on this route; server errors are failures unless a class says otherwise.
-    pub fn classify(&self, status: StatusCode) -> Class {
+    pub(crate) fn classify(&self, status: StatusCode) -> Class {
         let class = self
             .response_classes
             .iter()
@@ -151,7 +151,7 @@ impl ResponseCondition {
 ///
 /// Requests count for `ttl`, in ten steps; so do the retries that were paid.
 #[derive(Debug)]
-pub struct Budget {
+pub(crate) struct Budget {
     terms: RetryBudget,
     start: Instant,
     account: Mutex<Account>,
@@ -171,7 +171,7 @@ struct Slot {
 }
 
 impl Budget {
-    pub fn new(terms: RetryBudget, now: Instant) -> Self {
+    pub(crate) fn new(terms: RetryBudget, now: Instant) -> Self {
         Self {
             terms,
             start: now,
@@ -180,7 +180,7 @@ impl Budget {
     }
 
     /// Counts a request that is not a retry.
-    pub fn deposit(&self, now: Instant) {
+    pub(crate) fn deposit(&self, now: Instant) {
         let step = self.step(now);
         let mut account = self.account.lock();
         let slot = account.current(step);
@@ -189,7 +189,7 @@ impl Budget {
 
     /// Pays for one retry, if there is enough.
     #[must_use]
-    pub fn withdraw(&self, now: Instant) -> bool {
+    pub(crate) fn withdraw(&self, now: Instant) -> bool {
         let step = self.step(now);
         let mut account = self.account.lock();
         account.current(step);
@@ -292,6 +292,16 @@ mod tests {
     }
 
     #[test]
+    fn an_empty_profile_rules_nothing() {
+        let profile = Profile {
+            name: Some("web.test".into()),
+            ..Profile::default()
+        };
+        assert!(!profile.rules_http());
+        assert!(!profile.rules_opaque());
+    }
+
+    #[test]
     fn requests_pay_for_retries_until_they_expire() {
         let terms = RetryBudget {
             ratio: 0.2,
@@ -328,15 +338,5 @@ mod tests {
         assert!(budget.withdraw(now));
         assert!(!budget.withdraw(now));
         assert!(budget.withdraw(now + Duration::from_secs(3)));
-    }
-
-    #[test]
-    fn an_empty_profile_rules_nothing() {
-        let profile = Profile {
-            name: Some("web.test".into()),
-            ..Profile::default()
-        };
-        assert!(!profile.rules_http());
-        assert!(!profile.rules_opaque());
     }
 }

@@ -25,7 +25,7 @@ type Authorizations = Arc<[Authorization]>;
 ///
 /// # Errors
 /// Anything is missing or cannot be meant; then nothing of the message counts.
-pub fn server_policy(message: proto::Server) -> Result<ServerPolicy, DecodeError> {
+pub(crate) fn server_policy(message: proto::Server) -> Result<ServerPolicy, DecodeError> {
     use proto::proxy_protocol::{Detect, Grpc, Http1, Http2, Kind};
 
     let meta = labels_meta(&message.labels, "server")?;

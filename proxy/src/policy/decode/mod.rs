@@ -5,10 +5,10 @@
 //! left out and the others count.
 //! Fields and variants that we do not know are passed over, except where passing over would permit something.
 
-pub mod endpoint;
-pub mod inbound;
-pub mod outbound;
-pub mod profile;
+pub(crate) mod endpoint;
+pub(crate) mod inbound;
+pub(crate) mod outbound;
+pub(crate) mod profile;
 mod routes;
 
 use std::num::NonZeroU16;
@@ -23,7 +23,7 @@ use crate::policy::meta::{Meta, Resource};
 /// Why a message is no policy.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum DecodeError {
+pub(crate) enum DecodeError {
     #[error("{0} is missing")]
     Missing(&'static str),
     #[error("{field} is {value:?}; expected {expected}")]

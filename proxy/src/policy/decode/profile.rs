@@ -14,7 +14,7 @@ use crate::policy::profile::{
 };
 
 /// Reads a profile; routes, destinations and budgets that cannot be meant are left out.
-pub fn profile(message: proto::DestinationProfile) -> Profile {
+pub(crate) fn profile(message: proto::DestinationProfile) -> Profile {
     Profile {
         name: Some(message.fully_qualified_name)
             .filter(|name| !name.is_empty())

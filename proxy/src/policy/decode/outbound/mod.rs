@@ -24,7 +24,7 @@ use crate::policy::route::{Route, Rule};
 ///
 /// # Errors
 /// Anything is missing or cannot be meant; then nothing of the message counts.
-pub fn client_policy(message: proto::OutboundPolicy) -> Result<ClientPolicy, DecodeError> {
+pub(crate) fn client_policy(message: proto::OutboundPolicy) -> Result<ClientPolicy, DecodeError> {
     use proto::proxy_protocol::{Detect, Grpc, Http1, Http2, Kind};
 
     let meta = client_meta(message.metadata)?;
