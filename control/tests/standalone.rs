@@ -1,4 +1,5 @@
 //! A whole control plane without Kubernetes, as its clients see it: in process, and as the program that is shipped.
+#![allow(clippy::unwrap_used, clippy::expect_used)] // helpers of tests are tests
 
 use std::ffi::OsString;
 use std::fs;

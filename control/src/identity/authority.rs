@@ -1,13 +1,14 @@
 //! The issuer and the trust anchors of now: read again when their files change, kept when the new ones are bad.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tracing::{info, warn};
 
-use super::files;
-use super::issuer::{Issuer, IssuerError};
+use super::files::Watched;
+use super::issuer::{Issuer, IssuerError, rfc3339};
 use crate::tls::anchors::{self, TrustAnchors};
 
 /// Holds the issuer; empty until the files are there.
@@ -17,6 +18,8 @@ pub(crate) struct Authority {
     /// What the identity service itself is called; every issuer must be able to sign it.
     name: String,
     current: watch::Sender<Option<Arc<Issuer>>>,
+    /// What was wrong when it was looked at last, so that it is told once.
+    problem: Mutex<Option<String>>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -35,14 +38,22 @@ impl Authority {
             anchors_path,
             name,
             current: watch::Sender::new(None),
+            problem: Mutex::new(None),
         }
     }
 
     /// Loads what is there now; the old issuer stays when the new one is bad.
     pub(crate) fn reload(&self) {
         match self.load() {
-            Ok(issuer) => self.replace(issuer),
+            Ok(issuer) => {
+                self.problem.lock().take();
+                self.replace(issuer);
+            }
             Err(err) => {
+                let problem = Some(format!("{err:?}"));
+                if std::mem::replace(&mut *self.problem.lock(), problem.clone()) == problem {
+                    return;
+                }
                 let kept = self.current.borrow().is_some();
                 warn!(error = &err as &dyn std::error::Error, kept, "issuer update skipped");
             }
@@ -62,9 +73,9 @@ impl Authority {
         &self.name
     }
 
-    /// The directories whose changes matter.
-    pub(crate) fn dirs(&self) -> [&Path; 2] {
-        [&self.issuer_dir, files::dir_of(&self.anchors_path)]
+    /// What changes matter.
+    pub(crate) fn places(&self) -> [Watched<'_>; 2] {
+        [Watched::Dir(&self.issuer_dir), Watched::File(&self.anchors_path)]
     }
 
     fn load(&self) -> Result<Issuer, LoadError> {
@@ -79,7 +90,11 @@ impl Authority {
         if self.current.borrow().as_ref().is_some_and(is_same) {
             return;
         }
-        info!(expires_at = %issuer.expires_at(), n_anchors = issuer.anchors().certs().len(), "issuer updated");
+        info!(
+            expires_at = rfc3339(issuer.expires_at()),
+            n_anchors = issuer.anchors().certs().len(),
+            "issuer updated"
+        );
         self.current.send_replace(Some(Arc::new(issuer)));
     }
 }

@@ -11,6 +11,7 @@ use rcgen::{
 use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, InvalidDnsNameError, PrivateKeyDer, ServerName, UnixTime};
 use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
 use x509_parser::error::X509Error;
 
 use crate::tls;
@@ -95,6 +96,8 @@ pub(crate) enum IssuerError {
         #[source]
         source: rcgen::Error,
     },
+    #[error("the subject of the issuer in {path:?} cannot be written again; expected each attribute once")]
+    Subject { path: PathBuf },
     #[error("{name:?} is not a name for a certificate")]
     Name {
         name: String,
@@ -153,6 +156,9 @@ impl Issuer {
                 source,
             },
         })?;
+        if !names_issuer(&probe.leaf, &chain[0]) {
+            return Err(IssuerError::Subject { path: cert_path });
+        }
         let issuer = Self {
             anchors,
             chain,
@@ -264,6 +270,12 @@ impl Probe {
     }
 }
 
+/// A time as logs and other programs write it.
+pub(crate) fn rfc3339(time: OffsetDateTime) -> String {
+    // Only years beyond 9999 have no such form, and certificates have none of those.
+    time.format(&Rfc3339).unwrap_or_default()
+}
+
 /// What all leaves have in common.
 fn leaf_params(name: &str) -> Result<CertificateParams, rcgen::Error> {
     let mut params = CertificateParams::default();
@@ -342,6 +354,17 @@ fn inspect(chain: &[CertificateDer<'_>], path: &Path) -> Result<(OffsetDateTime,
     Ok((first_end, spki))
 }
 
+/// Whether a leaf names its issuer byte for byte, as peers compare names.
+///
+/// The library that signs keeps one value of each attribute, and would name another issuer if there were more.
+fn names_issuer(leaf: &CertificateDer<'_>, issuer: &CertificateDer<'_>) -> bool {
+    let parsed = [leaf, issuer].map(|der| x509_parser::parse_x509_certificate(der));
+    let [Ok((_, leaf)), Ok((_, issuer))] = parsed else {
+        return false;
+    };
+    leaf.issuer().as_raw() == issuer.subject().as_raw()
+}
+
 /// The longest that RFC 5280 allows is 20; 16 random bytes never meet again.
 const SERIAL_LEN: usize = 16;
 /// 9999-12-31T23:59:59Z.
@@ -383,13 +406,14 @@ mod tests {
         })
     }
 
-    fn expired_issuer(root: &CertificateAuthority) -> CertificateAuthority {
+    /// An issuer below this root, with something that ours never have.
+    fn odd_issuer(root: &CertificateAuthority, odd: impl FnOnce(&mut CertificateParams)) -> CertificateAuthority {
         let root_key = KeyPair::from_pem(&root.key).unwrap();
         let signer = rcgen::Issuer::from_ca_cert_pem(&root.certificate, root_key).unwrap();
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
-        params.not_after = OffsetDateTime::now_utc() - HOUR;
+        odd(&mut params);
         CertificateAuthority {
             certificate: params.signed_by(&key, &signer).unwrap().pem(),
             key: key.serialize_pem(),
@@ -471,7 +495,7 @@ mod tests {
         let other = trust::create_anchor("other", trust::ANCHOR_LIFETIME).unwrap();
         let ca = trust::create_issuer("issuer", trust::ISSUER_LIFETIME, &root).unwrap();
         let foreign = trust::create_issuer("issuer", trust::ISSUER_LIFETIME, &other).unwrap();
-        let expired = expired_issuer(&root);
+        let expired = odd_issuer(&root, |params| params.not_after = OffsetDateTime::now_utc() - HOUR);
         let issuer = load(&[("crt.pem", &ca.certificate), ("key.pem", &ca.key)], &root).unwrap();
         let key = KeyPair::generate().unwrap();
         let spki = SubjectPublicKeyInfo::from_der(&key.subject_public_key_info()).unwrap();
@@ -495,6 +519,12 @@ mod tests {
         check(&ca.certificate, "", "expected one private key");
         let ed25519 = KeyPair::generate_for(&rcgen::PKCS_ED25519).unwrap();
         check(&ca.certificate, &ed25519.serialize_pem(), "is not that of");
+        let twice = odd_issuer(&root, |params| {
+            params.distinguished_name.push(DnType::OrganizationName, "a");
+            let organization = DnType::CustomDnType(vec![2, 5, 4, 10]);
+            params.distinguished_name.push(organization, "b");
+        });
+        check(&twice.certificate, &twice.key, "expected each attribute once");
         assert!(load(&[], &root).err().unwrap().contains("no issuer in"));
         assert!(
             load(&[("crt.pem", &ca.certificate)], &root)

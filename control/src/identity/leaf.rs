@@ -18,8 +18,8 @@ use tulle_core::ready::Latch;
 use tulle_proto::identity as proto;
 use tulle_proto::identity::identity_client::IdentityClient;
 
-use super::files::{Changes, WatchError, dir_of};
-use super::issuer::{Issuer, SignError, Subject};
+use super::files::{Changes, WatchError, Watched};
+use super::issuer::{Issuer, SignError, Subject, rfc3339};
 use super::server::IdentityService;
 use crate::tls::anchors::{self, TrustAnchors};
 use crate::tls::client::{self, Peer};
@@ -98,7 +98,7 @@ impl LeafKeeper {
     /// # Errors
     /// Trust anchors that cannot be watched.
     pub fn remote(creds: Arc<ServerCreds>, remote: Remote) -> Result<Self, WatchError> {
-        let changes = Changes::watch(&[dir_of(&remote.trust_anchors)])?;
+        let changes = Changes::watch(&[Watched::File(&remote.trust_anchors)])?;
         Ok(Self {
             creds,
             source: Source::Remote { remote, changes },
@@ -155,7 +155,11 @@ impl LeafKeeper {
         self.creds
             .install(Leaf { chain, key }, &anchors)
             .map_err(RenewError::Install)?;
-        info!(name, valid_until = %OffsetDateTime::from(valid_until), "our certificate is renewed");
+        info!(
+            name,
+            valid_until = rfc3339(valid_until.into()),
+            "our certificate is renewed"
+        );
         Ok(valid_until)
     }
 }

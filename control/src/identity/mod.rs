@@ -24,7 +24,7 @@ use tulle_core::metrics::Registry;
 use tulle_proto::identity::identity_server::IdentityServer;
 
 use authority::Authority;
-use files::{Changes, WatchError};
+use files::{Changes, WatchError, Watched};
 use issuer::Validity;
 use metrics::Metrics;
 use server::{IdentityService, Naming};
@@ -61,9 +61,9 @@ impl IdentityService {
             config.trust_anchors.clone(),
             name,
         ));
-        let [issuer, anchors] = authority.dirs();
+        let [issuer, anchors] = authority.places();
         // Watched before it is read, so that no change falls in between.
-        let changes = Changes::watch(&[issuer, anchors, reviewer.dir()])?;
+        let changes = Changes::watch(&[issuer, anchors, Watched::Dir(reviewer.dir())])?;
         authority.reload();
         let service = Self {
             metrics: Metrics::new(registry, authority.clone()),

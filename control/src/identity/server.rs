@@ -5,7 +5,6 @@ use std::time::SystemTime;
 
 use prost_types::Timestamp;
 use time::OffsetDateTime;
-use time::format_description::well_known::Rfc3339;
 use tonic::{Code, Request, Response, Status};
 use tracing::info;
 use tulle_core::identity::{self, Identity};
@@ -13,7 +12,7 @@ use tulle_proto::identity as proto;
 
 use super::authority::Authority;
 use super::csr::{KeyError, MalformedError, NameError, SigningRequest};
-use super::issuer::{Issuer, SignError, Subject, Validity};
+use super::issuer::{Issuer, SignError, Subject, Validity, rfc3339};
 use super::metrics::Metrics;
 use super::tokens::{Review, ReviewError, Reviewer};
 
@@ -116,8 +115,8 @@ impl IdentityService {
         now: OffsetDateTime,
     ) -> Result<proto::CertifyResponse, SignError> {
         let issued = issuer.sign(subject, self.validity, now)?;
-        let valid_until = issued.valid_until.format(&Rfc3339).unwrap_or_default();
-        info!(identity = subject.identity, %valid_until, "certificate issued");
+        let valid_until = rfc3339(issued.valid_until);
+        info!(identity = subject.identity, valid_until, "certificate issued");
         let ders = |certs: &[rustls::pki_types::CertificateDer<'_>]| certs.iter().map(|cert| cert.to_vec()).collect();
         Ok(proto::CertifyResponse {
             leaf_certificate: issued.certificate.der().to_vec(),

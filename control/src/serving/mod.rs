@@ -19,6 +19,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http2;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
@@ -107,8 +108,9 @@ impl Server {
     }
 
     async fn handle(&self, tcp: TcpStream, client: SocketAddr, drain: Watch) -> Result<(), ConnectionError> {
-        // A socket that refuses the option works as well.
+        // A socket that refuses an option works as well.
         let _ = tcp.set_nodelay(true);
+        let _ = SockRef::from(&tcp).set_tcp_keepalive(&keepalive());
         match first(&tcp).await? {
             First::Tls => {
                 let config = self.creds.current().ok_or(ConnectionError::NoCertificate)?;
@@ -147,6 +149,14 @@ impl Server {
         }
         connection.await.map_err(ConnectionError::Http)
     }
+}
+
+/// A proxy that lost its power says nothing, and its streams would be kept for ever; pings are the client's choice.
+fn keepalive() -> TcpKeepalive {
+    TcpKeepalive::new()
+        .with_time(Duration::from_secs(60))
+        .with_interval(Duration::from_secs(10))
+        .with_retries(6)
 }
 
 /// Looks at the first byte, and leaves it there; no HTTP/2 connection begins like a TLS record.
