@@ -53,24 +53,12 @@ impl View for InboundView {
 
     fn compute(reader: &Reader<'_>, config: &Config, key: &Key) -> Option<Model> {
         let none = BTreeSet::new();
-        let (meta, probes, selects): (_, _, Box<dyn Fn(&Server) -> bool>) = match &key.workload {
+        let (meta, probes) = match &key.workload {
             Workload::Pod(name) => {
                 let pod = reader.pod(name)?;
-                let probes = pod.probes.get(&key.port).unwrap_or(&none);
-                (
-                    &pod.meta,
-                    probes,
-                    Box::new(|server| server_selects_pod(server, pod, key.port)),
-                )
+                (&pod.meta, pod.probes.get(&key.port).unwrap_or(&none))
             }
-            Workload::External(name) => {
-                let workload = reader.external_workload(name)?;
-                (
-                    &workload.meta,
-                    &none,
-                    Box::new(|server| server_selects_external(server, workload, key.port)),
-                )
-            }
+            Workload::External(name) => (&reader.external_workload(name)?.meta, &none),
         };
         let view = Port {
             reader,
@@ -79,7 +67,7 @@ impl View for InboundView {
             probes,
         };
         let mut servers = reader.servers(meta.namespace());
-        servers.retain(|server| selects(server));
+        servers.retain(|server| selects(reader, server, key));
         servers.sort_by(|a, b| a.meta.seniority().cmp(&b.meta.seniority()));
         if let [winner, loser, ..] = *servers {
             warn!(port = key.port, workload = %meta.name, server = %winner.meta.name, other = %loser.meta.name,
@@ -97,6 +85,18 @@ impl View for InboundView {
 
     fn table(state: &mut State) -> &mut Table<Self> {
         &mut state.inbound
+    }
+}
+
+fn selects(reader: &Reader<'_>, server: &Server, key: &Key) -> bool {
+    match &key.workload {
+        Workload::Pod(name) => reader
+            .pod(name)
+            .is_some_and(|pod| server_selects_pod(server, pod, key.port)),
+        Workload::External(name) => {
+            let workload = reader.external_workload(name);
+            workload.is_some_and(|workload| server_selects_external(server, workload, key.port))
+        }
     }
 }
 
@@ -304,7 +304,13 @@ impl Port<'_> {
 
     fn http_routes(&self, server: &Server) -> Vec<Route<HttpMatch>> {
         let mut found = Vec::new();
-        for route in routes::attached(self.reader, ParentKind::Server, &server.meta.name, None) {
+        for route in routes::attached(
+            self.reader,
+            &self.config.cluster_networks,
+            ParentKind::Server,
+            &server.meta.name,
+            None,
+        ) {
             if let Rules::Http(rules) = &route.rules
                 && route.meta.namespace() == server.meta.namespace()
             {
@@ -319,7 +325,13 @@ impl Port<'_> {
 
     fn grpc_routes(&self, server: &Server) -> Vec<Route<GrpcMatch>> {
         let mut found = Vec::new();
-        for route in routes::attached(self.reader, ParentKind::Server, &server.meta.name, None) {
+        for route in routes::attached(
+            self.reader,
+            &self.config.cluster_networks,
+            ParentKind::Server,
+            &server.meta.name,
+            None,
+        ) {
             if let Rules::Grpc(rules) = &route.rules
                 && route.meta.namespace() == server.meta.namespace()
             {

@@ -69,6 +69,7 @@ impl<'a> Reader<'a> {
         job: Job(Bare);
         external_workload: ExternalWorkload(ExternalWorkload);
         server: Server(Server);
+        egress_network: EgressNetwork(EgressNetwork);
         mesh_tls_authentication: MeshTlsAuthentication(MeshTlsAuthentication);
         network_authentication: NetworkAuthentication(NetworkAuthentication);
         service_profile: ServiceProfile(ServiceProfile);

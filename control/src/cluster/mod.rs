@@ -1,7 +1,7 @@
 //! The state of the cluster and the answers computed from it.
 //!
 //! One writer applies batches of events; what they touch, and somebody asks for, is computed again and published. Views are
-//! pure and synchronous: they read the store through a [`lookup::Reader`] that notes what they looked at. Servers
+//! pure and synchronous: they read the store through a `Reader` that notes what they looked at. Servers
 //! subscribe by key and have the current answer at once; a slow one skips to the latest. Nothing here does I/O, knows
 //! the time, or knows protobuf.
 
@@ -22,6 +22,7 @@ use std::sync::Arc;
 use ipnet::IpNet;
 use parking_lot::Mutex;
 use tokio::sync::watch;
+use tracing::debug;
 use tulle_core::metrics::Registry;
 use tulle_core::ports::PortSet;
 
@@ -39,6 +40,7 @@ use crate::model::profile::Profile;
 use crate::resources::event::{Event, Writer};
 use crate::resources::meta::Name;
 use crate::resources::policy::server::DefaultPolicy;
+use crate::resources::{Kind, Object};
 
 /// What views must know beside the objects.
 #[derive(Clone, Debug)]
@@ -222,6 +224,7 @@ impl Shared {
             let mut touched = HashSet::new();
             for event in events {
                 synced |= matches!(event, Event::Synced);
+                log(&state.store, &event);
                 let change = state.store.apply(event, &mut touched);
                 state.census.record(&self.metrics, &change);
             }
@@ -233,6 +236,34 @@ impl Shared {
         if synced {
             self.synced.send_replace(true);
         }
+    }
+}
+
+/// Logs what changes endpoints, in the words that operators search for.
+fn log(store: &Store, event: &Event) {
+    if !tracing::enabled!(tracing::Level::DEBUG) {
+        return;
+    }
+    let component = "service-publisher";
+    match event {
+        Event::Applied(Object::EndpointSlice(slice)) => {
+            let name = &slice.meta.name;
+            let verb = if store.object(Kind::EndpointSlice, name).is_some() {
+                "Updating"
+            } else {
+                "Adding"
+            };
+            let svc = slice.service.as_ref().map_or("", |service| &*service.name);
+            debug!(component, ns = %name.namespace, svc, "{verb} ES {name}");
+        }
+        Event::Applied(Object::Service(service)) => {
+            let name = &service.meta.name;
+            debug!(component, ns = %name.namespace, svc = %name.name, "Updating service for {name}");
+        }
+        Event::Deleted(Kind::EndpointSlice, name) => {
+            debug!(component, ns = %name.namespace, "Deleting ES {name}");
+        }
+        Event::Applied(_) | Event::Deleted(..) | Event::Synced => {}
     }
 }
 
@@ -268,3 +299,6 @@ impl<T> Subscription<T> {
         self.current()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -53,7 +53,7 @@ impl View for OutboundView {
             namespace: &key.client_namespace,
         };
         match &key.target {
-            Target::Service(name, port) => Outbound::Policy(view.of_service(name, *port)),
+            Target::Service(name, port) => Outbound::Policy(Box::new(view.of_service(name, *port))),
             Target::Address(addr) => view.of_address(*addr),
         }
     }
@@ -91,18 +91,18 @@ struct Parent<'a> {
 impl Client<'_> {
     fn of_address(&self, addr: SocketAddr) -> Outbound {
         if let [service, ..] = *self.reader.services_at(addr.ip()) {
-            return Outbound::Policy(match service.port(addr.port()) {
+            return Outbound::Policy(Box::new(match service.port(addr.port()) {
                 Some(_) => self.of_service(&service.meta.name, addr.port()),
                 None => undefined_port(&service.meta.name, addr.port()),
-            });
+            }));
         }
         if let Some(network) = self.egress_network(addr) {
-            return Outbound::Policy(self.of_egress_network(network, addr));
+            return Outbound::Policy(Box::new(self.of_egress_network(network, addr)));
         }
         if self.config.cluster_networks.iter().any(|net| net.contains(&addr.ip())) {
             return Outbound::Unknown;
         }
-        Outbound::Policy(egress_fallback(addr))
+        Outbound::Policy(Box::new(egress_fallback(addr)))
     }
 
     fn of_service(&self, name: &Name, port: u16) -> Policy {
@@ -285,7 +285,13 @@ impl Client<'_> {
 
     /// Routes of the parent's namespace hold for everybody, those of another only for its own clients.
     fn visible_routes(&self, parent: &Parent<'_>) -> Vec<&Arc<raw::Route>> {
-        let mut found = routes::attached(self.reader, parent.kind, parent.name, Some(parent.port));
+        let mut found = routes::attached(
+            self.reader,
+            &self.config.cluster_networks,
+            parent.kind,
+            parent.name,
+            Some(parent.port),
+        );
         found.retain(|route| {
             let namespace = route.meta.namespace();
             *namespace == parent.name.namespace || namespace == self.namespace
@@ -624,7 +630,7 @@ fn egress_fallback(addr: SocketAddr) -> Policy {
         http: vec![parent.default_http("egress-fallback")],
         opaque: OpaqueRoute {
             reference: reference.clone(),
-            verdict: OpaqueVerdict::Forward(Distribution::FirstAvailable(Box::new(parent.default.clone()))),
+            verdict: OpaqueVerdict::Forward(Distribution::FirstAvailable(Box::new(parent.default))),
         },
     };
     Policy {

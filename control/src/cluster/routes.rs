@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use ipnet::IpNet;
 use tracing::warn;
 
 use crate::cluster::lookup::Reader;
@@ -10,6 +11,7 @@ use crate::model::route::{
     Filter, GrpcMatch, HeaderModifier, HostMatch, HttpMatch, NamedMatch, PathMatch, PathModifier, Redirect, ValueMatch,
 };
 use crate::resources::meta::Name;
+use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::route as raw;
 use crate::resources::route::{Acceptance, Parent, ParentKind, Route, RouteKind};
 use crate::resources::service::ServiceKind;
@@ -17,6 +19,7 @@ use crate::resources::service::ServiceKind;
 /// Routes that serve a port of the parent, the oldest first.
 pub(super) fn attached<'a>(
     reader: &Reader<'a>,
+    cluster_networks: &[IpNet],
     kind: ParentKind,
     parent: &Name,
     port: Option<u16>,
@@ -28,14 +31,20 @@ pub(super) fn attached<'a>(
                 && reference.name == *parent
                 && reference.section.is_none()
                 && (reference.port.is_none() || reference.port == port)
-                && is_accepted(reader, route, reference, &routes)
+                && is_accepted(reader, cluster_networks, route, reference, &routes)
         })
     };
     routes.iter().filter(|route| serves(route)).copied().collect()
 }
 
 /// What the status says, or what it would say if somebody wrote it.
-fn is_accepted(reader: &Reader<'_>, route: &Route, parent: &Parent, rivals: &[&Arc<Route>]) -> bool {
+fn is_accepted(
+    reader: &Reader<'_>,
+    cluster_networks: &[IpNet],
+    route: &Route,
+    parent: &Parent,
+    rivals: &[&Arc<Route>],
+) -> bool {
     match parent.acceptance {
         Acceptance::Accepted => return true,
         Acceptance::Refused => return false,
@@ -46,11 +55,23 @@ fn is_accepted(reader: &Reader<'_>, route: &Route, parent: &Parent, rivals: &[&A
         ParentKind::Service => reader
             .service(&parent.name)
             .is_some_and(|service| service.kind == ServiceKind::ClusterIp),
-        // Looked up by who asks, because networks that overlap the cluster's are refused.
-        ParentKind::EgressNetwork => parent.port.is_some(),
+        ParentKind::EgressNetwork => {
+            let network = reader.egress_network(&parent.name);
+            parent.port.is_some() && network.is_some_and(|network| !overlaps(network, cluster_networks))
+        }
         ParentKind::Foreign => false,
     };
     exists && (route.kind == RouteKind::Grpc || !has_grpc_rival(parent, rivals))
+}
+
+/// Whether the network claims addresses of the cluster; one that names no networks leaves those out.
+fn overlaps(network: &EgressNetwork, cluster_networks: &[IpNet]) -> bool {
+    let claims = |net: &IpNet| {
+        cluster_networks
+            .iter()
+            .any(|cluster| cluster.contains(net) || net.contains(cluster))
+    };
+    network.networks.iter().flatten().any(|network| claims(&network.net))
 }
 
 /// Of two kinds of routes on the same parent and port, the more specific protocol wins.

@@ -100,6 +100,11 @@ impl Store {
         self.objects.get(&(kind, name.clone()))
     }
 
+    #[cfg(test)]
+    pub(super) fn all(&self) -> impl Iterator<Item = &Object> {
+        self.objects.values()
+    }
+
     /// Objects found under a fact, in the order of kind, namespace and name.
     pub(super) fn under(&self, fact: &Fact) -> impl Iterator<Item = &Object> {
         self.index

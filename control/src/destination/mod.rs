@@ -1,7 +1,7 @@
 //! The destination service: endpoints of services, and profiles of names and addresses.
 //!
-//! A request names its target as `host:port`; [`target`] turns it into a key of the cluster, the stream follows that key,
-//! and [`translate`] turns answers into messages. Nothing here reads objects.
+//! A request names its target as `host:port`; `target` turns it into a key of the cluster, the stream follows that key,
+//! and `translate` turns answers into messages. Nothing here reads objects.
 
 pub mod http2;
 pub mod server;

@@ -111,7 +111,17 @@ impl Client {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+
+    proptest! {
+        #[test]
+        fn no_text_panics(text in ".*|[a-z.:\\[\\]0-9{}\"]*") {
+            let _ = parse(&text, "cluster.local");
+            let _ = Client::parse(&text);
+        }
+    }
 
     #[test]
     fn targets_are_addresses_services_and_their_pods() {

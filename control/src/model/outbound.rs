@@ -10,7 +10,7 @@ use crate::model::route::{Filter, GrpcMatch, HostMatch, HttpMatch};
 /// The answer to a policy lookup.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outbound {
-    Policy(Policy),
+    Policy(Box<Policy>),
     /// Nothing to say about this address: the proxy forwards as it is told by the profile.
     Unknown,
 }

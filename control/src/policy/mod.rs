@@ -1,7 +1,7 @@
 //! The policy services: what a workload's port accepts, and how clients reach a destination.
 //!
 //! A request names a workload and a port, or a client and a target; both become keys of the cluster that a stream
-//! follows, and [`translate`] turns answers into messages. Nothing here reads objects.
+//! follows, and `translate` turns answers into messages. Nothing here reads objects.
 
 pub mod inbound;
 pub mod outbound;

@@ -130,9 +130,17 @@ fn parse_authority(authority: &str, cluster_domain: &str) -> Result<(Name, u16),
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
     use tonic::Code;
 
     use super::*;
+
+    proptest! {
+        #[test]
+        fn no_authority_panics(text in ".*|[a-z.:0-9]*") {
+            let _ = parse_authority(&text, "cluster.local");
+        }
+    }
 
     #[test]
     fn authorities_name_services() {

@@ -55,7 +55,16 @@ impl Workload {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+
+    proptest! {
+        #[test]
+        fn no_text_panics(text in ".*|[a-z.:\\[\\]0-9{}\"]*") {
+            let _ = parse(&text);
+        }
+    }
 
     #[test]
     fn workloads_are_json_or_namespace_and_pod() {

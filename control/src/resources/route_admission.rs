@@ -14,6 +14,8 @@ use crate::resources::route::{
 /// # Errors
 /// The first offence, with its value and what would be accepted.
 pub fn admit(route: &Route) -> Result<(), String> {
+    at_most("spec.parentRefs", route.parents.len(), 32)?;
+    at_most("spec.hostnames", route.hostnames.len(), 16)?;
     for parent in &route.parents {
         if parent.kind == ParentKind::EgressNetwork && parent.port.is_none() {
             return Err(format!(
@@ -35,6 +37,10 @@ pub fn admit(route: &Route) -> Result<(), String> {
         }
     }
     match &route.rules {
+        Rules::Http(rules) => at_most("spec.rules", rules.len(), 16),
+        Rules::Grpc(rules) => at_most("spec.rules", rules.len(), 16),
+    }?;
+    match &route.rules {
         Rules::Http(rules) => rules.iter().try_for_each(|rule| {
             rule.matches.iter().flatten().try_for_each(http_match)?;
             admit_rule(rule, route.kind)
@@ -46,7 +52,17 @@ pub fn admit(route: &Route) -> Result<(), String> {
     }
 }
 
+fn at_most(field: &str, n_entries: usize, limit: usize) -> Result<(), String> {
+    if n_entries > limit {
+        Err(format!("{field} has {n_entries} entries; at most {limit} are accepted"))
+    } else {
+        Ok(())
+    }
+}
+
 fn admit_rule<M>(rule: &Rule<M>, kind: RouteKind) -> Result<(), String> {
+    at_most("rules[].matches", rule.matches.iter().flatten().count(), MATCHES)?;
+    at_most("rules[].backendRefs", rule.backend_refs.len(), 16)?;
     if let (Some(request), Some(backend)) = (rule.timeouts.request, rule.timeouts.backend_request)
         && !request.is_zero()
         && backend > request
@@ -165,3 +181,6 @@ fn admit_redirect(redirect: &Redirect, kind: RouteKind) -> Result<(), String> {
         _ => Ok(()),
     }
 }
+
+/// The Gateway API raised its limit of 8 in a later version, and API servers check it before we do.
+const MATCHES: usize = 64;

@@ -9,7 +9,7 @@ use crate::resources::Object;
 use crate::resources::route::Route;
 use crate::resources::route_admission;
 use crate::resources::service::{Readiness, Service, ServiceKind};
-use crate::resources::workload::{CONTROL_PLANE_COMPONENT, Phase, Pod, ProxyContainer};
+use crate::resources::workload::{CONTROL_PLANE_COMPONENT, Phase, Pod, PodNetwork, ProxyContainer};
 
 /// Completes an object of a file.
 ///
@@ -65,6 +65,14 @@ fn complete_pod(pod: &mut Pod) -> Result<(), String> {
     }
     pod.phase = pod.phase.or(Some(Phase::Running));
     pod.ready = pod.ready.or(Some(Readiness::Ready));
+    if pod.network == PodNetwork::Host {
+        if pod.host_ips.is_empty() {
+            pod.host_ips.clone_from(&pod.ips);
+        }
+        for declared in &mut pod.ports {
+            declared.host_port = Some(declared.port);
+        }
+    }
     let meshed = pod
         .meta
         .label(label::CONTROL_PLANE_NS)

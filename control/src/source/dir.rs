@@ -5,7 +5,7 @@
 //! so that nobody behind the events can tell the source from a cluster.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -120,7 +120,7 @@ pub async fn run(root: PathBuf, writer: Writer, report: Report, drain: drain::Wa
 }
 
 /// Watches the directory; without a watcher, changes are found by looking.
-fn watch(root: &PathBuf, changed: mpsc::Sender<()>) -> Option<notify::RecommendedWatcher> {
+fn watch(root: &Path, changed: mpsc::Sender<()>) -> Option<notify::RecommendedWatcher> {
     let watcher = notify::recommended_watcher(move |event: notify::Result<notify::Event>| {
         // Our own reading opens files, and must not make us read again.
         let only_read = event.is_ok_and(|event| {

@@ -33,7 +33,7 @@ pub(super) struct File {
 /// Reads all documents of a file; one flaw refuses the whole of it.
 pub(super) fn parse(text: &str) -> Result<File, Flaw> {
     let starts = document_lines(text);
-    let line_of = |document: usize| starts.get(document).or(starts.last()).copied().unwrap_or(1);
+    let line_of = |document: usize| starts.get(document).or_else(|| starts.last()).copied().unwrap_or(1);
     let mut values = Vec::new();
     for (index, document) in Deserializer::from_str(text).enumerate() {
         values.push(Value::deserialize(document).map_err(|error| flaw(&error, line_of(index)))?);
@@ -141,7 +141,16 @@ fn document_lines(text: &str) -> Vec<usize> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+
+    proptest! {
+        #[test]
+        fn no_text_panics(text in "(apiVersion: v1\nkind: (Service|Pod|List)\n)?[-{}:&*! a-z0-9\"\n\\[\\],#%|>]{0,80}") {
+            let _ = parse(&text);
+        }
+    }
 
     #[test]
     fn documents_and_lists_become_objects() {

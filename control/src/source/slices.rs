@@ -1,5 +1,5 @@
-//! EndpointSlices of services that a directory gives none for: from their Endpoints, or from the workloads that their
-//! selector matches, as the controllers of a cluster would write them.
+//! EndpointSlices and Endpoints of services that a directory gives none for: from one another, or from the workloads
+//! that their selector matches, as the controllers of a cluster would write them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -27,23 +27,49 @@ struct Inventory<'a> {
     zones: AHashMap<&'a str, &'a str>,
 }
 
-/// The slices that are missing.
+/// The objects that are missing.
 pub(super) fn derive<'a>(objects: impl Iterator<Item = &'a Object>) -> Vec<Object> {
     let mut inventory = Inventory::default();
     objects.for_each(|object| inventory.add(object));
-    let mut slices = Vec::new();
+    let mut derived = Vec::new();
     for service in &inventory.services {
-        if service.kind == ServiceKind::ExternalName || inventory.sliced.contains(&service.meta.name) {
+        let name = &service.meta.name;
+        let given = inventory.endpoints.get(name);
+        if service.kind == ServiceKind::ExternalName || inventory.sliced.contains(name) {
             continue;
         }
-        let subsets = match inventory.endpoints.get(&service.meta.name) {
-            Some(endpoints) => endpoints.subsets.clone(),
-            None => inventory.select(service),
-        };
-        let named = subsets.into_iter().enumerate();
-        slices.extend(named.map(|(index, subset)| Object::EndpointSlice(Arc::new(slice(service, index, subset)))));
+        let subsets = given.map_or_else(|| inventory.select(service), |endpoints| endpoints.subsets.clone());
+        if given.is_none() {
+            derived.push(Object::Endpoints(Arc::new(endpoints(service, &subsets))));
+        }
+        let slices = subsets
+            .into_iter()
+            .enumerate()
+            .map(|(index, subset)| slice(service, index, subset));
+        derived.extend(slices.map(|slice| Object::EndpointSlice(Arc::new(slice))));
     }
-    slices
+    derived
+}
+
+/// Endpoints list only what is ready.
+fn endpoints(service: &Service, subsets: &[Subset]) -> Endpoints {
+    let ready = |subset: &Subset| Subset {
+        ports: subset.ports.clone(),
+        addresses: subset
+            .addresses
+            .iter()
+            .filter(|address| address.ready == Readiness::Ready)
+            .cloned()
+            .collect(),
+    };
+    let meta = Meta {
+        name: service.meta.name.clone(),
+        ..Meta::default()
+    };
+    Endpoints {
+        meta,
+        subsets: subsets.iter().map(ready).collect(),
+    }
 }
 
 fn slice(service: &Service, index: usize, subset: Subset) -> EndpointSlice {

@@ -1,7 +1,7 @@
 //! Manifests to the messages of Get.
 
 use tonic::Code;
-use tulle_control::cluster::{Config, Ipv6, TransportMode};
+use tulle_control::cluster::{Config, EndpointsFrom, Ipv6, TransportMode};
 use tulle_proto::destination::protocol_hint::Protocol;
 use tulle_proto::destination::tls_identity::Strategy;
 use tulle_proto::destination::{WeightedAddr, update};
@@ -329,6 +329,16 @@ async fn pods_of_both_families_are_reached_over_one() {
     )
     .await;
     assert_eq!(short(&next(&mut v6.get(HTTP).await.unwrap()).await), "+[fd00::1]:8080");
+}
+
+#[tokio::test]
+async fn endpoints_can_drive_instead_of_slices() {
+    let config = Config {
+        endpoints_from: EndpointsFrom::Endpoints,
+        ..Config::default()
+    };
+    let mesh = mesh_with(&format!("{WEB}{}", pod("web-1", "10.1.0.1", "")), config).await;
+    assert_eq!(short(&next(&mut mesh.get(HTTP).await.unwrap()).await), "+10.1.0.1:8080");
 }
 
 #[tokio::test]

@@ -1,4 +1,5 @@
 //! Manifests in a directory to the messages that proxies get.
+#![cfg(test)]
 
 mod directory;
 mod endpoints;

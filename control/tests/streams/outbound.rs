@@ -440,6 +440,36 @@ async fn egress_networks_of_the_client_or_the_whole_mesh_rule_the_outside() {
 }
 
 #[tokio::test]
+async fn egress_networks_have_routes_of_their_own_unless_they_claim_the_cluster() {
+    let route = "
+---
+apiVersion: gateway.networking.k8s.io/v1
+kind: HTTPRoute
+metadata: {name: api, namespace: front}
+spec:
+  parentRefs: [{group: policy.linkerd.io, kind: EgressNetwork, name: lab, port: 80}]
+  hostnames: [api.example]
+  rules: [{backendRefs: [{group: policy.linkerd.io, kind: EgressNetwork, name: lab}]}]
+";
+    let check = async |net: &str, target: &str, expected: &[&str]| {
+        let network = egress("lab", "front", "Deny", &format!(", networks: [{{cidr: {net}}}]"));
+        let mesh = mesh(&format!("{network}{route}")).await;
+        let policy = mesh.policy(CLIENT, target).await.unwrap();
+        assert_eq!(names(http(&policy)), expected);
+        policy
+    };
+    let allowed = check(
+        "203.0.113.0/24",
+        "203.0.113.1:80",
+        &["HTTPRoute front/api:0", "http-egress-deny"],
+    )
+    .await;
+    assert_eq!(backends(&http(&allowed)[0].rules[0]), ["1*203.0.113.1:80"]);
+    check("203.0.113.0/24", "203.0.113.1:81", &["http-egress-deny"]).await;
+    check("10.77.0.0/16", "10.77.0.1:80", &["http-egress-deny"]).await;
+}
+
+#[tokio::test]
 async fn a_stream_ends_when_its_address_is_no_longer_known() {
     let network = egress("lab", "front", "Allow", ", networks: [{cidr: 10.77.0.0/16}]");
     let mesh = mesh(&network).await;

@@ -150,6 +150,20 @@ async fn addresses_have_the_profile_of_what_runs_there() {
 }
 
 #[tokio::test]
+async fn a_pod_in_its_host_s_network_is_found_by_the_ports_it_declares() {
+    let pod = "
+apiVersion: v1
+kind: Pod
+metadata: {name: agent, namespace: shop, labels: {linkerd.io/control-plane-ns: linkerd}}
+spec: {hostNetwork: true, containers: [{name: agent, ports: [{containerPort: 9100}]}]}
+status: {podIP: 192.168.0.2}
+";
+    let mesh = mesh(pod).await;
+    assert!(endpoint(&mesh.profile("192.168.0.2:9100").await).2);
+    assert!(!endpoint(&mesh.profile("192.168.0.2:22").await).2);
+}
+
+#[tokio::test]
 async fn unknown_addresses_follow_the_default_opaque_ports() {
     let opaque = "25,3306".parse::<PortSet>().unwrap();
     let mesh = mesh_with(
