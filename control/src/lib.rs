@@ -1,8 +1,12 @@
 //! The control plane of tulle: destination, policy and identity services over one source of objects.
 
+pub mod app;
 pub mod cluster;
+pub mod cmd;
+pub mod config;
 pub mod destination;
 pub mod identity;
+mod logs;
 pub mod model;
 pub mod policy;
 pub mod resources;

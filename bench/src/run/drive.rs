@@ -10,8 +10,8 @@ use anyhow::{Context as _, ensure};
 use serde::Deserialize;
 
 use super::peer::Sidecars;
-use super::scene::{HTTP_PORT, SERVER, Scene, TCP_PORT};
-use super::{Row, Traffic};
+use super::scene::{HTTP_PORT, SERVER, SERVICE, Scene, TCP_PORT};
+use super::{Row, Traffic, tulle};
 use crate::load::tally::Report;
 
 /// What one measurement found.
@@ -33,6 +33,9 @@ pub(super) enum Metric {
     ServerRssMib,
     ClientIdleKib,
     ServerIdleKib,
+    /// Allocations per request.
+    ClientAllocations,
+    ServerAllocations,
     /// Requests without a good answer.
     Failed,
 }
@@ -47,11 +50,12 @@ struct Driven {
 }
 
 /// Dials what there is to dial, so that no measurement contains the first handshake.
-pub(super) fn warm_up(scene: &Scene, traffic: Traffic) -> anyhow::Result<()> {
+pub(super) fn warm_up(scene: &Scene, sidecars: Option<&Sidecars>, traffic: Traffic) -> anyhow::Result<()> {
+    let host = host(sidecars);
     let driven = match traffic {
-        Traffic::Http1 => wrk(scene, 1, WARM_UP)?,
-        Traffic::Grpc => ghz(scene, WARM_UP)?,
-        Traffic::Opaque => bulk(scene, WARM_UP)?,
+        Traffic::Http1 => wrk(scene, host, 1, WARM_UP)?,
+        Traffic::Grpc => ghz(scene, host, WARM_UP)?,
+        Traffic::Opaque => bulk(scene, host, WARM_UP)?,
     };
     ensure!(
         driven.requests > driven.failed,
@@ -61,25 +65,34 @@ pub(super) fn warm_up(scene: &Scene, traffic: Traffic) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Measures one row.
 pub(super) fn measure(
     row: Row,
     scene: &Scene,
     sidecars: Option<&Sidecars>,
     duration: Duration,
 ) -> anyhow::Result<Sample> {
-    let drive = |scene| match row {
-        Row::Http1 => wrk(scene, 1, duration),
-        Row::Http16 => wrk(scene, 16, duration),
-        Row::Http64 => wrk(scene, 64, duration),
-        Row::Grpc => ghz(scene, duration),
-        Row::Bulk => bulk(scene, duration),
-        Row::Idle => unreachable!("has no requests"),
-    };
-    if row == Row::Idle {
-        return idle(scene, sidecars);
+    let host = host(sidecars);
+    match row {
+        Row::Http1 => loaded(sidecars, || wrk(scene, host, 1, duration)),
+        Row::Http16 => loaded(sidecars, || wrk(scene, host, 16, duration)),
+        Row::Http64 => loaded(sidecars, || wrk(scene, host, 64, duration)),
+        Row::Grpc => loaded(sidecars, || ghz(scene, host, duration)),
+        Row::Bulk => {
+            let mut sample = loaded(sidecars, || bulk(scene, host, duration))?;
+            let messages = sample.get(&Metric::RequestsPerSecond).copied().unwrap_or_default();
+            sample.insert(Metric::MibPerSecond, messages * BULK_SIZE as f64 / f64::from(1 << 20));
+            Ok(sample)
+        }
+        Row::Idle => idle(scene, sidecars),
+        Row::Allocations => allocations(scene, duration),
     }
+}
+
+/// Drives traffic, and reads what it cost the sidecars.
+fn loaded(sidecars: Option<&Sidecars>, drive: impl FnOnce() -> anyhow::Result<Driven>) -> anyhow::Result<Sample> {
     let before = sidecars.map(cpu).transpose()?;
-    let driven = drive(scene)?;
+    let driven = drive()?;
     let after = sidecars.map(cpu).transpose()?;
     let requests = driven.requests as f64;
     ensure!(driven.requests > 0, "not one request ended");
@@ -90,12 +103,6 @@ pub(super) fn measure(
         (Metric::P99Us, driven.p99_us),
         (Metric::Failed, driven.failed as f64),
     ]);
-    if row == Row::Bulk {
-        sample.insert(
-            Metric::MibPerSecond,
-            requests * BULK_SIZE as f64 / f64::from(1 << 20) / driven.seconds,
-        );
-    }
     if let (Some(before), Some(after), Some(sidecars)) = (before, after, sidecars) {
         let per_request = |before: Duration, after: Duration| (after - before).as_secs_f64() * 1e6 / requests;
         sample.insert(Metric::ClientCpuUs, per_request(before.0, after.0));
@@ -106,12 +113,17 @@ pub(super) fn measure(
     Ok(sample)
 }
 
+/// What clients dial: the service, which only sidecars know the endpoint of, or the server itself.
+fn host(sidecars: Option<&Sidecars>) -> &'static str {
+    if sidecars.is_some() { SERVICE } else { SERVER }
+}
+
 fn cpu(sidecars: &Sidecars) -> anyhow::Result<(Duration, Duration)> {
     Ok((sidecars.client.cpu()?, sidecars.server.cpu()?))
 }
 
 /// HTTP/1, a closed loop: its percentiles are those of a client that waits, not of one on a schedule.
-fn wrk(scene: &Scene, connections: u32, duration: Duration) -> anyhow::Result<Driven> {
+fn wrk(scene: &Scene, host: &str, connections: u32, duration: Duration) -> anyhow::Result<Driven> {
     #[derive(Deserialize)]
     struct Summary {
         requests: u64,
@@ -129,7 +141,7 @@ fn wrk(scene: &Scene, connections: u32, duration: Duration) -> anyhow::Result<Dr
             "-s",
         ])
         .arg(scene.file("wrk.lua"))
-        .arg(format!("http://{SERVER}:{HTTP_PORT}/"));
+        .arg(format!("http://{host}:{HTTP_PORT}/"));
     let text = output(command)?;
     let json = text
         .lines()
@@ -146,7 +158,7 @@ fn wrk(scene: &Scene, connections: u32, duration: Duration) -> anyhow::Result<Dr
 }
 
 /// gRPC unary calls, a closed loop.
-fn ghz(scene: &Scene, duration: Duration) -> anyhow::Result<Driven> {
+fn ghz(scene: &Scene, host: &str, duration: Duration) -> anyhow::Result<Driven> {
     #[derive(Deserialize)]
     #[serde(rename_all = "camelCase")]
     struct Summary {
@@ -184,7 +196,7 @@ fn ghz(scene: &Scene, duration: Duration) -> anyhow::Result<Driven> {
         ])
         .args(["--duration", &format!("{}s", duration.as_secs().max(1)), "--proto"])
         .arg(scene.file("echo.proto"))
-        .arg(format!("{SERVER}:{HTTP_PORT}"));
+        .arg(format!("{host}:{HTTP_PORT}"));
     let text = output(command)?;
     let s: Summary = serde_json::from_str(&text).context("reading the report of ghz")?;
     let percentiles = s.latency_distribution.unwrap_or_default();
@@ -205,7 +217,7 @@ fn ghz(scene: &Scene, duration: Duration) -> anyhow::Result<Driven> {
 }
 
 /// Opaque bytes, echoed: both directions are loaded at the same time.
-fn bulk(scene: &Scene, duration: Duration) -> anyhow::Result<Driven> {
+fn bulk(scene: &Scene, host: &str, duration: Duration) -> anyhow::Result<Driven> {
     let mut command = scene
         .client
         .command(std::env::current_exe().context("finding this program")?);
@@ -217,7 +229,7 @@ fn bulk(scene: &Scene, duration: Duration) -> anyhow::Result<Driven> {
             "--duration",
             &format!("{}ms", duration.as_millis()),
         ])
-        .arg(format!("{SERVER}:{TCP_PORT}"));
+        .arg(format!("{host}:{TCP_PORT}"));
     let text = output(command)?;
     let report: Report = serde_json::from_str(&text).with_context(|| format!("the load generator printed {text:?}"))?;
     let latency = report
@@ -253,12 +265,25 @@ fn idle(scene: &Scene, sidecars: Option<&Sidecars>) -> anyhow::Result<Sample> {
     ]))
 }
 
+/// Allocations per request at 64 connections, by the difference of two counts of the counting build.
+fn allocations(scene: &Scene, duration: Duration) -> anyhow::Result<Sample> {
+    let count = || anyhow::Ok((tulle::allocations(&scene.client)?, tulle::allocations(&scene.server)?));
+    let before = count()?;
+    let driven = wrk(scene, SERVICE, 64, duration)?;
+    let after = count()?;
+    let each = |before, after| (after - before) as f64 / driven.requests as f64;
+    Ok(Sample::from([
+        (Metric::ClientAllocations, each(before.0, after.0)),
+        (Metric::ServerAllocations, each(before.1, after.1)),
+    ]))
+}
+
 fn idle_client() -> anyhow::Result<TcpStream> {
-    let mut stream = TcpStream::connect((SERVER, HTTP_PORT)).context("opening an idle connection")?;
+    let mut stream = TcpStream::connect((SERVICE, HTTP_PORT)).context("opening an idle connection")?;
     stream
         .set_read_timeout(Some(IDLE_TIMEOUT))
         .context("setting a timeout")?;
-    let request = format!("GET / HTTP/1.1\r\nhost: {SERVER}:{HTTP_PORT}\r\n\r\n");
+    let request = format!("GET / HTTP/1.1\r\nhost: {SERVICE}:{HTTP_PORT}\r\n\r\n");
     stream
         .write_all(request.as_bytes())
         .context("sending on an idle connection")?;

@@ -12,6 +12,7 @@ mod process;
 mod report;
 mod scene;
 mod tools;
+mod tulle;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -64,6 +65,8 @@ pub(crate) enum Row {
     Bulk,
     /// Memory of 800 idle HTTP/1 connections.
     Idle,
+    /// Allocations per request of tulle, by a build of it that counts them.
+    Allocations,
 }
 
 /// What the sidecars have to carry; they are started for one kind at a time.
@@ -82,11 +85,16 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     for repeat in 1..=args.repeats {
         for peer in &args.peers {
             for group in groups(&args.rows) {
+                let first = group[0];
+                if !first.applies_to(*peer) {
+                    continue;
+                }
                 eprintln!("repeat {repeat} of {}: {peer:?} {group:?}", args.repeats);
                 let sidecars = peer
-                    .start(&scene, group[0].traffic())
-                    .with_context(|| format!("starting {peer:?} for {:?}", group[0].traffic()))?;
-                drive::warm_up(&scene, group[0].traffic()).with_context(|| format!("warming {peer:?} up"))?;
+                    .start(&scene, first)
+                    .with_context(|| format!("starting {peer:?} for {first:?}"))?;
+                drive::warm_up(&scene, sidecars.as_ref(), first.traffic())
+                    .with_context(|| format!("warming {peer:?} up"))?;
                 for row in group {
                     let sample = drive::measure(row, &scene, sidecars.as_ref(), args.duration)
                         .with_context(|| format!("measuring {row:?} of {peer:?}"))?;
@@ -105,29 +113,43 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Rows that can share one start of the sidecars: those of HTTP/1, whose memory is read at the highest load.
+/// Rows that share one start of the sidecars: the loads of HTTP/1, in the order of their size.
 fn groups(rows: &[Row]) -> Vec<Vec<Row>> {
     let mut rows = rows.to_vec();
     rows.sort();
     rows.dedup();
-    rows.chunk_by(|a, b| a.traffic() == b.traffic() && *b != Row::Idle)
+    rows.chunk_by(|a, b| a.is_http_load() && b.is_http_load())
         .map(<[Row]>::to_vec)
         .collect()
 }
 
 impl Row {
-    const ALL: [Self; 6] = [
+    const ALL: [Self; 7] = [
         Self::Http1,
         Self::Http16,
         Self::Http64,
         Self::Grpc,
         Self::Bulk,
         Self::Idle,
+        Self::Allocations,
     ];
+
+    fn is_http_load(self) -> bool {
+        matches!(self, Self::Http1 | Self::Http16 | Self::Http64)
+    }
+
+    /// Whether there is anything to measure.
+    fn applies_to(self, peer: Peer) -> bool {
+        match self {
+            Self::Idle => peer != Peer::None,
+            Self::Allocations => peer == Peer::Tulle,
+            _ => true,
+        }
+    }
 
     fn traffic(self) -> Traffic {
         match self {
-            Self::Http1 | Self::Http16 | Self::Http64 | Self::Idle => Traffic::Http1,
+            Self::Http1 | Self::Http16 | Self::Http64 | Self::Idle | Self::Allocations => Traffic::Http1,
             Self::Grpc => Traffic::Grpc,
             Self::Bulk => Traffic::Opaque,
         }
@@ -140,12 +162,8 @@ mod tests {
 
     #[test]
     fn only_http_rows_share_sidecars() {
-        let expected = [
-            vec![Row::Http1, Row::Http16, Row::Http64],
-            vec![Row::Grpc],
-            vec![Row::Bulk],
-            vec![Row::Idle],
-        ];
+        let rest = [Row::Grpc, Row::Bulk, Row::Idle, Row::Allocations].map(|row| vec![row]);
+        let expected = [vec![vec![Row::Http1, Row::Http16, Row::Http64]], rest.to_vec()].concat();
         assert_eq!(groups(&Row::ALL), expected);
         assert_eq!(
             groups(&[Row::Idle, Row::Http64, Row::Http64]),

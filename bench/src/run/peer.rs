@@ -4,7 +4,7 @@ use tulle_core::names::port;
 
 use super::process::Process;
 use super::scene::{HTTP_PORT, PROXY_UID, Redirect, SERVER, Scene, TCP_PORT};
-use super::{Traffic, tools};
+use super::{Row, Traffic, tools, tulle};
 
 /// Who carries the traffic.
 #[derive(clap::ValueEnum, serde::Serialize, Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
@@ -20,14 +20,16 @@ pub(crate) enum Peer {
 pub(super) struct Sidecars {
     pub(super) client: Process,
     pub(super) server: Process,
-    _redirect: Redirect,
+    /// Runs while they do; its cost is not theirs.
+    pub(super) _control: Option<Process>,
+    pub(super) _redirect: Redirect,
 }
 
 impl Peer {
     /// Fails when a program is missing, before anything is started.
     pub(super) fn check(self) -> anyhow::Result<()> {
         match self {
-            Self::Tulle => ["tulle-proxy", "tulle-control"]
+            Self::Tulle => tulle::PROGRAMS
                 .into_iter()
                 .try_for_each(|name| tools::beside(name).map(drop)),
             Self::Haproxy => tools::installed("haproxy"),
@@ -35,11 +37,11 @@ impl Peer {
         }
     }
 
-    /// Starts a pair for this traffic and waits until both sides listen.
-    pub(super) fn start(self, scene: &Scene, traffic: Traffic) -> anyhow::Result<Option<Sidecars>> {
+    /// Starts a pair for this row and waits until both sides listen.
+    pub(super) fn start(self, scene: &Scene, row: Row) -> anyhow::Result<Option<Sidecars>> {
         match self {
-            Self::Tulle => anyhow::bail!("tulle"),
-            Self::Haproxy => haproxy(scene, traffic).map(Some),
+            Self::Tulle => tulle::start(scene, row).map(Some),
+            Self::Haproxy => haproxy(scene, row.traffic()).map(Some),
             Self::None => Ok(None),
         }
     }
@@ -69,6 +71,7 @@ fn haproxy(scene: &Scene, traffic: Traffic) -> anyhow::Result<Sidecars> {
     Ok(Sidecars {
         client,
         server,
+        _control: None,
         _redirect: scene.redirect()?,
     })
 }

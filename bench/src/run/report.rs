@@ -217,7 +217,7 @@ fn name(value: impl Serialize) -> String {
 }
 
 /// Metric, title and decimals of the table's columns.
-const COLUMNS: [(Metric, &str, usize); 11] = [
+const COLUMNS: [(Metric, &str, usize); 13] = [
     (Metric::RequestsPerSecond, "requests/s", 0),
     (Metric::P50Us, "p50 µs", 0),
     (Metric::P99Us, "p99 µs", 0),
@@ -228,6 +228,8 @@ const COLUMNS: [(Metric, &str, usize); 11] = [
     (Metric::ServerRssMib, "server RSS MiB", 1),
     (Metric::ClientIdleKib, "client idle KiB", 1),
     (Metric::ServerIdleKib, "server idle KiB", 1),
+    (Metric::ClientAllocations, "client allocs", 1),
+    (Metric::ServerAllocations, "server allocs", 1),
     (Metric::Failed, "failed", 0),
 ];
 

@@ -1,5 +1,7 @@
 //! The stage: namespaces, redirect rules, the application, certificates; the same for every peer.
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
@@ -19,6 +21,7 @@ pub(super) struct Scene {
     _app: Process,
     pub(super) client: Arc<Namespace>,
     pub(super) server: Arc<Namespace>,
+    pub(super) control: Arc<Namespace>,
     pub(super) certs: certs::Files,
     pub(super) dir: TempDir,
     _lab: Lab,
@@ -32,6 +35,8 @@ impl Scene {
         }
         ["wrk", "ghz", "nft"].into_iter().try_for_each(tools::installed)?;
         let dir = tempfile::tempdir().context("making a directory")?;
+        // The sidecars run as a user of their own and have to read what is in it.
+        std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).context("opening the directory to all")?;
         let certs = certs::make(dir.path())?;
         for (name, text) in FILES {
             std::fs::write(dir.path().join(name), text).with_context(|| format!("writing {name}"))?;
@@ -40,6 +45,9 @@ impl Scene {
         let mut lab = Lab::new(PREFIX)?;
         let client = lab.host("client", &format!("{CLIENT}/24"), None)?;
         let server = lab.host("server", &format!("{SERVER}/24"), None)?;
+        let control = lab.host("control", &format!("{CONTROL}/24"), None)?;
+        // The address of the service exists nowhere; a packet needs a route to get as far as the rules.
+        client.ip(&format!("route add {SERVICE} dev eth0\n"))?;
         let mut command = server.command(std::env::current_exe().context("finding this program")?);
         command.args([
             "serve",
@@ -54,6 +62,7 @@ impl Scene {
             _app: app,
             client,
             server,
+            control,
             certs,
             dir,
             _lab: lab,
@@ -121,6 +130,10 @@ fn rules() -> String {
 
 pub(super) const CLIENT: &str = "10.88.0.10";
 pub(super) const SERVER: &str = "10.88.0.20";
+/// The control plane of tulle.
+pub(super) const CONTROL: &str = "10.88.0.30";
+/// The cluster IP of the service that the server is the only endpoint of.
+pub(super) const SERVICE: &str = "10.99.0.1";
 pub(super) const HTTP_PORT: u16 = 8080;
 pub(super) const TCP_PORT: u16 = 9000;
 /// The user whose traffic is not redirected.

@@ -117,11 +117,6 @@ impl<V: View> Table<V> {
             }
         }
     }
-
-    #[cfg(test)]
-    pub(super) fn is_empty(&self) -> bool {
-        self.slots.is_empty() && self.readers.is_empty()
-    }
 }
 
 fn compute<V: View>(store: &Store, config: &Config, key: &V::Key) -> (V::Value, HashSet<Fact>) {

@@ -176,8 +176,13 @@ mod tests {
         check(&format!("# x\n---\n{service}spec: {{}}\n"), 3, "clusterIP");
         check(
             &format!("{service}spec: {{clusterIP: None}}\n---\n{service}"),
-            5,
+            6,
             "clusterIP",
+        );
+        check(
+            &format!("{service}spec: {{clusterIP: None}}\n---\n{service}spec:\n  ports: 1\n"),
+            10,
+            "ports",
         );
         check(
             "apiVersion: policy.linkerd.io/v1beta3\nkind: Server\nmetadata: {name: web}\nspec:\n  podSelector: {}\n  port: 80\n  proxyProtocol: HTTP/3\n",

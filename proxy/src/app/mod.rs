@@ -132,7 +132,10 @@ impl App {
             control.identity.clone(),
             &registry,
         );
-        let (http, tcp) = (http_metrics::Families::new(&registry), counts::Families::new(&registry));
+        let (http, tcp) = (
+            http_metrics::Families::with_prefix(&registry, ""),
+            counts::Families::new(&registry),
+        );
         let parts = Parts {
             config: &config,
             surroundings: &surroundings,

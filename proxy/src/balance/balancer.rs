@@ -13,14 +13,14 @@ use crate::balance::p2c;
 use crate::policy::client::Queue;
 
 /// What a balancer has to know of an endpoint.
-pub trait Candidate {
+pub(crate) trait Candidate {
     fn load(&self) -> &Load;
     fn breaker(&self) -> &Breaker;
 }
 
 /// How an endpoint is chosen among the available ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Strategy {
+pub(crate) enum Strategy {
     /// Two at random, the one with the lower load.
     #[default]
     PeakEwma,
@@ -30,7 +30,7 @@ pub enum Strategy {
 
 /// What discovery knows of a service.
 #[derive(Debug)]
-pub enum Discovered<E> {
+pub(crate) enum Discovered<E> {
     /// Nothing yet: requests wait.
     Unknown,
     /// Perhaps an empty list, when the last endpoint has just gone: requests wait.
@@ -41,7 +41,7 @@ pub enum Discovered<E> {
 
 /// Why there is no endpoint for a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum PickError {
+pub(crate) enum PickError {
     #[error("the service has no endpoints")]
     NoEndpoints,
     #[error("no endpoint became available within {0:?}")]
@@ -54,7 +54,7 @@ pub enum PickError {
 
 /// The endpoints of one service, shared by all workers.
 #[derive(Debug)]
-pub struct Balancer<E> {
+pub(crate) struct Balancer<E> {
     strategy: Strategy,
     queue: Queue,
     snapshot: ArcSwap<Discovered<E>>,
@@ -67,7 +67,7 @@ pub struct Balancer<E> {
 }
 
 impl<E: Candidate> Balancer<E> {
-    pub fn new(strategy: Strategy, queue: Queue) -> Self {
+    pub(crate) fn new(strategy: Strategy, queue: Queue) -> Self {
         Self {
             strategy,
             queue,
@@ -80,23 +80,18 @@ impl<E: Candidate> Balancer<E> {
     }
 
     /// For the breakers of this balancer's endpoints, so that one that opens is noticed by those who wait.
-    pub fn wake(&self) -> Wake {
+    pub(crate) fn wake(&self) -> Wake {
         self.wake.clone()
     }
 
     /// Publishes what discovery has learnt.
-    pub fn update(&self, discovered: Discovered<E>) {
+    pub(crate) fn update(&self, discovered: Discovered<E>) {
         self.snapshot.store(Arc::new(discovered));
         self.wake.wake();
     }
 
-    /// What discovery knows now.
-    pub fn discovered(&self) -> Arc<Discovered<E>> {
-        self.snapshot.load_full()
-    }
-
     /// Whether a request would get an endpoint at once.
-    pub fn is_available(&self, now: Instant) -> bool {
+    pub(crate) fn is_available(&self, now: Instant) -> bool {
         match &**self.snapshot.load() {
             Discovered::Endpoints(endpoints) => endpoints.iter().any(|endpoint| endpoint.breaker().available(now)),
             Discovered::Unknown | Discovered::NoEndpoints => false,
@@ -104,7 +99,7 @@ impl<E: Candidate> Balancer<E> {
     }
 
     /// An available endpoint, rather one that this request has not tried.
-    pub fn pick_now(&self, now: Instant, tried: &[Arc<E>]) -> Option<Arc<E>> {
+    pub(crate) fn pick_now(&self, now: Instant, tried: &[Arc<E>]) -> Option<Arc<E>> {
         let snapshot = self.snapshot.load();
         let Discovered::Endpoints(endpoints) = &**snapshot else {
             return None;
@@ -126,7 +121,7 @@ impl<E: Candidate> Balancer<E> {
     ///
     /// # Errors
     /// There are none, none became available in time, nobody waits any more because of that, or too many do.
-    pub async fn pick(&self, tried: &[Arc<E>]) -> Result<Arc<E>, PickError> {
+    pub(crate) async fn pick(&self, tried: &[Arc<E>]) -> Result<Arc<E>, PickError> {
         match self.pick_now(Instant::now(), tried) {
             Some(endpoint) => Ok(endpoint),
             // Rare, and its timer is large.

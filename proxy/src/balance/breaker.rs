@@ -17,7 +17,7 @@ use crate::policy::client::FailureAccrual;
 
 /// How a request to an endpoint ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub(crate) enum Outcome {
     Success,
     /// A server error, in the terms of the protocol, or of the transport.
     Failure,
@@ -27,11 +27,11 @@ pub enum Outcome {
 
 /// Wakes those who wait for an endpoint when one opens or appears.
 #[derive(Clone, Debug, Default)]
-pub struct Wake(Arc<Notify>);
+pub(crate) struct Wake(Arc<Notify>);
 
 /// The gates of one endpoint, shared by all workers.
 #[derive(Debug)]
-pub struct Breaker {
+pub(crate) struct Breaker {
     start: Instant,
     wake: Wake,
     dial: Gate,
@@ -69,7 +69,7 @@ enum Phase {
 }
 
 impl Breaker {
-    pub fn new(accrual: Option<FailureAccrual>, wake: Wake, now: Instant) -> Self {
+    pub(crate) fn new(accrual: Option<FailureAccrual>, wake: Wake, now: Instant) -> Self {
         let accrual = accrual.map(|policy| {
             let (FailureAccrual::Consecutive { backoff, .. } | FailureAccrual::Unified { backoff, .. }) = policy;
             Accrual {
@@ -88,7 +88,7 @@ impl Breaker {
     }
 
     /// Whether a request may go to this endpoint; it still has to be admitted.
-    pub fn available(&self, now: Instant) -> bool {
+    pub(crate) fn available(&self, now: Instant) -> bool {
         self.gates().all(|gate| gate.is_passable(|| self.at(now)))
     }
 
@@ -96,12 +96,12 @@ impl Breaker {
     ///
     /// A probe that nobody reports on is replaced by another after as long again.
     #[must_use]
-    pub fn admit(&self, now: Instant) -> bool {
+    pub(crate) fn admit(&self, now: Instant) -> bool {
         self.available(now) && self.gates().all(|gate| gate.pass(|| self.at(now)))
     }
 
     /// When an unavailable endpoint may be tried again.
-    pub fn available_at(&self) -> Option<Instant> {
+    pub(crate) fn available_at(&self) -> Option<Instant> {
         let until = self.gates().map(|gate| gate.until.load(Ordering::Relaxed)).max()?;
         (until > 0).then(|| self.start + Duration::from_nanos(until - 1))
     }
@@ -109,7 +109,7 @@ impl Breaker {
     /// Notes how a request ended.
     ///
     /// What was sent before the gate shut does not count; what answers while a probe is out counts as the probe.
-    pub fn record(&self, outcome: Outcome, now: Instant) {
+    pub(crate) fn record(&self, outcome: Outcome, now: Instant) {
         let Some(accrual) = &self.accrual else { return };
         let change = match accrual.gate.phase() {
             Phase::Open => accrual.judge(outcome, self.at(now)),
@@ -129,12 +129,12 @@ impl Breaker {
     }
 
     /// Notes that the endpoint could not be reached; others are preferred until a backoff from 100 ms to 10 s is over.
-    pub fn connect_failed(&self, now: Instant) {
+    pub(crate) fn connect_failed(&self, now: Instant) {
         self.dial.shut(self.at(now));
     }
 
     /// Notes that the endpoint can be reached.
-    pub fn connected(&self) {
+    pub(crate) fn connected(&self) {
         if self.dial.phase() != Phase::Open {
             self.dial.open();
             self.wake.wake();
@@ -267,7 +267,7 @@ impl Gate {
 }
 
 impl Wake {
-    pub fn wake(&self) {
+    pub(crate) fn wake(&self) {
         self.0.notify_waiters();
     }
 

@@ -9,7 +9,7 @@ use crate::policy::endpoint::{EndpointSpec, EndpointUpdate};
 
 /// The endpoints of one service, as the updates so far describe them.
 #[derive(Debug)]
-pub struct Endpoints<E> {
+pub(crate) struct Endpoints<E> {
     known: BTreeMap<SocketAddr, Known<E>>,
     state: State,
 }
@@ -41,14 +41,14 @@ impl<E> Endpoints<E> {
     /// Notes that the stream was opened anew, so that endpoints that went away meanwhile go with the next addition.
     ///
     /// Until then the last known ones stay.
-    pub fn resync(&mut self) {
+    pub(crate) fn resync(&mut self) {
         self.state = State::Resync;
     }
 
     /// Applies an update; `build` makes an endpoint that is new or described anew.
     ///
     /// Returns the list to publish, or nothing when all stays as it was.
-    pub fn apply(
+    pub(crate) fn apply(
         &mut self,
         update: EndpointUpdate,
         mut build: impl FnMut(&Arc<EndpointSpec>) -> Arc<E>,

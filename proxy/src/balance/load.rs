@@ -13,7 +13,7 @@ use crate::policy::client::LoadParams;
 ///
 /// The estimate of the round-trip time rises to a peak at once and then decays towards what is measured.
 #[derive(Debug)]
-pub struct Load {
+pub(crate) struct Load {
     params: LoadParams,
     start: Instant,
     pending: AtomicU32,
@@ -29,7 +29,7 @@ struct Estimate {
 }
 
 impl Load {
-    pub fn new(params: LoadParams, now: Instant) -> Self {
+    pub(crate) fn new(params: LoadParams, now: Instant) -> Self {
         let (LoadParams::PeakEwma { default_rtt, .. } | LoadParams::PenaltyPeakEwma { default_rtt, .. }) = params;
         let estimate = Estimate {
             rtt: default_rtt.as_secs_f32(),
@@ -49,7 +49,7 @@ impl Load {
     /// Never NaN, and never below the floor of 1 ms: differences below that are noise, and requests in flight tell more.
     ///
     /// Source: `PeakEwma` in `outbound.proto`; Linkerd sends a default RTT of 30 ms and a decay of 10 s.
-    pub fn cost(&self, now: Instant) -> f64 {
+    pub(crate) fn cost(&self, now: Instant) -> f64 {
         let (estimate, pending) = (self.estimate(), self.pending());
         if estimate.at == 0 && pending == 0 {
             // Nobody knows, and one request is how to find out. At its default a newcomer would look slower than
@@ -61,18 +61,18 @@ impl Load {
     }
 
     /// Requests in flight.
-    pub fn pending(&self) -> u32 {
+    pub(crate) fn pending(&self) -> u32 {
         self.pending.load(Ordering::Relaxed)
     }
 
     /// The estimated round-trip time.
-    pub fn rtt(&self, now: Instant) -> Duration {
+    pub(crate) fn rtt(&self, now: Instant) -> Duration {
         let rtt = self.decayed(self.estimate(), self.at(now));
         Duration::try_from_secs_f32(rtt.max(RTT_FLOOR)).unwrap_or(Duration::MAX)
     }
 
     /// Takes a measured round-trip time into the estimate.
-    pub fn observe(&self, rtt: Duration, now: Instant) {
+    pub(crate) fn observe(&self, rtt: Duration, now: Instant) {
         let (rtt, at) = (rtt.as_secs_f32(), self.at(now));
         self.update(|old| {
             let decayed = self.decayed(old, at);
@@ -88,7 +88,7 @@ impl Load {
     /// Lets a failed request count as a slow one, so that an endpoint that fails fast does not attract more of them.
     ///
     /// Without a penalty in the policy, the time it took counts as for any other request.
-    pub fn penalize(&self, took: Duration, retry_after: Option<Duration>, now: Instant) {
+    pub(crate) fn penalize(&self, took: Duration, retry_after: Option<Duration>, now: Instant) {
         let LoadParams::PenaltyPeakEwma {
             penalty,
             max_retry_after,
@@ -160,14 +160,14 @@ impl Estimate {
 
 /// One request in flight to an endpoint; it counts until this is dropped.
 #[derive(Debug)]
-pub struct Pending<E: Candidate> {
+pub(crate) struct Pending<E: Candidate> {
     endpoint: Arc<E>,
     sent_at: Instant,
     is_measured: bool,
 }
 
 impl<E: Candidate> Pending<E> {
-    pub fn new(endpoint: Arc<E>, now: Instant) -> Self {
+    pub(crate) fn new(endpoint: Arc<E>, now: Instant) -> Self {
         endpoint.load().pending.fetch_add(1, Ordering::Relaxed);
         Self {
             endpoint,
@@ -176,18 +176,8 @@ impl<E: Candidate> Pending<E> {
         }
     }
 
-    pub fn endpoint(&self) -> &Arc<E> {
-        &self.endpoint
-    }
-
-    /// The request goes out only now: what was waited for until here, such as a handshake, says nothing of how quickly
-    /// this endpoint answers.
-    pub fn sent(&mut self, now: Instant) {
-        self.sent_at = now;
-    }
-
     /// The endpoint has answered.
-    pub fn answered(mut self, now: Instant) {
+    pub(crate) fn answered(mut self, now: Instant) {
         self.is_measured = true;
         self.endpoint
             .load()
@@ -195,7 +185,7 @@ impl<E: Candidate> Pending<E> {
     }
 
     /// The endpoint has failed, or asked us to stay away for a while.
-    pub fn failed(mut self, retry_after: Option<Duration>, now: Instant) {
+    pub(crate) fn failed(mut self, retry_after: Option<Duration>, now: Instant) {
         self.is_measured = true;
         self.endpoint
             .load()
@@ -347,13 +337,12 @@ mod tests {
             load: Load::new(peak_ewma(), now),
             breaker,
         });
-        let (first, mut second) = (Pending::new(peer.clone(), now), Pending::new(peer.clone(), now));
+        let (first, second) = (Pending::new(peer.clone(), now), Pending::new(peer.clone(), now));
         assert_eq!(peer.load.pending(), 2);
         first.answered(now + 4 * MS);
         assert_eq!(peer.load.pending(), 1);
         assert_near(peer.load.cost(now), 0.008);
-        second.sent(now + 100 * MS);
-        tokio::time::advance(600 * MS).await;
+        tokio::time::advance(500 * MS).await;
         drop(second);
         assert_eq!(peer.load.pending(), 0);
         assert_near(peer.load.cost(Instant::now()), 0.500);

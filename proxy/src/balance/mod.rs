@@ -5,9 +5,9 @@
 //! answered, and tells the endpoint's [`breaker::Breaker`] how it ended.
 //! No sockets here: dialling is the business of who asked. Only [`balancer`] ever waits.
 
-pub mod balancer;
-pub mod breaker;
-pub mod endpoints;
-pub mod load;
-pub mod p2c;
-pub mod weighted;
+pub(crate) mod balancer;
+pub(crate) mod breaker;
+pub(crate) mod endpoints;
+pub(crate) mod load;
+pub(crate) mod p2c;
+pub(crate) mod weighted;

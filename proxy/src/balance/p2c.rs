@@ -4,7 +4,7 @@
 ///
 /// `cost` is `None` where a candidate is unavailable; `draw(n)` is a random number below `n`.
 /// Constant time while most candidates are available.
-pub fn choose(
+pub(crate) fn choose(
     candidates: usize,
     mut draw: impl FnMut(usize) -> usize,
     cost: impl Fn(usize) -> Option<f64>,

@@ -2,14 +2,14 @@
 
 /// Weights of some choices; at least one is not zero.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Weights {
+pub(crate) struct Weights {
     /// Running sums, the last of which is the total.
     sums: Box<[u32]>,
 }
 
 impl Weights {
     /// `None` when all weights are zero, or do not fit in a `u32` together.
-    pub fn new(weights: impl IntoIterator<Item = u32>) -> Option<Self> {
+    pub(crate) fn new(weights: impl IntoIterator<Item = u32>) -> Option<Self> {
         let mut total = 0_u32;
         let mut sums = Vec::new();
         for weight in weights {
@@ -20,12 +20,12 @@ impl Weights {
     }
 
     /// The choice that a random number falls to, each by its weight.
-    pub fn choose(&self, random: u32) -> usize {
+    pub(crate) fn choose(&self, random: u32) -> usize {
         self.owner(scale(random, self.total()))
     }
 
     /// The same among the available choices only, or none if none of those has a weight.
-    pub fn choose_available(&self, random: u32, is_available: impl Fn(usize) -> bool) -> Option<usize> {
+    pub(crate) fn choose_available(&self, random: u32, is_available: impl Fn(usize) -> bool) -> Option<usize> {
         let choice = self.choose(random);
         if is_available(choice) {
             return Some(choice);
@@ -55,7 +55,7 @@ impl Weights {
 }
 
 /// The first available choice, or the first at all: somebody has to wait for it.
-pub fn first_available(choices: usize, is_available: impl Fn(usize) -> bool) -> usize {
+pub(crate) fn first_available(choices: usize, is_available: impl Fn(usize) -> bool) -> usize {
     (0..choices).find(|index| is_available(*index)).unwrap_or(0)
 }
 

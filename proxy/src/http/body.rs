@@ -55,6 +55,26 @@ pub(crate) trait Observe: Send {
     fn end(&mut self, result: Result<(), &Error>);
 }
 
+/// Two observers of one body.
+struct Both(Box<dyn Observe>, Box<dyn Observe>);
+
+impl Observe for Both {
+    fn data(&mut self, len: usize) {
+        self.0.data(len);
+        self.1.data(len);
+    }
+
+    fn trailers(&mut self, trailers: &HeaderMap) {
+        self.0.trailers(trailers);
+        self.1.trailers(trailers);
+    }
+
+    fn end(&mut self, result: Result<(), &Error>) {
+        self.0.end(result);
+        self.1.end(result);
+    }
+}
+
 impl Body {
     pub(crate) fn empty() -> Self {
         Self::default()
@@ -104,11 +124,13 @@ impl Body {
 
     /// Tells `observer` what passes from now on. A body that is already at its end reports that at once.
     pub(crate) fn observed(mut self, mut observer: Box<dyn Observe>) -> Self {
-        debug_assert!(self.observer.is_none(), "one observer a body");
         if http_body::Body::is_end_stream(&self) {
             observer.end(Ok(()));
         } else {
-            self.observer = Some(observer);
+            self.observer = Some(match self.observer.take() {
+                None => observer,
+                Some(first) => Box::new(Both(first, observer)),
+            });
         }
         self
     }

@@ -17,6 +17,10 @@ use crate::{
 pub(crate) trait Ended: Send + 'static {
     /// The first byte of the body arrived, or there is none.
     fn first_data(&mut self);
+    /// Whether the response counts as a success.
+    fn class(&self, outcome: &Outcome) -> bool {
+        outcome.success
+    }
     fn ended(&mut self, outcome: Outcome);
 }
 
@@ -94,12 +98,13 @@ impl<E: Ended> Classify<E> {
     fn report(&mut self, error: bool) {
         self.first();
         let success = !error && is_success(self.status, self.grpc);
-        let outcome = Outcome {
+        let mut outcome = Outcome {
             status: self.status,
             grpc: self.grpc,
             success,
             error,
         };
+        outcome.success = self.also.class(&outcome);
         self.series.response(outcome);
         self.also.ended(outcome);
         self.reported = true;

@@ -42,12 +42,14 @@ pub(crate) struct Outcome {
 }
 
 impl Families {
-    pub(crate) fn new(registry: &Registry) -> Self {
+    /// The families, with `prefix` before their names.
+    pub(crate) fn with_prefix(registry: &Registry, prefix: &str) -> Self {
+        let name = |name| format!("{prefix}{name}");
         Self {
-            requests: registry.counter("request_total", "HTTP requests"),
-            responses: registry.counter("response_total", "HTTP responses, by how they ended"),
+            requests: registry.counter(&name("request_total"), "HTTP requests"),
+            responses: registry.counter(&name("response_total"), "HTTP responses, by how they ended"),
             latency: registry.histogram(
-                "response_latency_ms",
+                &name("response_latency_ms"),
                 "Milliseconds from a request's head to the first data of its response",
                 LATENCY_MS,
             ),

@@ -8,11 +8,13 @@ use tokio::sync::watch;
 use crate::{
     balance::weighted::Weights,
     net::first::Learned,
-    outbound::backend::{Backends, Choice, Factory},
+    outbound::{
+        backend::{Backends, Choice, Factory},
+        profile::ProfilePlan,
+    },
     policy::{
         client::{ClientHttp, ClientPolicy, ClientProtocol, HttpTarget, OpaqueFilter, OpaqueRoute, Queue, TlsRoute},
         filter::Filter,
-        meta::Meta,
         profile::Profile,
         route::Route,
     },
@@ -46,6 +48,8 @@ pub(crate) enum Plan {
 
 /// The routes of HTTP requests.
 pub(crate) struct Router {
+    /// What rules instead of the policy, where a ServiceProfile does.
+    pub(super) profile: Option<Arc<ProfilePlan>>,
     pub(super) routes: Vec<Route<HttpPlan>>,
 }
 
@@ -79,7 +83,15 @@ impl Refusal {
 }
 
 /// Compiles what the control plane said; backends that stay the same keep their endpoints and connections.
-pub(super) fn compile(factory: &Factory, policy: &ClientPolicy, profile: Option<&Profile>, queue: Queue) -> Plan {
+///
+/// `port` is the one that applications dial.
+pub(super) fn compile(
+    factory: &Factory,
+    policy: &ClientPolicy,
+    profile: Option<&Profile>,
+    queue: Queue,
+    port: u16,
+) -> Plan {
     let opaque_of = |route: Option<&OpaqueRoute>| match profile {
         Some(profile) if profile.rules_opaque() => Arc::new(OpaquePlan {
             refusal: None,
@@ -93,18 +105,18 @@ pub(super) fn compile(factory: &Factory, policy: &ClientPolicy, profile: Option<
             _ => None,
         }));
     }
-    let http = |http: &ClientHttp| match profile {
-        Some(profile) if profile.rules_http() && profile.rules_opaque() => {
-            let plan = HttpPlan {
-                backends: profile_backends(factory, profile, queue),
-                timeout: None,
-            };
-            Arc::new(Router {
-                routes: vec![Route::catch_all(meta(profile), plan)],
-            })
-        }
-        _ => Arc::new(router(factory, http)),
-    };
+    let profile_plan = profile.filter(|profile| profile.rules_http()).map(|profile| {
+        let overrides = profile
+            .rules_opaque()
+            .then(|| profile_backends(factory, profile, queue));
+        Arc::new(ProfilePlan::new(
+            &factory.common.families.profiles,
+            profile,
+            port,
+            overrides,
+        ))
+    });
+    let http = |http: &ClientHttp| Arc::new(router(factory, http, profile_plan.clone()));
     match &policy.protocol {
         ClientProtocol::Detect {
             timeout,
@@ -132,7 +144,7 @@ pub(super) fn compile(factory: &Factory, policy: &ClientPolicy, profile: Option<
     }
 }
 
-fn router(factory: &Factory, http: &ClientHttp) -> Router {
+fn router(factory: &Factory, http: &ClientHttp, profile: Option<Arc<ProfilePlan>>) -> Router {
     let compiled = |route: &Route<HttpTarget>| {
         route.map(|rule| HttpPlan {
             backends: factory.backends(&rule.payload.backends, http.failure_accrual),
@@ -140,6 +152,7 @@ fn router(factory: &Factory, http: &ClientHttp) -> Router {
         })
     };
     Router {
+        profile,
         routes: http.routes.iter().map(compiled).collect(),
     }
 }
@@ -175,11 +188,4 @@ fn profile_backends<F>(factory: &Factory, profile: &Profile, queue: Queue) -> Ba
         Some(weights) => Backends::ByWeight(weights, choices.collect()),
         None => Backends::None,
     }
-}
-
-fn meta(profile: &Profile) -> Arc<Meta> {
-    profile
-        .resource
-        .clone()
-        .unwrap_or_else(|| Meta::default_named("profile"))
 }

@@ -146,6 +146,7 @@ fn plan(
                 policy,
                 profile,
                 discover.forward.queue,
+                dst.port(),
             ));
         }
         Watched::Refused(refusal) if unknown_there(refusal) => {
@@ -164,6 +165,7 @@ fn plan(
         &synthesized,
         profile,
         discover.forward.queue,
+        dst.port(),
     ))
 }
 

@@ -45,7 +45,7 @@ struct Needs {
 }
 
 /// A request that can be sent again.
-struct Copy {
+pub(super) struct Copy {
     method: Method,
     uri: Uri,
     version: Version,
@@ -237,7 +237,7 @@ fn never_reached(rsp: &Response<Body>, endpoint: &Endpoint) -> bool {
 
 impl Copy {
     /// Keeps what is needed to send `req` once more; its body is kept as it passes.
-    fn of(req: &mut Request<Body>) -> Option<Self> {
+    pub(super) fn of(req: &mut Request<Body>) -> Option<Self> {
         let body = if req.body().is_end_stream() {
             None
         } else {
@@ -255,7 +255,7 @@ impl Copy {
     }
 
     /// The request again, if its body could be kept.
-    fn request(self) -> Option<Request<Body>> {
+    pub(super) fn request(self) -> Option<Request<Body>> {
         let body = match self.body {
             None => Body::empty(),
             Some(kept) => kept.again()?,

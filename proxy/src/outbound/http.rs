@@ -39,7 +39,8 @@ impl HttpConnection {
         let router = router(&plan, req.version())?;
         let found = route::find(&router.routes, &Head::of(req.method(), req.uri(), req.headers()));
         let found = found.ok_or(Error::RouteNotFound)?; // O6
-        let choice = found.rule.payload.backends.choose()?;
+        let split = router.profile.as_ref().and_then(|profile| profile.overrides.as_ref());
+        let choice = split.unwrap_or(&found.rule.payload.backends).choose()?;
         for filters in [&found.rule.filters, &choice.filters] {
             filters::apply(filters, &mut req, found.prefix)?;
         }
@@ -51,6 +52,9 @@ impl HttpConnection {
             families: &self.outbound.families,
             drain: &self.drain,
         };
+        if let (Some(profile), None) = (&router.profile, &upgrade) {
+            return Box::pin(profile.send(&dispatch, req)).await; // a profile has its own timeouts and no filters
+        }
         let sent = dispatch.run(req, upgrade); // O7–O11
         let mut rsp = match found.rule.payload.timeout {
             None => sent.await?,

@@ -4,13 +4,17 @@ use std::net::SocketAddr;
 
 use tulle_core::metrics::{Counter, Family, Labels, Registry};
 
-use crate::{metrics::http as http_metrics, net::counts, policy::endpoint::EndpointSpec, tls::status::ClientTls};
+use crate::{
+    metrics::http as http_metrics, net::counts, outbound::profile, policy::endpoint::EndpointSpec,
+    tls::status::ClientTls,
+};
 
 /// All families that outbound traffic is counted in.
 #[derive(Clone)]
 pub(crate) struct Families {
     pub(crate) http: http_metrics::Families,
     pub(crate) tcp: counts::Families,
+    pub(crate) profiles: profile::Families,
     tcp_errors: Family<Counter>,
     pub(super) retries: Family<Counter>,
 }
@@ -20,6 +24,7 @@ impl Families {
         Self {
             http,
             tcp,
+            profiles: profile::Families::new(registry),
             tcp_errors: registry.counter("outbound_tcp_errors_total", "Connections that reached no endpoint"),
             retries: registry.counter(
                 "tulle_outbound_resent_total",

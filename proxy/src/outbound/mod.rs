@@ -12,6 +12,7 @@ pub(crate) mod endpoint;
 mod http;
 pub(crate) mod metrics;
 mod opaque;
+mod profile;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 

@@ -12,14 +12,14 @@ use crate::policy::meta::Meta;
 
 /// Permission for clients from some networks that prove who they are in some way.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Authorization {
-    pub networks: Vec<NetworkMatch>,
-    pub authentication: Authentication,
-    pub meta: Arc<Meta>,
+pub(crate) struct Authorization {
+    pub(crate) networks: Vec<NetworkMatch>,
+    pub(crate) authentication: Authentication,
+    pub(crate) meta: Arc<Meta>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Authentication {
+pub(crate) enum Authentication {
     /// Nothing to prove.
     Unauthenticated,
     /// TLS that ends in this proxy, with or without a client certificate.
@@ -33,7 +33,7 @@ pub enum Authentication {
 
 /// A group of identities.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum IdentitySuffix {
+pub(crate) enum IdentitySuffix {
     /// Every identity that the trust anchors vouch for.
     Any,
     /// DNS names that end with this text, which starts with a dot.
@@ -42,7 +42,7 @@ pub enum IdentitySuffix {
 
 /// How a client's connection was secured, as far as authorization cares.
 #[derive(Clone, Copy, Debug)]
-pub enum ConnTls<'a> {
+pub(crate) enum ConnTls<'a> {
     /// No TLS, or TLS that is not ours to open.
     NotTerminated,
     Terminated {
@@ -52,7 +52,7 @@ pub enum ConnTls<'a> {
 
 /// Why no authorization fits, by the one that came closest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
-pub enum Denied {
+pub(crate) enum Denied {
     #[error("no authorization permits this network")]
     Network,
     #[error("authorization requires mTLS")]
@@ -67,7 +67,7 @@ pub enum Denied {
 ///
 /// # Errors
 /// Nobody permits it.
-pub fn authorize<'a>(
+pub(crate) fn authorize<'a>(
     authorizations: &'a [Authorization],
     client: IpAddr,
     tls: ConnTls<'_>,
@@ -85,7 +85,7 @@ pub fn authorize<'a>(
 
 impl Authorization {
     /// Permission by what the client proves, wherever it is.
-    pub fn anywhere(authentication: Authentication, meta: Arc<Meta>) -> Self {
+    pub(crate) fn anywhere(authentication: Authentication, meta: Arc<Meta>) -> Self {
         Self {
             networks: everywhere(),
             authentication,
@@ -94,7 +94,7 @@ impl Authorization {
     }
 
     /// The permission that every server policy ends with: an application may always reach itself.
-    pub fn localhost() -> Self {
+    pub(crate) fn localhost() -> Self {
         let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
         Self {
             networks: loopback.map(|ip| IpNet::from(ip).into()).to_vec(),
@@ -113,7 +113,7 @@ impl Authorization {
 
 impl Authentication {
     /// Any identity that the trust anchors vouch for.
-    pub fn any_identity() -> Self {
+    pub(crate) fn any_identity() -> Self {
         Self::TlsIdentities {
             identities: HashSet::default(),
             suffixes: vec![IdentitySuffix::Any],
@@ -137,7 +137,7 @@ impl Authentication {
 
 impl IdentitySuffix {
     /// From labels in order: `["ns", "cluster", "local"]` stands for all names below `ns.cluster.local`.
-    pub fn from_labels<S: AsRef<str>>(labels: &[S]) -> Self {
+    pub(crate) fn from_labels<S: AsRef<str>>(labels: &[S]) -> Self {
         if labels.is_empty() {
             return Self::Any;
         }

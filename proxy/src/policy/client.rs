@@ -14,13 +14,13 @@ use crate::policy::route::{Route, Rule};
 
 /// The policy of one destination.
 #[derive(Clone, Debug, PartialEq)]
-pub struct ClientPolicy {
-    pub meta: Arc<Meta>,
-    pub protocol: ClientProtocol,
+pub(crate) struct ClientPolicy {
+    pub(crate) meta: Arc<Meta>,
+    pub(crate) protocol: ClientProtocol,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub enum ClientProtocol {
+pub(crate) enum ClientProtocol {
     /// Look at the first bytes, for `timeout` at most.
     Detect {
         timeout: Duration,
@@ -37,24 +37,24 @@ pub enum ClientProtocol {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub struct ClientHttp {
-    pub routes: Arc<[Route<HttpTarget>]>,
-    pub failure_accrual: Option<FailureAccrual>,
+pub(crate) struct ClientHttp {
+    pub(crate) routes: Arc<[Route<HttpTarget>]>,
+    pub(crate) failure_accrual: Option<FailureAccrual>,
 }
 
 /// What happens to a request that a rule has chosen.
 #[derive(Clone, Debug, PartialEq)]
-pub struct HttpTarget {
-    pub backends: Distribution<Filter>,
-    pub timeouts: Timeouts,
-    pub retry: Option<Retry>,
+pub(crate) struct HttpTarget {
+    pub(crate) backends: Distribution<Filter>,
+    pub(crate) timeouts: Timeouts,
+    pub(crate) retry: Option<Retry>,
     /// Whether requests may bring timeouts and retries of their own in `l5d-*` headers.
-    pub request_headers: RequestOverrides,
+    pub(crate) request_headers: RequestOverrides,
 }
 
 /// Whether a request may override its route's timeouts and retries.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum RequestOverrides {
+pub(crate) enum RequestOverrides {
     #[default]
     Ignore,
     Allow,
@@ -62,7 +62,7 @@ pub enum RequestOverrides {
 
 /// Which backend gets a request, or a connection; `F` is what filters those.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Distribution<F> {
+pub(crate) enum Distribution<F> {
     /// None: every request is shed.
     Empty,
     /// The first that has an available endpoint. Never an empty list.
@@ -73,20 +73,20 @@ pub enum Distribution<F> {
 
 /// A backend, and the filters that only its requests pass, after those of the rule.
 #[derive(Clone, Debug, PartialEq)]
-pub struct RouteBackend<F> {
-    pub filters: Vec<F>,
-    pub backend: Arc<Backend>,
+pub(crate) struct RouteBackend<F> {
+    pub(crate) filters: Vec<F>,
+    pub(crate) backend: Arc<Backend>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub struct Backend {
-    pub meta: Arc<Meta>,
-    pub queue: Queue,
-    pub target: BackendTarget,
+pub(crate) struct Backend {
+    pub(crate) meta: Arc<Meta>,
+    pub(crate) queue: Queue,
+    pub(crate) target: BackendTarget,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub enum BackendTarget {
+pub(crate) enum BackendTarget {
     /// One fixed address.
     Forward(Arc<EndpointSpec>),
     /// The endpoints that discovery knows under `path`.
@@ -97,7 +97,7 @@ pub enum BackendTarget {
 
 /// How the load of an endpoint is estimated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LoadParams {
+pub(crate) enum LoadParams {
     PeakEwma {
         default_rtt: Duration,
         decay: Duration,
@@ -113,36 +113,36 @@ pub enum LoadParams {
 
 /// Requests that wait for an endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Queue {
-    pub capacity: usize,
+pub(crate) struct Queue {
+    pub(crate) capacity: usize,
     /// How long one waits before it fails, and all after it fail at once.
-    pub failfast_timeout: Duration,
+    pub(crate) failfast_timeout: Duration,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Timeouts {
+pub(crate) struct Timeouts {
     /// From entering the route to the end of both bodies, all tries included.
-    pub request: Option<Duration>,
+    pub(crate) request: Option<Duration>,
     /// From the end of the request to the end of the response, for each try.
-    pub response: Option<Duration>,
+    pub(crate) response: Option<Duration>,
     /// Without data in either direction.
-    pub idle: Option<Duration>,
+    pub(crate) idle: Option<Duration>,
 }
 
 /// When and how often a request is sent again.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Retry {
-    pub max_retries: u16,
+pub(crate) struct Retry {
+    pub(crate) max_retries: u16,
     /// Longer bodies are not kept, so their requests are not retried.
-    pub max_request_bytes: usize,
-    pub conditions: RetryConditions,
+    pub(crate) max_request_bytes: usize,
+    pub(crate) conditions: RetryConditions,
     /// For the response head, for each try but the last.
-    pub timeout: Option<Duration>,
-    pub backoff: Option<Backoff>,
+    pub(crate) timeout: Option<Duration>,
+    pub(crate) backoff: Option<Backoff>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RetryConditions {
+pub(crate) enum RetryConditions {
     Http(Vec<RangeInclusive<u16>>),
     /// gRPC status codes.
     Grpc(Vec<u16>),
@@ -150,7 +150,7 @@ pub enum RetryConditions {
 
 /// When an endpoint is taken out for failing.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum FailureAccrual {
+pub(crate) enum FailureAccrual {
     Consecutive {
         max_failures: u32,
         backoff: Backoff,
@@ -168,22 +168,22 @@ pub enum FailureAccrual {
 
 /// The one route of a stream of bytes.
 #[derive(Clone, Debug, PartialEq)]
-pub struct OpaqueRoute {
-    pub meta: Arc<Meta>,
-    pub filters: Vec<OpaqueFilter>,
-    pub backends: Distribution<OpaqueFilter>,
+pub(crate) struct OpaqueRoute {
+    pub(crate) meta: Arc<Meta>,
+    pub(crate) filters: Vec<OpaqueFilter>,
+    pub(crate) backends: Distribution<OpaqueFilter>,
 }
 
 /// A route of TLS connections that stay encrypted.
 #[derive(Clone, Debug, PartialEq)]
-pub struct TlsRoute {
+pub(crate) struct TlsRoute {
     /// No names: all connections.
-    pub snis: Vec<HostMatch>,
-    pub route: OpaqueRoute,
+    pub(crate) snis: Vec<HostMatch>,
+    pub(crate) route: OpaqueRoute,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum OpaqueFilter {
+pub(crate) enum OpaqueFilter {
     Invalid(Arc<str>),
     Forbidden,
     /// A filter that we do not know; no connection passes.
@@ -191,7 +191,7 @@ pub enum OpaqueFilter {
 }
 
 /// The most specific TLS route for a server name, the first among equals.
-pub fn find_tls<'a>(routes: &'a [TlsRoute], sni: &str) -> Option<&'a TlsRoute> {
+pub(crate) fn find_tls<'a>(routes: &'a [TlsRoute], sni: &str) -> Option<&'a TlsRoute> {
     let sni = sni.strip_suffix('.').unwrap_or(sni);
     let mut best = None;
     for route in routes {
@@ -213,7 +213,7 @@ pub fn find_tls<'a>(routes: &'a [TlsRoute], sni: &str) -> Option<&'a TlsRoute> {
 
 impl ClientPolicy {
     /// Everything to one endpoint, for destinations that the control plane has no policy for.
-    pub fn forward(meta: Arc<Meta>, endpoint: Arc<EndpointSpec>, params: ForwardParams) -> Self {
+    pub(crate) fn forward(meta: Arc<Meta>, endpoint: Arc<EndpointSpec>, params: ForwardParams) -> Self {
         let backend = Arc::new(Backend {
             meta: meta.clone(),
             queue: params.queue,
@@ -229,7 +229,7 @@ impl ClientPolicy {
     }
 
     /// For an update that cannot be decoded: HTTP requests get 500, connections are closed.
-    pub fn invalid(detect_timeout: Duration) -> Self {
+    pub(crate) fn invalid(detect_timeout: Duration) -> Self {
         let meta = Meta::default_named("invalid");
         let opaque = OpaqueRoute {
             meta: meta.clone(),
@@ -291,7 +291,7 @@ impl<F> Distribution<F> {
 
 /// What a policy of our own making takes from the configuration.
 #[derive(Clone, Copy, Debug)]
-pub struct ForwardParams {
-    pub detect_timeout: Duration,
-    pub queue: Queue,
+pub(crate) struct ForwardParams {
+    pub(crate) detect_timeout: Duration,
+    pub(crate) queue: Queue,
 }

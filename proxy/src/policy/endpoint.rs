@@ -13,32 +13,32 @@ use crate::policy::meta::Meta;
 
 /// An address and all that decides how to speak to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EndpointSpec {
-    pub addr: SocketAddr,
-    pub weight: u32,
+pub(crate) struct EndpointSpec {
+    pub(crate) addr: SocketAddr,
+    pub(crate) weight: u32,
     /// For metrics; the endpoint's own labels win over those of its set.
-    pub labels: BTreeMap<String, String>,
+    pub(crate) labels: BTreeMap<String, String>,
     /// Absent: the peer is not meshed and is spoken to in plain text.
-    pub tls: Option<EndpointTls>,
-    pub hint: ProtocolHint,
+    pub(crate) tls: Option<EndpointTls>,
+    pub(crate) hint: ProtocolHint,
     /// Port of the peer's proxy that takes connections behind a transport header.
-    pub opaque_transport: Option<NonZeroU16>,
-    pub authority_override: Option<Authority>,
-    pub http2: Http2Params,
-    pub locality: Locality,
-    pub resource: Option<Arc<Meta>>,
+    pub(crate) opaque_transport: Option<NonZeroU16>,
+    pub(crate) authority_override: Option<Authority>,
+    pub(crate) http2: Http2Params,
+    pub(crate) locality: Locality,
+    pub(crate) resource: Option<Arc<Meta>>,
 }
 
 /// Whom to expect at an endpoint, and the name to ask for.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct EndpointTls {
-    pub identity: Identity,
-    pub server_name: Arc<str>,
+pub(crate) struct EndpointTls {
+    pub(crate) identity: Identity,
+    pub(crate) server_name: Arc<str>,
 }
 
 /// What an endpoint's proxy understands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum ProtocolHint {
+pub(crate) enum ProtocolHint {
     #[default]
     Unknown,
     /// HTTP/1 may be carried over HTTP/2.
@@ -49,7 +49,7 @@ pub enum ProtocolHint {
 
 /// Whether an endpoint is in our zone, for counting bytes that cross zones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Locality {
+pub(crate) enum Locality {
     #[default]
     Unknown,
     Local,
@@ -58,30 +58,30 @@ pub enum Locality {
 
 /// HTTP/2 settings for one endpoint; what is absent is the client's own default.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Http2Params {
+pub(crate) struct Http2Params {
     /// Bytes.
-    pub connection_window: Option<u32>,
+    pub(crate) connection_window: Option<u32>,
     /// Bytes.
-    pub stream_window: Option<u32>,
-    pub adaptive_window: bool,
-    pub keep_alive: Option<KeepAlive>,
-    pub max_concurrent_reset_streams: Option<u32>,
+    pub(crate) stream_window: Option<u32>,
+    pub(crate) adaptive_window: bool,
+    pub(crate) keep_alive: Option<KeepAlive>,
+    pub(crate) max_concurrent_reset_streams: Option<u32>,
     /// Bytes.
-    pub max_frame_size: Option<u32>,
+    pub(crate) max_frame_size: Option<u32>,
     /// Bytes.
-    pub max_send_buf_size: Option<u32>,
+    pub(crate) max_send_buf_size: Option<u32>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct KeepAlive {
-    pub interval: Duration,
-    pub timeout: Duration,
-    pub while_idle: bool,
+pub(crate) struct KeepAlive {
+    pub(crate) interval: Duration,
+    pub(crate) timeout: Duration,
+    pub(crate) while_idle: bool,
 }
 
 /// A change to a set of endpoints.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum EndpointUpdate {
+pub(crate) enum EndpointUpdate {
     Add(Vec<EndpointSpec>),
     Remove(Vec<SocketAddr>),
     /// The service has no endpoints, or does not exist.
@@ -90,7 +90,7 @@ pub enum EndpointUpdate {
 
 impl EndpointSpec {
     /// An unmeshed endpoint that is known by its address only.
-    pub fn plain(addr: SocketAddr) -> Self {
+    pub(crate) fn plain(addr: SocketAddr) -> Self {
         Self {
             addr,
             weight: 1,

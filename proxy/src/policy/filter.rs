@@ -10,7 +10,7 @@ use http::uri::Scheme;
 use http::{HeaderMap, HeaderValue, StatusCode, Uri};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Filter {
+pub(crate) enum Filter {
     RequestHeaders(HeaderModifier),
     ResponseHeaders(HeaderModifier),
     Redirect(Redirect),
@@ -21,24 +21,24 @@ pub enum Filter {
 
 /// Changes to headers, made in this order: add, set, remove.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct HeaderModifier {
-    pub add: Vec<(HeaderName, HeaderValue)>,
-    pub set: Vec<(HeaderName, HeaderValue)>,
-    pub remove: Vec<HeaderName>,
+pub(crate) struct HeaderModifier {
+    pub(crate) add: Vec<(HeaderName, HeaderValue)>,
+    pub(crate) set: Vec<(HeaderName, HeaderValue)>,
+    pub(crate) remove: Vec<HeaderName>,
 }
 
 /// Where to send a client instead; what is absent stays as in the request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Redirect {
-    pub scheme: Option<Scheme>,
-    pub host: Option<Box<str>>,
-    pub path: Option<PathModifier>,
-    pub port: Option<u16>,
-    pub status: StatusCode,
+pub(crate) struct Redirect {
+    pub(crate) scheme: Option<Scheme>,
+    pub(crate) host: Option<Box<str>>,
+    pub(crate) path: Option<PathModifier>,
+    pub(crate) port: Option<u16>,
+    pub(crate) status: StatusCode,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum PathModifier {
+pub(crate) enum PathModifier {
     /// The whole path; the query stays.
     Full(Box<str>),
     /// The part of the path that a prefix match covered.
@@ -47,27 +47,27 @@ pub enum PathModifier {
 
 /// A failure for some of the requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FailureInjector {
-    pub failure: Failure,
-    pub ratio: Ratio,
+pub(crate) struct FailureInjector {
+    pub(crate) failure: Failure,
+    pub(crate) ratio: Ratio,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Failure {
+pub(crate) enum Failure {
     Http { status: StatusCode, message: Arc<str> },
     Grpc { code: u16, message: Arc<str> },
 }
 
 /// A part of requests: `numerator` of `denominator`, which is not zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ratio {
+pub(crate) struct Ratio {
     numerator: u32,
     denominator: u32,
 }
 
 /// What to answer instead of going on.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Answer {
+pub(crate) enum Answer {
     Redirect {
         status: StatusCode,
         location: HeaderValue,
@@ -79,18 +79,18 @@ pub enum Answer {
 
 /// A request as filters see it.
 #[derive(Debug)]
-pub struct RequestHead<'a> {
-    pub uri: &'a Uri,
-    pub headers: &'a mut HeaderMap,
+pub(crate) struct RequestHead<'a> {
+    pub(crate) uri: &'a Uri,
+    pub(crate) headers: &'a mut HeaderMap,
     /// Bytes of the path that the rule's prefix match covered.
-    pub prefix: Option<usize>,
+    pub(crate) prefix: Option<usize>,
 }
 
 /// Applies a rule's filters in order; `draw(n)` is a random number below `n`.
 ///
 /// # Errors
 /// A filter answers the request; later filters are not applied.
-pub fn apply_request(
+pub(crate) fn apply_request(
     filters: &[Filter],
     head: &mut RequestHead<'_>,
     mut draw: impl FnMut(u32) -> u32,
@@ -112,7 +112,7 @@ pub fn apply_request(
 }
 
 /// Applies what a rule's filters say of responses.
-pub fn apply_response(filters: &[Filter], headers: &mut HeaderMap) {
+pub(crate) fn apply_response(filters: &[Filter], headers: &mut HeaderMap) {
     for filter in filters {
         if let Filter::ResponseHeaders(modifier) = filter {
             modifier.apply(headers);
@@ -121,7 +121,7 @@ pub fn apply_response(filters: &[Filter], headers: &mut HeaderMap) {
 }
 
 impl HeaderModifier {
-    pub fn apply(&self, headers: &mut HeaderMap) {
+    pub(crate) fn apply(&self, headers: &mut HeaderMap) {
         for (name, value) in &self.add {
             headers.append(name, value.clone());
         }
@@ -135,13 +135,13 @@ impl HeaderModifier {
 }
 
 impl Ratio {
-    pub const ALWAYS: Self = Self {
+    pub(crate) const ALWAYS: Self = Self {
         numerator: 1,
         denominator: 1,
     };
 
     /// `None` when the part would be larger than the whole, or of nothing.
-    pub fn new(numerator: u32, denominator: u32) -> Option<Self> {
+    pub(crate) fn new(numerator: u32, denominator: u32) -> Option<Self> {
         (denominator > 0 && numerator <= denominator).then_some(Self { numerator, denominator })
     }
 }

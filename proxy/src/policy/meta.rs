@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 /// Who decided: a resource of the cluster, or a default that nobody wrote down.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Meta {
+pub(crate) enum Meta {
     /// A built-in decision such as `all-unauthenticated`, `localhost` or `audit`.
     Default(Arc<str>),
     Resource(Resource),
@@ -14,58 +14,58 @@ pub enum Meta {
 
 /// A named object and, where that matters, its section and port.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Resource {
-    pub group: Arc<str>,
-    pub kind: Arc<str>,
+pub(crate) struct Resource {
+    pub(crate) group: Arc<str>,
+    pub(crate) kind: Arc<str>,
     /// Empty for server policies, whose labels carry none.
-    pub namespace: Arc<str>,
-    pub name: Arc<str>,
+    pub(crate) namespace: Arc<str>,
+    pub(crate) name: Arc<str>,
     /// Empty unless the decision comes from a part of the resource.
-    pub section: Arc<str>,
-    pub port: Option<NonZeroU16>,
+    pub(crate) section: Arc<str>,
+    pub(crate) port: Option<NonZeroU16>,
 }
 
 impl Meta {
-    pub fn default_named(name: &str) -> Arc<Self> {
+    pub(crate) fn default_named(name: &str) -> Arc<Self> {
         Arc::new(Self::Default(name.into()))
     }
 
-    pub fn group(&self) -> &str {
+    pub(crate) fn group(&self) -> &str {
         match self {
             Self::Default(_) => "",
             Self::Resource(resource) => &resource.group,
         }
     }
 
-    pub fn kind(&self) -> &str {
+    pub(crate) fn kind(&self) -> &str {
         match self {
             Self::Default(_) => "default",
             Self::Resource(resource) => &resource.kind,
         }
     }
 
-    pub fn namespace(&self) -> &str {
+    pub(crate) fn namespace(&self) -> &str {
         match self {
             Self::Default(_) => "",
             Self::Resource(resource) => &resource.namespace,
         }
     }
 
-    pub fn name(&self) -> &str {
+    pub(crate) fn name(&self) -> &str {
         match self {
             Self::Default(name) => name,
             Self::Resource(resource) => &resource.name,
         }
     }
 
-    pub fn section(&self) -> &str {
+    pub(crate) fn section(&self) -> &str {
         match self {
             Self::Default(_) => "",
             Self::Resource(resource) => &resource.section,
         }
     }
 
-    pub fn port(&self) -> Option<NonZeroU16> {
+    pub(crate) fn port(&self) -> Option<NonZeroU16> {
         match self {
             Self::Default(_) => None,
             Self::Resource(resource) => resource.port,
@@ -73,7 +73,7 @@ impl Meta {
     }
 
     /// Whether this authorization lets everybody in and only writes down who came.
-    pub fn is_audit(&self) -> bool {
+    pub(crate) fn is_audit(&self) -> bool {
         matches!(self, Self::Default(name) if &**name == AUDIT)
     }
 }
@@ -94,4 +94,4 @@ impl Display for Meta {
 }
 
 /// Name of the default authorization that permits and logs.
-pub const AUDIT: &str = "audit";
+pub(crate) const AUDIT: &str = "audit";

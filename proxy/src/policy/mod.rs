@@ -4,14 +4,15 @@
 //! Nothing here does I/O or reads a clock: who needs the time or a random number is given it.
 //! Policies compare equal when they say the same, so that a repeated update can be dropped.
 
-pub mod authz;
-pub mod client;
-pub mod decode;
-pub mod endpoint;
-pub mod filter;
-pub mod matches;
-pub mod meta;
-pub mod profile;
-pub mod rate_limit;
-pub mod route;
-pub mod server;
+pub(crate) mod authz;
+pub(crate) mod budget;
+pub(crate) mod client;
+pub(crate) mod decode;
+pub(crate) mod endpoint;
+pub(crate) mod filter;
+pub(crate) mod matches;
+pub(crate) mod meta;
+pub(crate) mod profile;
+pub(crate) mod rate_limit;
+pub(crate) mod route;
+pub(crate) mod server;

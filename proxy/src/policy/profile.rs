@@ -5,8 +5,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::{Method, StatusCode};
-use parking_lot::Mutex;
-use tokio::time::Instant;
 use tulle_core::addr::NameAddr;
 
 use crate::policy::endpoint::EndpointSpec;
@@ -15,33 +13,33 @@ use crate::policy::meta::Meta;
 
 /// The profile of one destination.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Profile {
+pub(crate) struct Profile {
     /// The service's name; absent for an address that is no service's.
-    pub name: Option<Arc<str>>,
+    pub(crate) name: Option<Arc<str>>,
     /// The server speaks a protocol that is not to be looked at.
-    pub is_opaque: bool,
-    pub routes: Arc<[ProfileRoute]>,
-    pub retry_budget: Option<RetryBudget>,
-    pub overrides: Arc<[WeightedDestination]>,
+    pub(crate) is_opaque: bool,
+    pub(crate) routes: Arc<[ProfileRoute]>,
+    pub(crate) retry_budget: Option<RetryBudget>,
+    pub(crate) overrides: Arc<[WeightedDestination]>,
     /// The one endpoint behind an address that is no service's.
-    pub endpoint: Option<Arc<EndpointSpec>>,
-    pub parent: Option<Arc<Meta>>,
-    pub resource: Option<Arc<Meta>>,
+    pub(crate) endpoint: Option<Arc<EndpointSpec>>,
+    pub(crate) parent: Option<Arc<Meta>>,
+    pub(crate) resource: Option<Arc<Meta>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ProfileRoute {
-    pub condition: RequestCondition,
+pub(crate) struct ProfileRoute {
+    pub(crate) condition: RequestCondition,
     /// The first that fits decides.
-    pub response_classes: Vec<ResponseClass>,
-    pub labels: BTreeMap<String, String>,
-    pub is_retryable: bool,
+    pub(crate) response_classes: Vec<ResponseClass>,
+    pub(crate) labels: BTreeMap<String, String>,
+    pub(crate) is_retryable: bool,
     /// For the response.
-    pub timeout: Option<Duration>,
+    pub(crate) timeout: Option<Duration>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RequestCondition {
+pub(crate) enum RequestCondition {
     All(Vec<Self>),
     Any(Vec<Self>),
     Not(Box<Self>),
@@ -50,19 +48,19 @@ pub enum RequestCondition {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ResponseClass {
-    pub condition: ResponseCondition,
-    pub class: Class,
+pub(crate) struct ResponseClass {
+    pub(crate) condition: ResponseCondition,
+    pub(crate) class: Class,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Class {
+pub(crate) enum Class {
     Success,
     Failure,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ResponseCondition {
+pub(crate) enum ResponseCondition {
     All(Vec<Self>),
     Any(Vec<Self>),
     Not(Box<Self>),
@@ -75,43 +73,43 @@ pub enum ResponseCondition {
 
 /// How many retries requests pay for.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RetryBudget {
+pub(crate) struct RetryBudget {
     /// Retries that one request pays for.
-    pub ratio: f32,
+    pub(crate) ratio: f32,
     /// Retries a second that are free.
-    pub min_per_second: u32,
+    pub(crate) min_per_second: u32,
     /// How long a request counts.
-    pub ttl: Duration,
+    pub(crate) ttl: Duration,
 }
 
 /// Another destination and its share of requests, which is not zero.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WeightedDestination {
-    pub destination: NameAddr,
-    pub weight: u32,
-    pub backend: Option<Arc<Meta>>,
+pub(crate) struct WeightedDestination {
+    pub(crate) destination: NameAddr,
+    pub(crate) weight: u32,
+    pub(crate) backend: Option<Arc<Meta>>,
 }
 
-/// The first route whose condition a request meets.
-pub fn find<'a>(routes: &'a [ProfileRoute], head: &Head<'_>) -> Option<&'a ProfileRoute> {
-    routes.iter().find(|route| route.condition.matches(head))
+/// Which is the first route whose condition a request meets.
+pub fn find(routes: &[ProfileRoute], head: &Head<'_>) -> Option<usize> {
+    routes.iter().position(|route| route.condition.matches(head))
 }
 
 impl Profile {
     /// Whether HTTP goes by this profile instead of the client policy.
-    pub fn rules_http(&self) -> bool {
+    pub(crate) fn rules_http(&self) -> bool {
         self.name.is_some() && !(self.routes.is_empty() && self.overrides.is_empty())
     }
 
     /// Whether opaque connections go by this profile instead of the client policy.
-    pub fn rules_opaque(&self) -> bool {
+    pub(crate) fn rules_opaque(&self) -> bool {
         !self.overrides.is_empty()
     }
 }
 
 impl ProfileRoute {
     /// What a status means on this route; server errors are failures unless a class says otherwise.
-    pub fn classify(&self, status: StatusCode) -> Class {
+    pub(crate) fn classify(&self, status: StatusCode) -> Class {
         let class = self
             .response_classes
             .iter()
@@ -146,87 +144,6 @@ impl ResponseCondition {
         }
     }
 }
-
-/// The account behind a [`RetryBudget`], shared by all routes of a profile.
-///
-/// Requests count for `ttl`, in ten steps; so do the retries that were paid.
-#[derive(Debug)]
-pub struct Budget {
-    terms: RetryBudget,
-    start: Instant,
-    account: Mutex<Account>,
-}
-
-#[derive(Debug, Default)]
-struct Account {
-    /// The step that `slots[step % SLOTS]` stands for.
-    step: u64,
-    slots: [Slot; SLOTS as usize],
-}
-
-#[derive(Clone, Copy, Debug, Default)]
-struct Slot {
-    requests: u32,
-    retries: u32,
-}
-
-impl Budget {
-    pub fn new(terms: RetryBudget, now: Instant) -> Self {
-        Self {
-            terms,
-            start: now,
-            account: Mutex::default(),
-        }
-    }
-
-    /// Counts a request that is not a retry.
-    pub fn deposit(&self, now: Instant) {
-        let step = self.step(now);
-        let mut account = self.account.lock();
-        let slot = account.current(step);
-        slot.requests = slot.requests.saturating_add(1);
-    }
-
-    /// Pays for one retry, if there is enough.
-    #[must_use]
-    pub fn withdraw(&self, now: Instant) -> bool {
-        let step = self.step(now);
-        let mut account = self.account.lock();
-        account.current(step);
-        let (requests, retries) = account.slots.iter().fold((0.0, 0.0), |(requests, retries), slot| {
-            (requests + f64::from(slot.requests), retries + f64::from(slot.retries))
-        });
-        let free = f64::from(self.terms.min_per_second) * self.terms.ttl.as_secs_f64();
-        let balance = free + requests * f64::from(self.terms.ratio) - retries;
-        let enough = balance >= 1.0;
-        if enough {
-            account.current(step).retries += 1;
-        }
-        enough
-    }
-
-    fn step(&self, now: Instant) -> u64 {
-        let step = (self.terms.ttl / SLOTS).as_nanos().max(1);
-        u64::try_from(now.saturating_duration_since(self.start).as_nanos() / step).unwrap_or(u64::MAX)
-    }
-}
-
-impl Account {
-    /// The slot of a step, once those that have expired are empty.
-    fn current(&mut self, step: u64) -> &mut Slot {
-        let slots = u64::from(SLOTS);
-        // A worker whose clock was read earlier must not empty anything.
-        let step = step.max(self.step);
-        for expired in (self.step + 1..=step).rev().take(self.slots.len()) {
-            self.slots[(expired % slots) as usize] = Slot::default();
-        }
-        self.step = step;
-        &mut self.slots[(step % slots) as usize]
-    }
-}
-
-/// Steps in which a budget's time passes.
-const SLOTS: u32 = 10;
 
 #[cfg(test)]
 mod tests {
@@ -289,45 +206,6 @@ mod tests {
                 "{status}"
             );
         }
-    }
-
-    #[test]
-    fn requests_pay_for_retries_until_they_expire() {
-        let terms = RetryBudget {
-            ratio: 0.2,
-            min_per_second: 0,
-            ttl: Duration::from_secs(10),
-        };
-        let start = Instant::now();
-        let budget = Budget::new(terms, start);
-        assert!(!budget.withdraw(start));
-        for _ in 0..10 {
-            budget.deposit(start);
-        }
-        assert!(budget.withdraw(start));
-        let later = start + Duration::from_secs(5);
-        assert!(budget.withdraw(later));
-        assert!(!budget.withdraw(later));
-        for _ in 0..10 {
-            budget.deposit(start + Duration::from_secs(30));
-        }
-        assert!(budget.withdraw(start + Duration::from_secs(39)));
-        assert!(!budget.withdraw(start + Duration::from_secs(41)));
-    }
-
-    #[test]
-    fn some_retries_are_free() {
-        let terms = RetryBudget {
-            ratio: 0.0,
-            min_per_second: 1,
-            ttl: Duration::from_secs(2),
-        };
-        let now = Instant::now();
-        let budget = Budget::new(terms, now);
-        assert!(budget.withdraw(now));
-        assert!(budget.withdraw(now));
-        assert!(!budget.withdraw(now));
-        assert!(budget.withdraw(now + Duration::from_secs(3)));
     }
 
     #[test]

@@ -13,24 +13,24 @@ use crate::policy::meta::Meta;
 
 /// The limits of one server, in requests a second.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RateLimit {
-    pub meta: Arc<Meta>,
-    pub total: Option<u32>,
+pub(crate) struct RateLimit {
+    pub(crate) meta: Arc<Meta>,
+    pub(crate) total: Option<u32>,
     /// For each client identity; clients without one share a bucket.
-    pub identity: Option<u32>,
-    pub overrides: Vec<RateLimitOverride>,
+    pub(crate) identity: Option<u32>,
+    pub(crate) overrides: Vec<RateLimitOverride>,
 }
 
 /// Another limit for some identities, each of which has it for itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RateLimitOverride {
-    pub requests_per_second: u32,
-    pub clients: Vec<Box<str>>,
+pub(crate) struct RateLimitOverride {
+    pub(crate) requests_per_second: u32,
+    pub(crate) clients: Vec<Box<str>>,
 }
 
 /// Which limit a request went over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum RateLimited {
+pub(crate) enum RateLimited {
     #[error("total rate limit exceeded")]
     Total,
     #[error("rate limit of the client identity exceeded")]
@@ -43,7 +43,7 @@ pub enum RateLimited {
 ///
 /// Times are nanoseconds since the limiter was made.
 #[derive(Debug)]
-pub struct Limiter {
+pub(crate) struct Limiter {
     start: Instant,
     total: Option<Bucket>,
     overrides: HashMap<Box<str>, Bucket>,
@@ -70,7 +70,7 @@ struct Bucket {
 }
 
 impl Limiter {
-    pub fn new(limit: &RateLimit, now: Instant) -> Self {
+    pub(crate) fn new(limit: &RateLimit, now: Instant) -> Self {
         Self::with_capacity(limit, now, MAX_IDENTITIES)
     }
 
@@ -101,7 +101,7 @@ impl Limiter {
     ///
     /// # Errors
     /// The first limit that the request goes over: the total, then the client's.
-    pub fn check(&self, client: Option<&Identity>, now: Instant) -> Result<(), RateLimited> {
+    pub(crate) fn check(&self, client: Option<&Identity>, now: Instant) -> Result<(), RateLimited> {
         let now = u64::try_from(now.saturating_duration_since(self.start).as_nanos()).unwrap_or(u64::MAX);
         if let Some(total) = &self.total {
             total.take(now).ok_or(RateLimited::Total)?;

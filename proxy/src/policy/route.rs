@@ -8,34 +8,34 @@ use crate::policy::meta::Meta;
 
 /// Rules for some hosts; no hosts means all of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Route<T> {
-    pub meta: Arc<Meta>,
-    pub hosts: Vec<HostMatch>,
-    pub rules: Vec<Rule<T>>,
+pub(crate) struct Route<T> {
+    pub(crate) meta: Arc<Meta>,
+    pub(crate) hosts: Vec<HostMatch>,
+    pub(crate) rules: Vec<Rule<T>>,
 }
 
 /// What to do with requests that any of `matches` fits; no matches means every request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Rule<T> {
-    pub matches: Vec<RequestMatch>,
-    pub filters: Vec<Filter>,
-    pub payload: T,
+pub(crate) struct Rule<T> {
+    pub(crate) matches: Vec<RequestMatch>,
+    pub(crate) filters: Vec<Filter>,
+    pub(crate) payload: T,
 }
 
 /// The rule that a request falls under.
 #[derive(Debug)]
-pub struct Found<'a, T> {
-    pub route: &'a Route<T>,
-    pub rule: &'a Rule<T>,
+pub(crate) struct Found<'a, T> {
+    pub(crate) route: &'a Route<T>,
+    pub(crate) rule: &'a Rule<T>,
     /// Bytes of the path that a prefix match covered, for redirects that replace it.
-    pub prefix: Option<usize>,
+    pub(crate) prefix: Option<usize>,
     rank: (Option<HostScore>, Score),
 }
 
 /// The most specific rule for a request, or none (the request has no route).
 ///
 /// Order: exact host, longer host suffix, no host; then `Score`; then the order of the list.
-pub fn find<'a, T>(routes: &'a [Route<T>], head: &Head<'_>) -> Option<Found<'a, T>> {
+pub(crate) fn find<'a, T>(routes: &'a [Route<T>], head: &Head<'_>) -> Option<Found<'a, T>> {
     let mut best: Option<Found<'a, T>> = None;
     // Looked up at most once, and only if a route asks for it.
     let mut host: Option<Option<&str>> = None;
@@ -69,7 +69,7 @@ pub fn find<'a, T>(routes: &'a [Route<T>], head: &Head<'_>) -> Option<Found<'a, 
 
 impl<T> Route<T> {
     /// A route for all hosts and requests.
-    pub fn catch_all(meta: Arc<Meta>, payload: T) -> Self {
+    pub(crate) fn catch_all(meta: Arc<Meta>, payload: T) -> Self {
         Self {
             meta,
             hosts: Vec::new(),
@@ -82,7 +82,7 @@ impl<T> Route<T> {
     }
 
     /// The same route with another payload behind each rule, such as compiled backends.
-    pub fn map<U>(&self, mut payload: impl FnMut(&Rule<T>) -> U) -> Route<U> {
+    pub(crate) fn map<U>(&self, mut payload: impl FnMut(&Rule<T>) -> U) -> Route<U> {
         let rules = self.rules.iter().map(|rule| Rule {
             matches: rule.matches.clone(),
             filters: rule.filters.clone(),

@@ -14,15 +14,15 @@ use crate::policy::route::{Route, Rule};
 
 /// The policy of one port.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ServerPolicy {
-    pub meta: Arc<Meta>,
-    pub protocol: ServerProtocol,
+pub(crate) struct ServerPolicy {
+    pub(crate) meta: Arc<Meta>,
+    pub(crate) protocol: ServerProtocol,
     /// For connections that are not HTTP; HTTP requests are judged by their route's list, which ends with this one.
-    pub authorizations: Arc<[Authorization]>,
+    pub(crate) authorizations: Arc<[Authorization]>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ServerProtocol {
+pub(crate) enum ServerProtocol {
     /// Look at the first bytes, for `timeout` at most.
     Detect {
         timeout: Duration,
@@ -36,15 +36,15 @@ pub enum ServerProtocol {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ServerHttp {
+pub(crate) struct ServerHttp {
     /// Each rule holds all authorizations that count for it, the route's own first.
-    pub routes: Arc<[Route<Arc<[Authorization]>>]>,
-    pub rate_limit: Option<Arc<RateLimit>>,
+    pub(crate) routes: Arc<[Route<Arc<[Authorization]>>]>,
+    pub(crate) rate_limit: Option<Arc<RateLimit>>,
 }
 
 /// A policy by name, for ports that the control plane has not spoken of yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DefaultPolicy {
+pub(crate) enum DefaultPolicy {
     Deny,
     AllAuthenticated,
     AllUnauthenticated,
@@ -59,13 +59,13 @@ pub enum DefaultPolicy {
     "{text:?} is not a default policy; expected deny, all-authenticated, all-unauthenticated, \
      cluster-authenticated, cluster-unauthenticated or audit"
 )]
-pub struct ParseDefaultPolicyError {
+pub(crate) struct ParseDefaultPolicyError {
     text: String,
 }
 
 impl ServerPolicy {
     /// For an update that cannot be decoded: HTTP requests get 500, connections are closed.
-    pub fn invalid(detect_timeout: Duration) -> Self {
+    pub(crate) fn invalid(detect_timeout: Duration) -> Self {
         let meta = Meta::default_named("invalid");
         // Requests pass the authorization of the route, but not its filter, so that the answer says whose fault it is.
         let authorizations: Arc<[_]> = [Authorization::anywhere(Authentication::Unauthenticated, meta.clone())].into();
@@ -96,7 +96,7 @@ impl ServerPolicy {
 
 impl ServerHttp {
     /// One route named `default` for all requests.
-    pub fn catch_all(authorizations: Arc<[Authorization]>) -> Self {
+    pub(crate) fn catch_all(authorizations: Arc<[Authorization]>) -> Self {
         let route = Route::catch_all(Meta::default_named("default"), authorizations);
         Self {
             routes: [route].into(),
@@ -107,7 +107,7 @@ impl ServerHttp {
 
 impl DefaultPolicy {
     /// The policy of a port whose protocol has to be detected; `cluster` are the networks of the cluster.
-    pub fn detect(self, timeout: Duration, cluster: &[IpNet]) -> ServerPolicy {
+    pub(crate) fn detect(self, timeout: Duration, cluster: &[IpNet]) -> ServerPolicy {
         let authorizations = self.authorizations(cluster);
         let http = ServerHttp::catch_all(authorizations.clone());
         ServerPolicy {
@@ -118,7 +118,7 @@ impl DefaultPolicy {
     }
 
     /// The policy of a port whose bytes are not looked at.
-    pub fn opaque(self, cluster: &[IpNet]) -> ServerPolicy {
+    pub(crate) fn opaque(self, cluster: &[IpNet]) -> ServerPolicy {
         let authorizations = self.authorizations(cluster);
         ServerPolicy {
             meta: self.meta(),
@@ -128,11 +128,11 @@ impl DefaultPolicy {
     }
 
     /// Whether it is about the networks of the cluster, so that these have to be known.
-    pub fn needs_cluster_networks(self) -> bool {
+    pub(crate) fn needs_cluster_networks(self) -> bool {
         matches!(self, Self::ClusterAuthenticated | Self::ClusterUnauthenticated)
     }
 
-    pub fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Deny => "deny",
             Self::AllAuthenticated => "all-authenticated",

@@ -42,9 +42,13 @@ const CONTROL: House = House {
     rooms: &[
         ("resources", 1),
         ("model", 1),
+        ("wire", 1),
+        ("trust", 1),
         ("source", 2),
         ("cluster", 2),
+        ("tls", 2),
         ("webhook", 2),
+        ("serving", 3),
         ("destination", 3),
         ("policy", 3),
         ("identity", 3),
@@ -54,6 +58,7 @@ const CONTROL: House = House {
         ("app", TOP),
         ("cmd", TOP),
         ("config", TOP),
+        ("logs", TOP),
     ],
 };
 

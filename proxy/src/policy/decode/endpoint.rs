@@ -14,11 +14,7 @@ use crate::policy::endpoint::{
     EndpointSpec, EndpointTls, EndpointUpdate, Http2Params, KeepAlive, Locality, ProtocolHint,
 };
 
-/// Reads a change to a set of endpoints; addresses that nobody could dial are left out.
-///
-/// # Errors
-/// The message says nothing, or nothing that we know.
-pub fn endpoint_update(message: proto::Update) -> Result<EndpointUpdate, DecodeError> {
+pub(super) fn endpoint_update(message: proto::Update) -> Result<EndpointUpdate, DecodeError> {
     match message.update.ok_or(DecodeError::Missing("update"))? {
         proto::update::Update::Add(set) => {
             let decode = |addr| match endpoint(addr, &set.metric_labels) {
@@ -47,7 +43,7 @@ pub fn endpoint_update(message: proto::Update) -> Result<EndpointUpdate, DecodeE
 ///
 /// # Errors
 /// Its address is missing or cannot be dialled.
-pub fn endpoint(
+pub(super) fn endpoint(
     message: proto::WeightedAddr,
     set_labels: &BTreeMap<String, String>,
 ) -> Result<EndpointSpec, DecodeError> {

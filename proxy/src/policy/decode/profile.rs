@@ -13,8 +13,7 @@ use crate::policy::profile::{
     Class, Profile, ProfileRoute, RequestCondition, ResponseClass, ResponseCondition, RetryBudget, WeightedDestination,
 };
 
-/// Reads a profile; routes, destinations and budgets that cannot be meant are left out.
-pub fn profile(message: proto::DestinationProfile) -> Profile {
+pub(super) fn profile(message: proto::DestinationProfile) -> Profile {
     Profile {
         name: Some(message.fully_qualified_name)
             .filter(|name| !name.is_empty())

@@ -12,17 +12,17 @@ use smallvec::SmallVec;
 
 /// What of a request decides its route.
 #[derive(Clone, Copy, Debug)]
-pub struct Head<'a> {
-    pub method: &'a Method,
+pub(crate) struct Head<'a> {
+    pub(crate) method: &'a Method,
     /// Authority of the request target; without one the `host` header counts.
-    pub authority: Option<&'a str>,
-    pub path: &'a str,
-    pub query: Option<&'a str>,
-    pub headers: &'a HeaderMap,
+    pub(crate) authority: Option<&'a str>,
+    pub(crate) path: &'a str,
+    pub(crate) query: Option<&'a str>,
+    pub(crate) headers: &'a HeaderMap,
 }
 
 impl<'a> Head<'a> {
-    pub fn of(method: &'a Method, uri: &'a Uri, headers: &'a HeaderMap) -> Self {
+    pub(crate) fn of(method: &'a Method, uri: &'a Uri, headers: &'a HeaderMap) -> Self {
         Self {
             method,
             authority: uri.authority().map(|authority| authority.as_str()),
@@ -33,7 +33,7 @@ impl<'a> Head<'a> {
     }
 
     /// The host asked for: no port, no user, no trailing dot; not lower-cased.
-    pub fn host(&self) -> Option<&'a str> {
+    pub(crate) fn host(&self) -> Option<&'a str> {
         let authority = match self.authority {
             Some(authority) => authority,
             None => self.headers.get(HOST)?.to_str().ok()?,
@@ -44,7 +44,7 @@ impl<'a> Head<'a> {
 
 /// A host name, or all names below one.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum HostMatch {
+pub(crate) enum HostMatch {
     /// Lower case, without trailing dot.
     Exact(Box<str>),
     /// Lower case, with a leading dot; empty matches every host.
@@ -53,18 +53,18 @@ pub enum HostMatch {
 
 /// How well a host matched; greater wins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct HostScore {
+pub(crate) struct HostScore {
     exact: bool,
     length: usize,
 }
 
 impl HostMatch {
-    pub fn exact(host: &str) -> Self {
+    pub(crate) fn exact(host: &str) -> Self {
         Self::Exact(host.trim_end_matches('.').to_ascii_lowercase().into())
     }
 
     /// From labels in reverse order: `["com", "example"]` stands for `*.example.com`.
-    pub fn suffix<S: AsRef<str>>(reverse_labels: &[S]) -> Self {
+    pub(crate) fn suffix<S: AsRef<str>>(reverse_labels: &[S]) -> Self {
         let mut suffix = String::new();
         for label in reverse_labels.iter().rev() {
             suffix.push('.');
@@ -74,7 +74,7 @@ impl HostMatch {
     }
 
     /// Scores a host that carries neither port nor trailing dot.
-    pub fn score(&self, host: &str) -> Option<HostScore> {
+    pub(crate) fn score(&self, host: &str) -> Option<HostScore> {
         match self {
             Self::Exact(exact) => host.eq_ignore_ascii_case(exact).then_some(HostScore {
                 exact: true,
@@ -95,13 +95,13 @@ impl HostMatch {
 }
 
 /// The best of several host matches for one host.
-pub fn best_host(hosts: &[HostMatch], host: &str) -> Option<HostScore> {
+pub(crate) fn best_host(hosts: &[HostMatch], host: &str) -> Option<HostScore> {
     hosts.iter().filter_map(|candidate| candidate.score(host)).max()
 }
 
 /// A regular expression that has to cover the whole value.
 #[derive(Clone, Debug)]
-pub struct Pattern {
+pub(crate) struct Pattern {
     anchored: Regex,
     source: Box<str>,
 }
@@ -109,7 +109,7 @@ pub struct Pattern {
 impl Pattern {
     /// # Errors
     /// When the expression does not parse, or compiles to more than a mebibyte.
-    pub fn new(source: &str) -> Result<Self, regex::Error> {
+    pub(crate) fn new(source: &str) -> Result<Self, regex::Error> {
         // Alone first: `a)|(b` would otherwise break out of the group that anchors it.
         RegexBuilder::new(source).size_limit(PATTERN_SIZE_LIMIT).build()?;
         let anchored = RegexBuilder::new(&format!(r"\A(?:{source})\z"))
@@ -121,12 +121,8 @@ impl Pattern {
         })
     }
 
-    pub fn matches(&self, value: &[u8]) -> bool {
+    pub(crate) fn matches(&self, value: &[u8]) -> bool {
         self.anchored.is_match(value)
-    }
-
-    pub fn as_str(&self) -> &str {
-        &self.source
     }
 }
 
@@ -139,7 +135,7 @@ impl PartialEq for Pattern {
 impl Eq for Pattern {}
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum PathMatch {
+pub(crate) enum PathMatch {
     Exact(Box<str>),
     /// Whole segments; kept without trailing `/`, so the root is empty.
     Prefix(Box<str>),
@@ -147,11 +143,11 @@ pub enum PathMatch {
 }
 
 impl PathMatch {
-    pub fn exact(path: &str) -> Self {
+    pub(crate) fn exact(path: &str) -> Self {
         Self::Exact(path.into())
     }
 
-    pub fn prefix(path: &str) -> Self {
+    pub(crate) fn prefix(path: &str) -> Self {
         Self::Prefix(path.trim_end_matches('/').into())
     }
 
@@ -178,7 +174,7 @@ impl PathMatch {
 /// It leaves regular expressions to the implementation. Ours count the path they cover, so that a catch-all prefix does
 /// not hide them, and come behind an exact match or a prefix of the same length.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Score {
+pub(crate) struct Score {
     /// Bytes of the path, or of the gRPC service.
     primary: usize,
     /// Rank of the kind of path match, or bytes of the gRPC method.
@@ -207,20 +203,20 @@ impl Score {
 
 /// A header by name; any of its repeated values may match.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HeaderMatch {
-    pub name: HeaderName,
-    pub value: ValueMatch,
+pub(crate) struct HeaderMatch {
+    pub(crate) name: HeaderName,
+    pub(crate) value: ValueMatch,
 }
 
 /// A query parameter by decoded name; any of its repeated values may match.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct QueryMatch {
-    pub name: Box<str>,
-    pub value: ValueMatch,
+pub(crate) struct QueryMatch {
+    pub(crate) name: Box<str>,
+    pub(crate) value: ValueMatch,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ValueMatch {
+pub(crate) enum ValueMatch {
     Exact(Box<[u8]>),
     Regex(Pattern),
 }
@@ -250,30 +246,30 @@ impl QueryMatch {
 
 /// One way to match a request; all that is present must agree.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RequestMatch {
+pub(crate) enum RequestMatch {
     Http(HttpMatch),
     Grpc(GrpcMatch),
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct HttpMatch {
-    pub path: Option<PathMatch>,
-    pub method: Option<Method>,
-    pub headers: Vec<HeaderMatch>,
-    pub query: Vec<QueryMatch>,
+pub(crate) struct HttpMatch {
+    pub(crate) path: Option<PathMatch>,
+    pub(crate) method: Option<Method>,
+    pub(crate) headers: Vec<HeaderMatch>,
+    pub(crate) query: Vec<QueryMatch>,
 }
 
 /// An RPC; an empty name stands for any.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct GrpcMatch {
-    pub service: Box<str>,
-    pub method: Box<str>,
-    pub headers: Vec<HeaderMatch>,
+pub(crate) struct GrpcMatch {
+    pub(crate) service: Box<str>,
+    pub(crate) method: Box<str>,
+    pub(crate) headers: Vec<HeaderMatch>,
 }
 
 impl RequestMatch {
     /// Scores a request; the length of a matched path prefix comes with it.
-    pub fn score(&self, head: &Head<'_>) -> Option<(Score, Option<usize>)> {
+    pub(crate) fn score(&self, head: &Head<'_>) -> Option<(Score, Option<usize>)> {
         match self {
             Self::Http(http) => http.score(head),
             Self::Grpc(grpc) => grpc.score(head).map(|score| (score, None)),

@@ -1,0 +1,8 @@
+//! Manifests in a directory to the messages that proxies get.
+
+mod directory;
+mod endpoints;
+mod harness;
+mod inbound;
+mod outbound;
+mod profiles;

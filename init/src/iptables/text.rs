@@ -1,0 +1,462 @@
+//! The rules in the words of `iptables-restore` and `iptables-save`, pure.
+//!
+//! Every line is written exactly as `iptables-save` prints it, so that comparing texts is comparing rules.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use ipnet::IpNet;
+use tulle_core::ports::PortSet;
+
+use crate::rules::{Action, COMMENT_PREFIX, Chain, Family, Rule, Rules, Side, Test};
+
+/// What `iptables-save` prints of one or more tables.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Saved {
+    sections: BTreeMap<String, Vec<String>>,
+}
+
+/// One rule line and where it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Line {
+    table: &'static str,
+    /// Without the `-A CHAIN` in front.
+    chain: &'static str,
+    text: String,
+}
+
+impl Saved {
+    /// Reads the output of `iptables-save`; lines that are no rules are of no interest here.
+    pub(crate) fn parse(text: &str) -> Self {
+        let mut saved = Self::default();
+        let mut table = None;
+        for line in text.lines().map(str::trim_end) {
+            if let Some(name) = line.strip_prefix('*') {
+                saved.sections.entry(name.to_owned()).or_default();
+                table = Some(name.to_owned());
+            } else if line == "COMMIT" {
+                table = None;
+            } else if let Some(name) = table
+                .as_ref()
+                .filter(|_| line.starts_with(':') || line.starts_with('-'))
+            {
+                saved.sections.entry(name.clone()).or_default().push(line.to_owned());
+            }
+        }
+        saved
+    }
+
+    /// Adds the sections of another listing.
+    pub(crate) fn join(&mut self, other: Self) {
+        self.sections.extend(other.sections);
+    }
+
+    /// A script that brings exactly this back, in whole tables.
+    pub(crate) fn whole(&self) -> String {
+        self.sections.iter().fold(String::new(), |text, (table, lines)| {
+            text + &format!("*{table}\n{}\nCOMMIT\n", lines.join("\n"))
+        })
+    }
+
+    /// Whether anything of ours, or of Linkerd's, is there.
+    pub(crate) fn has_ours(&self) -> bool {
+        TABLES
+            .iter()
+            .any(|(table, _)| !self.chains(table).is_empty() || self.jumps(table).next().is_some())
+    }
+
+    /// Whether one table holds anything of ours.
+    fn has_ours_in(&self, table: &str) -> bool {
+        !self.chains(table).is_empty() || self.jumps(table).next().is_some()
+    }
+
+    /// The ports to which our rules redirect.
+    pub(crate) fn redirect_ports(&self) -> Vec<u16> {
+        let lines = self.lines("nat").filter(|line| ours(chain_of(line)));
+        lines
+            .filter_map(|line| line.split(" --to-ports ").nth(1)?.trim().parse().ok())
+            .collect()
+    }
+
+    /// Chains of strangers that translate destinations.
+    pub(crate) fn redirectors(&self) -> Vec<String> {
+        let strange = self.lines("nat").filter(|line| !ours(chain_of(line)));
+        let mut chains: Vec<String> = strange
+            .filter(|line| [" -j REDIRECT", " -j DNAT"].iter().any(|target| line.contains(target)))
+            .map(|line| chain_of(line).to_owned())
+            .collect();
+        chains.dedup();
+        chains
+    }
+
+    fn lines(&self, table: &str) -> impl Iterator<Item = &str> {
+        self.sections.get(table).into_iter().flatten().map(String::as_str)
+    }
+
+    fn chains(&self, table: &str) -> Vec<&str> {
+        let declared = self
+            .lines(table)
+            .filter_map(|line| line.strip_prefix(':')?.split(' ').next());
+        declared.filter(|chain| ours(chain)).collect()
+    }
+
+    /// Rules of strangers' chains that jump to ours.
+    fn jumps(&self, table: &str) -> impl Iterator<Item = &str> {
+        self.lines(table)
+            .filter(|line| line.starts_with("-A ") && !ours(chain_of(line)) && ours(target_of(line)))
+    }
+}
+
+/// A script that puts the rules of one family in the place of what is saved, without touching anything else.
+pub(crate) fn apply(rules: &Rules, family: Family, saved: &Saved) -> String {
+    let lines = lines(rules, family);
+    let mut text = String::new();
+    for (table, chains) in TABLES {
+        let wanted: Vec<&Line> = lines.iter().filter(|line| line.table == table).collect();
+        if !wanted.is_empty() {
+            section(&mut text, table, chains, saved, &wanted);
+        } else if saved.has_ours_in(table) {
+            removal(&mut text, table, saved);
+        }
+    }
+    text
+}
+
+/// A script that removes all that is ours; empty when there is nothing.
+pub(crate) fn remove(saved: &Saved) -> String {
+    let mut text = String::new();
+    for (table, _) in TABLES.iter().filter(|(table, _)| saved.has_ours_in(table)) {
+        removal(&mut text, table, saved);
+    }
+    text
+}
+
+/// A script that makes our chains let new connections pass, while open ones keep being translated.
+pub(crate) fn let_pass(saved: &Saved) -> String {
+    let mut text = String::new();
+    for (table, _) in TABLES.iter().filter(|(table, _)| saved.has_ours_in(table)) {
+        let _ = writeln!(text, "*{table}");
+        declare(&mut text, saved.chains(table).iter().copied());
+        for chain in saved.chains(table) {
+            let _ = writeln!(text, "-A {chain} -m conntrack --ctstate NEW -j RETURN");
+        }
+        text.push_str("COMMIT\n");
+    }
+    text
+}
+
+/// Whether what is saved is exactly what the rules say, for our chains and the jumps to them.
+pub(crate) fn matches(rules: &Rules, family: Family, saved: &Saved) -> bool {
+    let wanted = lines(rules, family);
+    TABLES.iter().all(|(table, _)| {
+        let mut expected: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+        for line in wanted.iter().filter(|line| line.table == *table) {
+            expected
+                .entry(line.chain)
+                .or_default()
+                .push(format!("-A {} {}", line.chain, line.text));
+        }
+        let mut shown: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+        let rules = saved.lines(table).filter(|line| line.starts_with("-A "));
+        for line in rules.filter(|line| ours(chain_of(line)) || ours(target_of(line))) {
+            shown.entry(chain_of(line)).or_default().push(line.to_owned());
+        }
+        expected == shown
+    })
+}
+
+fn section(text: &mut String, table: &str, chains: &[&str], saved: &Saved, wanted: &[&Line]) {
+    // Writing to a String cannot fail, here and below.
+    let _ = writeln!(text, "*{table}");
+    declare(text, chains.iter().copied());
+    for jump in saved.jumps(table) {
+        let _ = writeln!(text, "-D {}", jump.trim_start_matches("-A "));
+    }
+    for line in wanted {
+        let _ = writeln!(text, "-A {} {}", line.chain, line.text);
+    }
+    text.push_str("COMMIT\n");
+}
+
+fn removal(text: &mut String, table: &str, saved: &Saved) {
+    let _ = writeln!(text, "*{table}");
+    declare(text, saved.chains(table).iter().copied());
+    for jump in saved.jumps(table) {
+        let _ = writeln!(text, "-D {}", jump.trim_start_matches("-A "));
+    }
+    for chain in saved.chains(table) {
+        let _ = writeln!(text, "-X {chain}");
+    }
+    text.push_str("COMMIT\n");
+}
+
+/// Makes chains, or empties them within the transaction.
+fn declare<'a>(text: &mut String, chains: impl Iterator<Item = &'a str>) {
+    for chain in chains {
+        let _ = writeln!(text, ":{chain} - [0:0]");
+    }
+}
+
+/// The lines of one family; the jumps come last, as they do in a first run of Linkerd's init.
+fn lines(rules: &Rules, family: Family) -> Vec<Line> {
+    rules.of(family).flat_map(|rule| rule_lines(rule)).collect()
+}
+
+fn rule_lines(rule: &Rule) -> Vec<Line> {
+    let (table, chain) = match rule.chain {
+        Chain::Inbound => ("nat", "PROXY_INIT_REDIRECT"),
+        Chain::Outbound => ("nat", "PROXY_INIT_OUTPUT"),
+        Chain::Prerouting => ("nat", "PREROUTING"),
+        Chain::Output => ("nat", "OUTPUT"),
+        Chain::Invalid => ("mangle", "PROXY_INIT_INVALID"),
+    };
+    let line = |matches: &str, comment: &str| {
+        let words = [
+            matches.to_owned(),
+            format!("-m comment --comment \"{COMMENT_PREFIX}{comment}\""),
+            target(rule.action),
+        ];
+        let words: Vec<String> = words.into_iter().filter(|word| !word.is_empty()).collect();
+        Line {
+            table,
+            chain,
+            text: words.join(" "),
+        }
+    };
+    let comment = rule.comment.as_str();
+    let mut lines = match rule.tests.as_slice() {
+        [Test::Ports { ports, .. }] if matches!(rule.action, Action::Redirect(_)) => each_port(ports)
+            .map(|port| {
+                line(
+                    &format!("-p tcp -m tcp --dport {port}"),
+                    &format!("{comment}-{port}-to-proxy-port"),
+                )
+            })
+            .collect(),
+        [Test::Ports { ports, .. }] => groups(ports)
+            .map(|group| {
+                line(
+                    &format!("-p tcp -m multiport --dports {group}"),
+                    &format!("{comment}-{group}"),
+                )
+            })
+            .collect(),
+        [Test::Nets { side, nets, .. }] => nets
+            .iter()
+            .map(|net| line(&address(*side, net), &format!("{comment}-{net}")))
+            .collect(),
+        tests => vec![line(&conditions(tests), comment)],
+    };
+    if rule.chain == Chain::Invalid {
+        let comment = format!("-m comment --comment \"{COMMENT_PREFIX}install-proxy-init-invalid\"");
+        let text = format!("-p tcp {comment} -j PROXY_INIT_INVALID");
+        lines.push(Line {
+            table,
+            chain: "PREROUTING",
+            text,
+        });
+    }
+    lines
+}
+
+fn conditions(tests: &[Test]) -> String {
+    let mut tcp = "";
+    let words = tests.iter().map(|test| match test {
+        Test::Tcp => {
+            tcp = "-p tcp";
+            String::new()
+        }
+        Test::Opens => {
+            tcp = "-p tcp";
+            "-m tcp --tcp-flags FIN,SYN,RST,ACK SYN".to_owned()
+        }
+        Test::ToLocal => "-m addrtype --dst-type LOCAL".to_owned(),
+        Test::OverLoopback => "-o lo".to_owned(),
+        Test::User(uid) => format!("-m owner --uid-owner {uid}"),
+        Test::Group(gid) => format!("-m owner --gid-owner {gid}"),
+        Test::Invalid => "-m conntrack --ctstate INVALID".to_owned(),
+        // These become several lines and stand alone in their rules.
+        Test::Ports { .. } | Test::Nets { .. } => String::new(),
+    });
+    let words: Vec<String> = words.filter(|word| !word.is_empty()).collect();
+    [tcp, &words.join(" ")]
+        .into_iter()
+        .filter(|word| !word.is_empty())
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+/// The network of all addresses is no test, and is not printed as one.
+fn address(side: Side, net: &IpNet) -> String {
+    let option = if side == Side::Source { "-s" } else { "-d" };
+    if net.prefix_len() == 0 {
+        "-p tcp".to_owned()
+    } else {
+        format!("{option} {net} -p tcp")
+    }
+}
+
+fn target(action: Action) -> String {
+    match action {
+        Action::Return => "-j RETURN".to_owned(),
+        Action::Drop => "-j DROP".to_owned(),
+        Action::Redirect(port) => format!("-j REDIRECT --to-ports {port}"),
+        Action::Jump(Chain::Inbound) => "-j PROXY_INIT_REDIRECT".to_owned(),
+        Action::Jump(_) => "-j PROXY_INIT_OUTPUT".to_owned(),
+    }
+}
+
+fn each_port(ports: &PortSet) -> impl Iterator<Item = String> + '_ {
+    ports.ranges().map(|range| match range.start() == range.end() {
+        true => range.start().to_string(),
+        false => format!("{}:{}", range.start(), range.end()),
+    })
+}
+
+/// One match takes 15 ports, and a range counts as two.
+fn groups(ports: &PortSet) -> impl Iterator<Item = String> + '_ {
+    let mut groups: Vec<(usize, Vec<String>)> = Vec::new();
+    for port in each_port(ports) {
+        let cost = if port.contains(':') { 2 } else { 1 };
+        match groups.last_mut() {
+            Some((used, group)) if *used + cost <= MULTIPORT_SLOTS => {
+                *used += cost;
+                group.push(port);
+            }
+            _ => groups.push((cost, vec![port])),
+        }
+    }
+    groups.into_iter().map(|(_, group)| group.join(","))
+}
+
+fn chain_of(line: &str) -> &str {
+    line.strip_prefix("-A ")
+        .and_then(|rest| rest.split(' ').next())
+        .unwrap_or_default()
+}
+
+fn target_of(line: &str) -> &str {
+    let target = line.rsplit(" -j ").next().filter(|_| line.contains(" -j "));
+    target.and_then(|target| target.split(' ').next()).unwrap_or_default()
+}
+
+fn ours(chain: &str) -> bool {
+    TABLES.iter().any(|(_, chains)| chains.contains(&chain))
+}
+
+/// The tables we write to, and the chains we own in them; the names are Linkerd's, so that either repairs the other.
+const TABLES: [(&str, &[&str]); 2] = [
+    ("mangle", &["PROXY_INIT_INVALID"]),
+    ("nat", &["PROXY_INIT_REDIRECT", "PROXY_INIT_OUTPUT"]),
+];
+const MULTIPORT_SLOTS: usize = 15;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::{Inbound, Invalid, Options};
+    use crate::rules::plan;
+    use crate::rules::tests::{example, ports};
+
+    #[test]
+    fn a_first_run_appends_chains_and_jumps() {
+        let rules = plan(&Options {
+            outbound_skip_nets: Vec::new(),
+            ..example()
+        });
+        assert_eq!(
+            apply(&rules, Family::V4, &Saved::default()),
+            r#"*nat
+:PROXY_INIT_REDIRECT - [0:0]
+:PROXY_INIT_OUTPUT - [0:0]
+-A PROXY_INIT_REDIRECT -p tcp -m multiport --dports 4190:4191,4567:4568 -m comment --comment "proxy-init/ignore-port-4190:4191,4567:4568" -j RETURN
+-A PROXY_INIT_REDIRECT -s 10.0.0.0/8 -p tcp -m comment --comment "proxy-init/ignore-subnet-10.0.0.0/8" -j RETURN
+-A PROXY_INIT_REDIRECT -p tcp -m comment --comment "proxy-init/redirect-all-incoming-to-proxy-port" -j REDIRECT --to-ports 4143
+-A PROXY_INIT_OUTPUT -m owner --uid-owner 2102 -m comment --comment "proxy-init/ignore-proxy-user-id" -j RETURN
+-A PROXY_INIT_OUTPUT -o lo -m comment --comment "proxy-init/ignore-loopback" -j RETURN
+-A PROXY_INIT_OUTPUT -p tcp -m multiport --dports 4567:4568 -m comment --comment "proxy-init/ignore-port-4567:4568" -j RETURN
+-A PROXY_INIT_OUTPUT -p tcp -m comment --comment "proxy-init/redirect-all-outgoing-to-proxy-port" -j REDIRECT --to-ports 4140
+-A PREROUTING -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -m addrtype --dst-type LOCAL -m comment --comment "proxy-init/install-proxy-init-prerouting" -j PROXY_INIT_REDIRECT
+-A OUTPUT -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -m comment --comment "proxy-init/install-proxy-init-output" -j PROXY_INIT_OUTPUT
+COMMIT
+"#
+        );
+    }
+
+    const LINKERD: &str = r#"# Generated
+*nat
+:PREROUTING ACCEPT [0:0]
+:OUTPUT ACCEPT [0:0]
+:PROXY_INIT_OUTPUT - [0:0]
+:PROXY_INIT_REDIRECT - [0:0]
+-A PREROUTING -p tcp -m tcp --dport 1 -j DNAT --to-destination 10.0.0.1
+-A PREROUTING -m comment --comment "proxy-init/install-proxy-init-prerouting" -j PROXY_INIT_REDIRECT
+-A OUTPUT -m comment --comment "proxy-init/install-proxy-init-output" -j PROXY_INIT_OUTPUT
+-A PROXY_INIT_REDIRECT -p tcp -j REDIRECT --to-ports 4143
+COMMIT
+# Completed
+"#;
+
+    #[test]
+    fn jumps_that_are_there_are_replaced_and_strangers_are_left_alone() {
+        let saved = Saved::parse(LINKERD);
+        let script = apply(&plan(&example()), Family::V4, &saved);
+        let deleted: Vec<&str> = script.lines().filter(|line| line.starts_with("-D")).collect();
+        assert_eq!(
+            deleted,
+            [
+                "-D PREROUTING -m comment --comment \"proxy-init/install-proxy-init-prerouting\" -j PROXY_INIT_REDIRECT",
+                "-D OUTPUT -m comment --comment \"proxy-init/install-proxy-init-output\" -j PROXY_INIT_OUTPUT",
+            ]
+        );
+        assert!(!script.contains("DNAT"));
+        assert_eq!(saved.redirectors(), ["PREROUTING"]);
+        assert_eq!(saved.redirect_ports(), [4143]);
+        assert!(remove(&saved).ends_with("-X PROXY_INIT_OUTPUT\n-X PROXY_INIT_REDIRECT\nCOMMIT\n"));
+        assert_eq!(remove(&Saved::parse("*nat\n:OUTPUT ACCEPT [0:0]\nCOMMIT\n")), "");
+    }
+
+    #[test]
+    fn what_was_applied_matches_and_nothing_else_does() {
+        let rules = plan(&Options {
+            invalid: Invalid::Drop,
+            ..example()
+        });
+        for family in [Family::V4, Family::V6] {
+            let saved = Saved::parse(&apply(&rules, family, &Saved::default()));
+            assert!(matches(&rules, family, &saved));
+            assert!(!matches(&plan(&example()), family, &saved));
+            assert_eq!(Saved::parse(&saved.whole()), saved);
+            let twice = saved
+                .whole()
+                .replace("COMMIT", "-A OUTPUT -j PROXY_INIT_OUTPUT\nCOMMIT");
+            assert!(!matches(&rules, family, &Saved::parse(&twice)));
+        }
+        assert!(!matches(&rules, Family::V4, &Saved::default()));
+    }
+
+    #[test]
+    fn ports_are_grouped_by_fifteen_slots() {
+        let list: Vec<String> = (0..20).map(|n| format!("{}", 100 + 2 * n)).collect();
+        let set = ports(&format!("{},1000-1010,2000-2010", list.join(",")));
+        let groups: Vec<String> = groups(&set).collect();
+        assert_eq!(groups[0].split(',').count(), 15);
+        assert_eq!(groups[1], "130,132,134,136,138,1000:1010,2000:2010");
+    }
+
+    #[test]
+    fn listed_ports_are_redirected_one_by_one() {
+        let rules = plan(&Options {
+            inbound: Inbound::Listed(ports("80,8080-8081")),
+            ..example()
+        });
+        let script = apply(&rules, Family::V4, &Saved::default());
+        for port in ["80", "8080:8081"] {
+            let line = format!(
+                "-A PROXY_INIT_REDIRECT -p tcp -m tcp --dport {port} -m comment --comment \
+                 \"proxy-init/redirect-port-{port}-to-proxy-port\" -j REDIRECT --to-ports 4143\n"
+            );
+            assert!(script.contains(&line), "{script}");
+        }
+    }
+}

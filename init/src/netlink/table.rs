@@ -1,0 +1,587 @@
+//! Our rules as messages of nftables: sets, chains, and rules made of expressions.
+//!
+//! Names and numbers are those of `linux/netfilter/nf_tables.h`. Comments and the flags that the `nft` program keeps
+//! beside sets are written as it writes them, so that its listings read as if it had made the rules.
+
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+use tulle_core::ports::PortSet;
+
+use crate::netlink::attr::{self, Attrs};
+use crate::netlink::wire::{APPEND, CREATE, Message, NFTABLES};
+use crate::nft_text::{self, Hook, STATE_CHAIN, TABLE};
+use crate::rules::{Action, COMMENT_PREFIX, Chain, Family, Rule, Rules, Side, Test};
+
+/// How many tables hold the rules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Layout {
+    /// One for both families.
+    Inet,
+    /// One a family, for kernels whose `inet` tables cannot translate addresses (before 5.2).
+    Split,
+}
+
+/// All that one table of ours holds, in the order in which it is made.
+#[derive(Clone, Debug)]
+pub(crate) struct Table {
+    pub(crate) family: u8,
+    pub(crate) sets: Vec<Set>,
+    pub(crate) chains: Vec<Message>,
+    pub(crate) rules: Vec<Message>,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Set {
+    pub(crate) name: &'static str,
+    /// Without its id, which counts only within a transaction and is never shown.
+    pub(crate) message: Message,
+    id: u32,
+    /// First and last key of each range.
+    pub(crate) ranges: Vec<(Vec<u8>, Vec<u8>)>,
+}
+
+/// The tables that carry the rules out.
+pub(crate) fn tables(rules: &Rules, layout: Layout) -> Vec<Table> {
+    match layout {
+        Layout::Inet => vec![table(INET, rules, rules.list.iter().collect())],
+        Layout::Split => rules
+            .families
+            .each()
+            .map(|family| table(nfproto(family), rules, rules.of(family).collect()))
+            .collect(),
+    }
+}
+
+/// A transaction that puts the tables in place of whatever tables of ours there are.
+pub(crate) fn replace(tables: &[Table], present: &[u8]) -> Vec<Message> {
+    let mut messages: Vec<Message> = present.iter().map(|family| delete_table(*family)).collect();
+    for table in tables {
+        messages.push(new_table(table.family));
+        for set in &table.sets {
+            let attrs = set.message.attrs.clone().be32(SET_ID, set.id);
+            messages.push(Message {
+                attrs,
+                ..set.message.clone()
+            });
+            messages.extend(elements(table.family, set));
+        }
+        messages.extend(table.chains.iter().cloned());
+        messages.extend(table.rules.iter().cloned());
+    }
+    messages
+}
+
+pub(crate) fn new_table(family: u8) -> Message {
+    let attrs = Attrs::new().text(TABLE_NAME, TABLE).be32(TABLE_FLAGS, 0);
+    message(NEW_TABLE, CREATE, family, attrs, format!("table {TABLE}"))
+}
+
+pub(crate) fn delete_table(family: u8) -> Message {
+    message(
+        DEL_TABLE,
+        0,
+        family,
+        Attrs::new().text(TABLE_NAME, TABLE),
+        format!("the removal of table {TABLE}"),
+    )
+}
+
+/// A request for all objects of a kind; our table's alone where the kernel can choose.
+pub(crate) fn list(kind: u16, family: u8, table: Option<&str>) -> Message {
+    let attrs = table.map_or_else(Attrs::new, |table| Attrs::new().text(TABLE_NAME, table));
+    message(kind, 0, family, attrs, "a listing of rules".to_owned())
+}
+
+pub(crate) fn list_elements(family: u8, set: &str) -> Message {
+    let attrs = Attrs::new().text(ELEMENTS_TABLE, TABLE).text(ELEMENTS_SET, set);
+    message(GET_ELEMENTS, 0, family, attrs, format!("a listing of set {set}"))
+}
+
+fn table(family: u8, rules: &Rules, list: Vec<&Rule>) -> Table {
+    let tests = list.iter().flat_map(|rule| &rule.tests);
+    let sets = tests
+        .filter_map(range_set)
+        .zip(1..)
+        .map(|(found, id)| set(family, found, id))
+        .collect();
+    let used = Chain::ALL
+        .into_iter()
+        .filter(|chain| list.iter().any(|rule| rule.chain == *chain));
+    let mut chains: Vec<Message> = used
+        .map(|name| chain(family, name.name(), name.hook(rules.priority).as_ref()))
+        .collect();
+    chains.push(chain(family, STATE_CHAIN, None));
+    let mut messages: Vec<Message> = Chain::ALL
+        .into_iter()
+        .flat_map(|chain| list.iter().filter(move |rule| rule.chain == chain))
+        .map(|rule| {
+            let mut expressions = only_family(rule, family);
+            expressions.extend(rule.tests.iter().flat_map(|test| condition(test, rule.family)));
+            expressions.push(expression("counter", Attrs::new()));
+            expressions.extend(action(rule.action));
+            let comment = format!("{COMMENT_PREFIX}{}", rule.comment);
+            rule_message(family, TABLE, rule.chain.name(), &expressions, &comment)
+        })
+        .collect();
+    let unreached = [verdict(RETURN, None)];
+    messages.push(rule_message(
+        family,
+        TABLE,
+        STATE_CHAIN,
+        &unreached,
+        &nft_text::hash(rules),
+    ));
+    Table {
+        family,
+        sets,
+        chains,
+        rules: messages,
+    }
+}
+
+/// A table of both families needs a test for one.
+fn only_family(rule: &Rule, table: u8) -> Vec<Attrs> {
+    match rule.family {
+        Some(family) if table == INET => vec![meta(META_NFPROTO), compare(EQUAL, &[nfproto(family)])],
+        _ => Vec::new(),
+    }
+}
+
+pub(crate) fn rule_message(family: u8, table: &str, chain: &str, expressions: &[Attrs], comment: &str) -> Message {
+    let list = expressions
+        .iter()
+        .fold(Attrs::new(), |list, expression| list.nested(LIST_ELEMENT, expression));
+    let attrs = Attrs::new()
+        .text(RULE_TABLE, table)
+        .text(RULE_CHAIN, chain)
+        .nested(RULE_EXPRESSIONS, &list);
+    let attrs = attrs.bytes(RULE_USERDATA, &userdata_text(comment));
+    message(
+        NEW_RULE,
+        CREATE | APPEND,
+        family,
+        attrs,
+        format!("rule {comment:?} of chain {chain}"),
+    )
+}
+
+pub(crate) fn chain(family: u8, name: &str, hook: Option<&Hook>) -> Message {
+    let mut attrs = Attrs::new().text(CHAIN_TABLE, TABLE).text(CHAIN_NAME, name);
+    if let Some(hook) = hook {
+        let place = Attrs::new()
+            .be32(HOOK_POINT, hook.point)
+            .be32(HOOK_PRIORITY, u32::from_ne_bytes(hook.priority.to_ne_bytes()));
+        attrs = attrs
+            .nested(CHAIN_HOOK, &place)
+            .be32(CHAIN_POLICY, ACCEPT)
+            .text(CHAIN_TYPE, hook.kind);
+    }
+    let place = hook.map(|hook| format!(" ({} at {} {})", hook.kind, hook.point_name, hook.priority));
+    message(
+        NEW_CHAIN,
+        CREATE,
+        family,
+        attrs,
+        format!("chain {name}{}", place.unwrap_or_default()),
+    )
+}
+
+/// What a test needs to be a set of ranges.
+struct RangeSet {
+    name: &'static str,
+    /// The number that `nft` gives the type, for its listings.
+    kind: u32,
+    key_len: u32,
+    ranges: Vec<(Vec<u8>, Vec<u8>)>,
+}
+
+fn range_set(test: &Test) -> Option<RangeSet> {
+    match test {
+        Test::Ports { set, ports } => Some(RangeSet {
+            name: set,
+            kind: 13,
+            key_len: 2,
+            ranges: port_ranges(ports),
+        }),
+        Test::Nets { set, nets, .. } => {
+            let (kind, key_len) = match nets.first().map(Family::of) {
+                Some(Family::V6) => (8, 16),
+                _ => (7, 4),
+            };
+            Some(RangeSet {
+                name: set,
+                kind,
+                key_len,
+                ranges: net_ranges(nets),
+            })
+        }
+        _ => None,
+    }
+}
+
+fn set(family: u8, set: RangeSet, id: u32) -> Set {
+    let attrs = Attrs::new()
+        .text(SET_TABLE, TABLE)
+        .text(SET_NAME, set.name)
+        .be32(SET_FLAGS, INTERVAL)
+        .be32(SET_KEY_TYPE, set.kind)
+        .be32(SET_KEY_LEN, set.key_len)
+        .bytes(SET_USERDATA, &AUTO_MERGE);
+    let message = message(NEW_SET, CREATE, family, attrs, format!("set {}", set.name));
+    Set {
+        name: set.name,
+        message,
+        id,
+        ranges: set.ranges,
+    }
+}
+
+fn port_ranges(ports: &PortSet) -> Vec<(Vec<u8>, Vec<u8>)> {
+    ports
+        .ranges()
+        .map(|range| (range.start().to_be_bytes().to_vec(), range.end().to_be_bytes().to_vec()))
+        .collect()
+}
+
+/// Networks that touch become one range, as the kernel would show them.
+fn net_ranges(nets: &[IpNet]) -> Vec<(Vec<u8>, Vec<u8>)> {
+    let octets = |ip: IpAddr| match ip {
+        IpAddr::V4(ip) => ip.octets().to_vec(),
+        IpAddr::V6(ip) => ip.octets().to_vec(),
+    };
+    let mut ranges: Vec<(Vec<u8>, Vec<u8>)> = Vec::new();
+    for net in nets {
+        let (first, last) = (octets(net.network()), octets(net.broadcast()));
+        match ranges.last_mut() {
+            Some((_, end)) if after(end).as_ref() == Some(&first) => *end = last,
+            _ => ranges.push((first, last)),
+        }
+    }
+    ranges
+}
+
+/// The key after this one; none after the largest.
+fn after(key: &[u8]) -> Option<Vec<u8>> {
+    let mut next = key.to_vec();
+    for byte in next.iter_mut().rev() {
+        let (sum, carried) = byte.overflowing_add(1);
+        *byte = sum;
+        if !carried {
+            return Some(next);
+        }
+    }
+    None
+}
+
+/// The keys at which ranges begin (`false`) and, one behind their last key, end (`true`).
+pub(crate) fn bounds(ranges: &[(Vec<u8>, Vec<u8>)]) -> impl Iterator<Item = (Vec<u8>, bool)> + '_ {
+    ranges.iter().flat_map(|(first, last)| {
+        let end = after(last).map(|end| (end, true));
+        [(first.clone(), false)].into_iter().chain(end)
+    })
+}
+
+/// The elements of a set, cut into messages whose lists stay far below 64 KiB.
+fn elements(family: u8, set: &Set) -> Vec<Message> {
+    let bounds: Vec<(Vec<u8>, bool)> = bounds(&set.ranges).collect();
+    let lists = bounds.chunks(ELEMENTS_A_MESSAGE).map(|bounds| {
+        let list = bounds.iter().fold(Attrs::new(), |list, (key, ends)| {
+            let flags = if *ends {
+                Attrs::new().be32(ELEMENT_FLAGS, INTERVAL_END)
+            } else {
+                Attrs::new()
+            };
+            let key = Attrs::new().bytes(DATA_VALUE, key);
+            list.nested(LIST_ELEMENT, &flags.nested(ELEMENT_KEY, &key))
+        });
+        let attrs = Attrs::new().text(ELEMENTS_TABLE, TABLE).text(ELEMENTS_SET, set.name);
+        let attrs = attrs.nested(ELEMENTS_LIST, &list);
+        message(
+            NEW_ELEMENTS,
+            CREATE,
+            family,
+            attrs,
+            format!("elements of set {}", set.name),
+        )
+    });
+    lists.collect()
+}
+
+/// Reads the bounds that a listing of elements shows.
+///
+/// The `nft` program begins every set with an end at zero, which means nothing.
+pub(crate) fn shown_bounds(attrs: &[u8]) -> Vec<(Vec<u8>, bool)> {
+    let list = attr::find(attrs, ELEMENTS_LIST).unwrap_or_default();
+    let bounds = attr::parse(list).filter_map(|(_, element)| {
+        let key = attr::find(element, ELEMENT_KEY).and_then(|key| attr::find(key, DATA_VALUE))?;
+        let flags = attr::find_be32(element, ELEMENT_FLAGS).unwrap_or(0);
+        Some((key.to_vec(), flags & INTERVAL_END != 0))
+    });
+    bounds
+        .filter(|(key, ends)| !(*ends && key.iter().all(|byte| *byte == 0)))
+        .collect()
+}
+
+fn condition(test: &Test, family: Option<Family>) -> Vec<Attrs> {
+    let tcp = || [meta(META_L4PROTO), compare(EQUAL, &[TCP])];
+    match test {
+        Test::Tcp => tcp().into(),
+        Test::Opens => tcp()
+            .into_iter()
+            .chain([
+                payload(TRANSPORT, 13, 1),
+                mask(&[FIN | SYN | RST | ACK]),
+                compare(EQUAL, &[SYN]),
+            ])
+            .collect(),
+        Test::ToLocal => vec![
+            expression(
+                "fib",
+                Attrs::new()
+                    .be32(1, REGISTER)
+                    .be32(2, FIB_ADDRTYPE)
+                    .be32(3, FIB_DESTINATION),
+            ),
+            compare(EQUAL, &RTN_LOCAL.to_ne_bytes()),
+        ],
+        Test::OverLoopback => {
+            let mut name = [0; 16]; // all of it is compared, so that "lo" does not stand for "lo1"
+            name[..2].copy_from_slice(b"lo");
+            vec![meta(META_OIFNAME), compare(EQUAL, &name)]
+        }
+        Test::Ports { set, .. } => tcp()
+            .into_iter()
+            .chain([payload(TRANSPORT, 2, 2), lookup(set)])
+            .collect(),
+        Test::Nets { set, side, .. } => {
+            let (offset, len) = match (family, side) {
+                (Some(Family::V6), Side::Source) => (8, 16),
+                (Some(Family::V6), Side::Destination) => (24, 16),
+                (_, Side::Source) => (12, 4),
+                (_, Side::Destination) => (16, 4),
+            };
+            vec![payload(NETWORK, offset, len), lookup(set)]
+        }
+        Test::User(uid) => vec![meta(META_SKUID), compare(EQUAL, &uid.to_ne_bytes())],
+        Test::Group(gid) => vec![meta(META_SKGID), compare(EQUAL, &gid.to_ne_bytes())],
+        Test::Invalid => conntrack_state(CT_INVALID),
+    }
+}
+
+/// The packet's connection is in one of these states.
+pub(crate) fn conntrack_state(states: u32) -> Vec<Attrs> {
+    vec![
+        expression("ct", Attrs::new().be32(1, REGISTER).be32(2, CT_STATE)),
+        mask(&states.to_ne_bytes()),
+        compare(NOT_EQUAL, &0_u32.to_ne_bytes()),
+    ]
+}
+
+fn action(action: Action) -> Vec<Attrs> {
+    match action {
+        Action::Return => vec![verdict(RETURN, None)],
+        Action::Drop => vec![verdict(DROP, None)],
+        Action::Jump(chain) => vec![verdict(JUMP, Some(chain.name()))],
+        Action::Redirect(port) => {
+            let port = Attrs::new().bytes(DATA_VALUE, &port.to_be_bytes());
+            vec![
+                expression(
+                    "immediate",
+                    Attrs::new().be32(IMMEDIATE_TO, REGISTER).nested(IMMEDIATE_DATA, &port),
+                ),
+                expression("redir", Attrs::new().be32(1, REGISTER).be32(3, PORT_SPECIFIED)),
+            ]
+        }
+    }
+}
+
+pub(crate) fn verdict(code: i32, chain: Option<&str>) -> Attrs {
+    let verdict = Attrs::new().be32(VERDICT_CODE, u32::from_ne_bytes(code.to_ne_bytes()));
+    let verdict = chain
+        .into_iter()
+        .fold(verdict, |verdict, chain| verdict.text(VERDICT_CHAIN, chain));
+    let data = Attrs::new().nested(DATA_VERDICT, &verdict);
+    expression(
+        "immediate",
+        Attrs::new().be32(IMMEDIATE_TO, 0).nested(IMMEDIATE_DATA, &data),
+    )
+}
+
+fn expression(name: &str, data: Attrs) -> Attrs {
+    let named = Attrs::new().text(EXPRESSION_NAME, name);
+    // Counters have nothing to say at the start, and what they count must not look like a difference later.
+    if data == Attrs::new() {
+        named
+    } else {
+        named.nested(EXPRESSION_DATA, &data)
+    }
+}
+
+fn meta(key: u32) -> Attrs {
+    expression("meta", Attrs::new().be32(1, REGISTER).be32(2, key))
+}
+
+fn payload(base: u32, offset: u32, len: u32) -> Attrs {
+    expression(
+        "payload",
+        Attrs::new()
+            .be32(1, REGISTER)
+            .be32(2, base)
+            .be32(3, offset)
+            .be32(4, len),
+    )
+}
+
+fn compare(operator: u32, value: &[u8]) -> Attrs {
+    let data = Attrs::new().bytes(DATA_VALUE, value);
+    expression("cmp", Attrs::new().be32(1, REGISTER).be32(2, operator).nested(3, &data))
+}
+
+fn mask(bits: &[u8]) -> Attrs {
+    let len = u32::try_from(bits.len()).unwrap_or(u32::MAX);
+    let mask = Attrs::new().bytes(DATA_VALUE, bits);
+    let zero = Attrs::new().bytes(DATA_VALUE, &vec![0; bits.len()]);
+    let attrs = Attrs::new().be32(1, REGISTER).be32(2, REGISTER).be32(3, len);
+    expression("bitwise", attrs.nested(4, &mask).nested(5, &zero))
+}
+
+fn lookup(set: &str) -> Attrs {
+    expression("lookup", Attrs::new().text(1, set).be32(2, REGISTER))
+}
+
+/// A comment as `nft` keeps it: type 0, length, text with its closing zero.
+fn userdata_text(text: &str) -> Vec<u8> {
+    let len = u8::try_from(text.len() + 1).expect("comments are short and our own");
+    [&[0, len], text.as_bytes(), &[0]].concat()
+}
+
+fn message(kind: u16, flags: u16, family: u8, attrs: Attrs, what: String) -> Message {
+    Message {
+        kind: NFTABLES << 8 | kind & 0xff,
+        flags,
+        family,
+        attrs,
+        what,
+    }
+}
+
+pub(crate) fn nfproto(family: Family) -> u8 {
+    match family {
+        Family::V4 => 2,
+        Family::V6 => 10,
+    }
+}
+
+pub(crate) const INET: u8 = 1;
+pub(crate) const ANY_FAMILY: u8 = 0;
+
+// Operations.
+const NEW_TABLE: u16 = 0;
+pub(crate) const GET_TABLE: u16 = 1;
+const DEL_TABLE: u16 = 2;
+const NEW_CHAIN: u16 = 3;
+pub(crate) const GET_CHAIN: u16 = 4;
+pub(crate) const DEL_CHAIN: u16 = 5;
+const NEW_RULE: u16 = 6;
+pub(crate) const GET_RULE: u16 = 7;
+pub(crate) const DEL_RULE: u16 = 8;
+const NEW_SET: u16 = 9;
+pub(crate) const GET_SET: u16 = 10;
+const NEW_ELEMENTS: u16 = 12;
+const GET_ELEMENTS: u16 = 13;
+
+// Attributes of tables, chains, rules, sets and their elements.
+pub(crate) const TABLE_NAME: u16 = 1;
+const TABLE_FLAGS: u16 = 2;
+pub(crate) const CHAIN_TABLE: u16 = 1;
+pub(crate) const CHAIN_NAME: u16 = 3;
+const CHAIN_HOOK: u16 = 4;
+const CHAIN_POLICY: u16 = 5;
+const CHAIN_TYPE: u16 = 7;
+const HOOK_POINT: u16 = 1;
+const HOOK_PRIORITY: u16 = 2;
+pub(crate) const RULE_TABLE: u16 = 1;
+pub(crate) const RULE_CHAIN: u16 = 2;
+pub(crate) const RULE_HANDLE: u16 = 3;
+pub(crate) const RULE_EXPRESSIONS: u16 = 4;
+pub(crate) const RULE_USERDATA: u16 = 7;
+const SET_TABLE: u16 = 1;
+pub(crate) const SET_NAME: u16 = 2;
+const SET_FLAGS: u16 = 3;
+const SET_KEY_TYPE: u16 = 4;
+const SET_KEY_LEN: u16 = 5;
+const SET_ID: u16 = 10;
+const SET_USERDATA: u16 = 13;
+const ELEMENTS_TABLE: u16 = 1;
+const ELEMENTS_SET: u16 = 2;
+const ELEMENTS_LIST: u16 = 3;
+const ELEMENT_KEY: u16 = 1;
+const ELEMENT_FLAGS: u16 = 3;
+const LIST_ELEMENT: u16 = 1;
+pub(crate) const EXPRESSION_NAME: u16 = 1;
+pub(crate) const EXPRESSION_DATA: u16 = 2;
+pub(crate) const DATA_VALUE: u16 = 1;
+pub(crate) const DATA_VERDICT: u16 = 2;
+const IMMEDIATE_TO: u16 = 1;
+pub(crate) const IMMEDIATE_DATA: u16 = 2;
+const VERDICT_CODE: u16 = 1;
+pub(crate) const VERDICT_CHAIN: u16 = 2;
+
+const INTERVAL: u32 = 4;
+const INTERVAL_END: u32 = 1;
+const ELEMENTS_A_MESSAGE: usize = 500;
+/// What `nft` keeps beside a set: keys in network order (type 0), overlapping elements are merged (type 2).
+const AUTO_MERGE: [u8; 12] = {
+    let [a, b, c, d] = 2_u32.to_ne_bytes();
+    let [e, f, g, h] = 1_u32.to_ne_bytes();
+    [0, 4, a, b, c, d, 2, 4, e, f, g, h]
+};
+
+// Operands of expressions; one register carries every value.
+const REGISTER: u32 = 1;
+const EQUAL: u32 = 0;
+const NOT_EQUAL: u32 = 1;
+const META_OIFNAME: u32 = 7;
+const META_SKUID: u32 = 10;
+const META_SKGID: u32 = 11;
+const META_NFPROTO: u32 = 15;
+const META_L4PROTO: u32 = 16;
+const NETWORK: u32 = 1;
+const TRANSPORT: u32 = 2;
+const FIB_ADDRTYPE: u32 = 3;
+const FIB_DESTINATION: u32 = 2;
+const RTN_LOCAL: u32 = 2;
+const CT_STATE: u32 = 0;
+const CT_INVALID: u32 = 1;
+pub(crate) const CT_NEW: u32 = 8;
+const PORT_SPECIFIED: u32 = 2;
+const TCP: u8 = 6;
+const FIN: u8 = 1;
+const SYN: u8 = 2;
+const RST: u8 = 4;
+const ACK: u8 = 16;
+const DROP: i32 = 0;
+const ACCEPT: u32 = 1;
+pub(crate) const ACCEPTED: i32 = 1;
+const JUMP: i32 = -3;
+pub(crate) const RETURN: i32 = -5;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn touching_networks_become_one_range() {
+        let nets: Vec<IpNet> = ["10.0.0.0/24", "10.0.1.0/25", "10.9.0.0/16", "255.255.255.0/24"]
+            .iter()
+            .map(|net| net.parse().unwrap())
+            .collect();
+        let ranges = net_ranges(&nets);
+        assert_eq!(ranges[0], (vec![10, 0, 0, 0], vec![10, 0, 1, 127]));
+        let bounds: Vec<(Vec<u8>, bool)> = bounds(&ranges).collect();
+        assert_eq!(bounds[1], (vec![10, 0, 1, 128], true));
+        // Nothing comes after the largest key, so its range has no end.
+        assert_eq!(bounds.last().unwrap(), &(vec![255, 255, 255, 0], false));
+    }
+}

@@ -1,0 +1,377 @@
+//! Messages to and from netfilter: one socket, dumps, and batches that the kernel takes whole or not at all.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use nix::errno::Errno;
+use nix::sys::socket::{
+    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, send, setsockopt, socket,
+    sockopt,
+};
+
+use crate::netlink::attr::{self, Attrs};
+
+/// A request of nftables or of connection tracking.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Message {
+    /// Subsystem and operation.
+    pub(crate) kind: u16,
+    pub(crate) flags: u16,
+    /// `NFPROTO_*`.
+    pub(crate) family: u8,
+    pub(crate) attrs: Attrs,
+    /// For errors: what it is about.
+    pub(crate) what: String,
+}
+
+/// One answer of the kernel: attributes of an object and the family it is in.
+#[derive(Clone, Debug)]
+pub(crate) struct Answer {
+    pub(crate) family: u8,
+    pub(crate) attrs: Vec<u8>,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum WireError {
+    #[error("{doing} netfilter over netlink; {}", hint(*.source))]
+    Socket {
+        doing: &'static str,
+        #[source]
+        source: Errno,
+    },
+    #[error("the kernel refused {what}; {}", hint(*.source))]
+    Refused {
+        what: String,
+        #[source]
+        source: Errno,
+    },
+    #[error("rules changed while we were changing them")]
+    Raced,
+    #[error("the kernel's answer about {what} cannot be read")]
+    Malformed { what: String },
+}
+
+/// What an operator can do about an error number.
+fn hint(errno: Errno) -> &'static str {
+    match errno {
+        Errno::EPERM | Errno::EACCES => "the capability NET_ADMIN is missing",
+        Errno::ENOENT | Errno::EOPNOTSUPP | Errno::EPROTONOSUPPORT | Errno::EAFNOSUPPORT => "the kernel lacks a part",
+        Errno::EMSGSIZE | Errno::ENOBUFS => "the rules are larger than the socket's buffer may be",
+        _ => "see the cause",
+    }
+}
+
+impl WireError {
+    /// The cause, where the kernel gave one.
+    pub(crate) fn errno(&self) -> Option<Errno> {
+        match self {
+            Self::Socket { source, .. } | Self::Refused { source, .. } => Some(*source),
+            Self::Raced | Self::Malformed { .. } => None,
+        }
+    }
+
+    /// Whether another backend may do better: a part of the kernel is missing, rather than a permission.
+    pub(crate) fn unsupported(&self) -> bool {
+        let lacking = [
+            Errno::ENOENT,
+            Errno::EOPNOTSUPP,
+            Errno::EPROTONOSUPPORT,
+            Errno::EAFNOSUPPORT,
+        ];
+        self.errno().is_some_and(|errno| lacking.contains(&errno))
+    }
+}
+
+/// A netfilter socket of the current network namespace.
+#[derive(Debug)]
+pub struct Socket {
+    fd: OwnedFd,
+    sequence: u32,
+    buffer: Vec<u8>,
+}
+
+impl Socket {
+    /// # Errors
+    /// When the kernel has no netfilter over netlink.
+    pub fn open() -> Result<Self, WireError> {
+        let failed = |source| WireError::Socket {
+            doing: "opening",
+            source,
+        };
+        let protocol = SockProtocol::NetlinkNetFilter;
+        let fd = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, protocol).map_err(failed)?;
+        bind(fd.as_raw_fd(), &NetlinkAddr::new(0, 0)).map_err(failed)?;
+        // A batch travels in one piece. Only root of the machine may go beyond the limit for all sockets.
+        let enlarged = setsockopt(&fd, sockopt::SndBufForce, &BATCH_LIMIT);
+        if enlarged.is_err() {
+            setsockopt(&fd, sockopt::SndBuf, &BATCH_LIMIT).map_err(failed)?;
+        }
+        Ok(Self {
+            fd,
+            sequence: 0,
+            buffer: vec![0; RECEIVE_LIMIT],
+        })
+    }
+
+    /// All objects that match a request.
+    ///
+    /// A part of the kernel that is not there has no objects.
+    pub(crate) fn dump(&mut self, request: &Message) -> Result<Vec<Answer>, WireError> {
+        loop {
+            match self.dump_once(request) {
+                Err(WireError::Raced) => continue, // ends as soon as nobody writes during one dump
+                Err(WireError::Refused {
+                    source: Errno::ENOENT, ..
+                }) => return Ok(Vec::new()),
+                done => return done,
+            }
+        }
+    }
+
+    fn dump_once(&mut self, request: &Message) -> Result<Vec<Answer>, WireError> {
+        let dump = Message {
+            flags: request.flags | DUMP,
+            ..request.clone()
+        };
+        self.send(&self.encode(&[&dump], self.sequence))?;
+        let expected = self.sequence;
+        self.sequence += 1;
+        let mut answers = Vec::new();
+        let mut raced = false;
+        loop {
+            let len = self.receive(MsgFlags::empty())?;
+            for (header, body) in frames(&self.buffer[..len]) {
+                if header.sequence != expected {
+                    continue;
+                }
+                raced |= header.flags & DUMP_INTERRUPTED != 0;
+                match header.kind {
+                    DONE if raced => return Err(WireError::Raced),
+                    DONE => return Ok(answers),
+                    ERROR => return Err(refused(&dump.what, body)),
+                    _ => {
+                        let malformed = || WireError::Malformed {
+                            what: dump.what.clone(),
+                        };
+                        let (generic, attrs) = body.split_at_checked(GENERIC).ok_or_else(malformed)?;
+                        answers.push(Answer {
+                            family: generic[0],
+                            attrs: attrs.to_vec(),
+                        });
+                    }
+                }
+            }
+        }
+    }
+
+    /// The generation of the rules of this namespace: changes with every commit of anybody.
+    pub(crate) fn generation(&mut self) -> Result<u32, WireError> {
+        let request = Message {
+            kind: GET_GENERATION,
+            flags: 0,
+            family: 0,
+            attrs: Attrs::new(),
+            what: "the generation of the rules".to_owned(),
+        };
+        self.send(&self.encode(&[&request], self.sequence))?;
+        let expected = self.sequence;
+        self.sequence += 1;
+        loop {
+            let len = self.receive(MsgFlags::empty())?;
+            for (header, body) in frames(&self.buffer[..len]) {
+                if header.sequence != expected {
+                    continue;
+                }
+                if header.kind == ERROR {
+                    return Err(refused(&request.what, body));
+                }
+                let generation = body.get(GENERIC..).and_then(|attrs| attr::find_be32(attrs, 1));
+                return generation.ok_or_else(|| WireError::Malformed {
+                    what: request.what.clone(),
+                });
+            }
+        }
+    }
+
+    /// Applies messages in one transaction, provided that the rules are still of this generation.
+    ///
+    /// # Errors
+    /// The first message that the kernel refused; nothing has changed then.
+    pub(crate) fn commit(&mut self, messages: &[Message], generation: u32) -> Result<(), WireError> {
+        let frame = |kind, attrs| Message {
+            kind,
+            flags: 0,
+            family: 0,
+            attrs,
+            what: "the transaction".to_owned(),
+        };
+        let begin = frame(BATCH_BEGIN, Attrs::new().be32(BATCH_GENERATION, generation));
+        let end = frame(BATCH_END, Attrs::new());
+        let Some((last, others)) = messages.split_last() else {
+            return Ok(());
+        };
+        let last = Message {
+            flags: last.flags | ACK,
+            ..last.clone()
+        };
+        let all: Vec<&Message> = [&begin].into_iter().chain(others).chain([&last, &end]).collect();
+        let first = self.sequence;
+        let batch = self.encode(&all, first);
+        self.sequence += u32::try_from(all.len()).unwrap_or(u32::MAX);
+        self.send(&batch)?;
+        // The kernel has answered by the time that `send` returns, so waiting would only hide that it said nothing.
+        let mut answer = Err(WireError::Malformed {
+            what: "a transaction".to_owned(),
+        });
+        let mut failed = false;
+        loop {
+            let len = match self.receive(MsgFlags::MSG_DONTWAIT) {
+                Err(WireError::Socket {
+                    source: Errno::EAGAIN, ..
+                }) => return answer,
+                received => received?,
+            };
+            for (header, body) in frames(&self.buffer[..len]) {
+                let index = usize::try_from(header.sequence.wrapping_sub(first)).unwrap_or(usize::MAX);
+                // Only the first refusal counts: later ones follow from it.
+                let Some(message) = all.get(index).filter(|_| header.kind == ERROR && !failed) else {
+                    continue;
+                };
+                answer = match refused(&message.what, body) {
+                    _ if body.starts_with(&0_i32.to_ne_bytes()) => Ok(()), // an acknowledgement
+                    WireError::Refused {
+                        source: Errno::ERESTART,
+                        ..
+                    } => Err(WireError::Raced),
+                    error => Err(error),
+                };
+                failed = answer.is_err();
+            }
+        }
+    }
+
+    fn encode(&self, messages: &[&Message], first: u32) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for (message, sequence) in messages.iter().zip(first..) {
+            let attrs = message.attrs.as_bytes();
+            let len = u32::try_from(HEADER + GENERIC + attrs.len()).unwrap_or(u32::MAX);
+            bytes.extend_from_slice(&len.to_ne_bytes());
+            bytes.extend_from_slice(&message.kind.to_ne_bytes());
+            bytes.extend_from_slice(&(message.flags | REQUEST).to_ne_bytes());
+            bytes.extend_from_slice(&sequence.to_ne_bytes());
+            bytes.extend_from_slice(&0_u32.to_ne_bytes());
+            // Batches name the subsystem that is to take them; other messages have nothing there.
+            let resource = if matches!(message.kind, BATCH_BEGIN | BATCH_END) {
+                NFTABLES
+            } else {
+                0
+            };
+            bytes.extend_from_slice(&[message.family, 0]);
+            bytes.extend_from_slice(&resource.to_be_bytes());
+            bytes.extend_from_slice(attrs);
+        }
+        bytes
+    }
+
+    fn send(&self, bytes: &[u8]) -> Result<(), WireError> {
+        let sent = send(self.fd.as_raw_fd(), bytes, MsgFlags::empty());
+        sent.map(|_| ()).map_err(|source| WireError::Socket {
+            doing: "asking",
+            source,
+        })
+    }
+
+    fn receive(&mut self, flags: MsgFlags) -> Result<usize, WireError> {
+        loop {
+            match recv(self.fd.as_raw_fd(), &mut self.buffer, flags) {
+                Err(Errno::EINTR) => {}
+                received => {
+                    return received.map_err(|source| WireError::Socket {
+                        doing: "hearing from",
+                        source,
+                    });
+                }
+            }
+        }
+    }
+}
+
+struct Header {
+    kind: u16,
+    flags: u16,
+    sequence: u32,
+}
+
+/// Splits what was received into messages; stops at the first that is cut short.
+fn frames(mut bytes: &[u8]) -> impl Iterator<Item = (Header, &[u8])> {
+    std::iter::from_fn(move || {
+        let head: &[u8; HEADER] = bytes.first_chunk()?;
+        let word = |at: usize| u32::from_ne_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
+        let half = |at: usize| u16::from_ne_bytes([head[at], head[at + 1]]);
+        let len = usize::try_from(word(0)).ok()?;
+        let body = bytes.get(HEADER..len)?;
+        bytes = bytes.get(len.next_multiple_of(4)..).unwrap_or_default();
+        Some((
+            Header {
+                kind: half(4),
+                flags: half(6),
+                sequence: word(8),
+            },
+            body,
+        ))
+    })
+}
+
+/// What an error message says.
+fn refused(what: &str, body: &[u8]) -> WireError {
+    match body.first_chunk::<4>().map(|code| i32::from_ne_bytes(*code)) {
+        Some(code) => WireError::Refused {
+            what: what.to_owned(),
+            source: Errno::from_raw(code.wrapping_neg()),
+        },
+        None => WireError::Malformed { what: what.to_owned() },
+    }
+}
+
+/// Subsystem numbers, in the upper half of message types.
+pub(crate) const NFTABLES: u16 = 10;
+pub(crate) const CONNTRACK: u16 = 1;
+
+pub(crate) const CREATE: u16 = 0x400;
+pub(crate) const APPEND: u16 = 0x800;
+const REQUEST: u16 = 1;
+const ACK: u16 = 4;
+const DUMP_INTERRUPTED: u16 = 0x10;
+const DUMP: u16 = 0x300;
+const ERROR: u16 = 2;
+const DONE: u16 = 3;
+const BATCH_BEGIN: u16 = 0x10;
+const BATCH_END: u16 = 0x11;
+const BATCH_GENERATION: u16 = 1;
+const GET_GENERATION: u16 = NFTABLES << 8 | 16;
+const HEADER: usize = 16;
+/// Family, version and resource after each header.
+const GENERIC: usize = 4;
+/// Enough for some ten thousand networks.
+const BATCH_LIMIT: usize = 4 << 20;
+/// The kernel never puts more than 32 KiB into one part of a dump.
+const RECEIVE_LIMIT: usize = 128 << 10;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_split_without_a_panic(bytes: Vec<u8>) {
+            for (header, body) in frames(&bytes) {
+                prop_assert!(body.len() < bytes.len());
+                if header.kind == ERROR {
+                    let _ = refused("x", body).to_string();
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,252 @@
+//! The rules as text that the `nft` program reads; the same as what [`crate::netlink`] sends.
+
+use std::fmt::Write;
+
+use crate::rules::{Action, COMMENT_PREFIX, Chain, Family, Rule, Rules, Side, Test};
+
+/// A script that puts the rules in place, whatever was there before.
+#[must_use]
+pub fn script(rules: &Rules) -> String {
+    let body = body(rules);
+    let state = format!(
+        "\tchain {STATE_CHAIN} {{\n\t\treturn comment \"{}\"\n\t}}\n",
+        hash_of(&body)
+    );
+    // Declaring the table first lets the deletion work where there was none.
+    format!("table inet {TABLE}\ndelete table inet {TABLE}\ntable inet {TABLE} {{\n{body}{state}}}\n")
+}
+
+/// What the rules are recognised by: changes whenever anything about them does.
+#[must_use]
+pub fn hash(rules: &Rules) -> String {
+    hash_of(&body(rules))
+}
+
+fn body(rules: &Rules) -> String {
+    let mut text = String::new();
+    for test in rules.list.iter().flat_map(|rule| &rule.tests) {
+        if let Some((name, kind, elements)) = set(test) {
+            // Writing to a String cannot fail, here and below.
+            let _ = writeln!(
+                text,
+                "\tset {name} {{ type {kind}; flags interval; auto-merge; elements = {{ {elements} }} }}"
+            );
+        }
+    }
+    for chain in Chain::ALL {
+        let list: Vec<&Rule> = rules.list.iter().filter(|rule| rule.chain == chain).collect();
+        if list.is_empty() {
+            continue;
+        }
+        let _ = writeln!(text, "\tchain {} {{", chain.name());
+        if let Some(hook) = chain.hook(rules.priority) {
+            let (kind, point, priority) = (hook.kind, hook.point_name, hook.priority);
+            let _ = writeln!(text, "\t\ttype {kind} hook {point} priority {priority}; policy accept;");
+        }
+        for rule in list {
+            let _ = writeln!(text, "\t\t{}", line(rule));
+        }
+        text.push_str("\t}\n");
+    }
+    text
+}
+
+fn line(rule: &Rule) -> String {
+    let mut words: Vec<String> = Vec::new();
+    // Tests of addresses name their family themselves.
+    let by_address = rule.tests.iter().any(|test| matches!(test, Test::Nets { .. }));
+    if let Some(family) = rule.family.filter(|_| !by_address) {
+        words.push(format!("meta nfproto {}", family.name()));
+    }
+    words.extend(rule.tests.iter().map(|test| condition(test, rule.family)));
+    words.push("counter".to_owned());
+    words.push(match rule.action {
+        Action::Return => "return".to_owned(),
+        Action::Drop => "drop".to_owned(),
+        Action::Redirect(port) => format!("redirect to :{port}"),
+        Action::Jump(chain) => format!("jump {}", chain.name()),
+    });
+    words.push(format!("comment \"{COMMENT_PREFIX}{}\"", rule.comment));
+    words.join(" ")
+}
+
+fn condition(test: &Test, family: Option<Family>) -> String {
+    match test {
+        Test::Tcp => "meta l4proto tcp".to_owned(),
+        Test::Opens => "tcp flags & (fin|syn|rst|ack) == syn".to_owned(),
+        Test::ToLocal => "fib daddr type local".to_owned(),
+        Test::OverLoopback => "oifname \"lo\"".to_owned(),
+        Test::Ports { set, .. } => format!("tcp dport @{set}"),
+        Test::Nets { set, side, .. } => {
+            let ip = if family == Some(Family::V6) { "ip6" } else { "ip" };
+            let addr = if *side == Side::Source { "saddr" } else { "daddr" };
+            format!("{ip} {addr} @{set}")
+        }
+        Test::User(uid) => format!("meta skuid {uid}"),
+        Test::Group(gid) => format!("meta skgid {gid}"),
+        Test::Invalid => "ct state invalid".to_owned(),
+    }
+}
+
+fn set(test: &Test) -> Option<(&'static str, &'static str, String)> {
+    match test {
+        Test::Ports { set, ports } => Some((set, "inet_service", ports.to_string().replace(',', ", "))),
+        Test::Nets { set, nets, .. } => {
+            let kind = match nets.first().map(Family::of) {
+                Some(Family::V6) => "ipv6_addr",
+                _ => "ipv4_addr",
+            };
+            let elements: Vec<String> = nets.iter().map(ToString::to_string).collect();
+            Some((set, kind, elements.join(", ")))
+        }
+        _ => None,
+    }
+}
+
+/// FNV-1a, 64 bits: the same in every build, and nobody has a reason to forge it.
+fn hash_of(text: &str) -> String {
+    let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    format!("{hash:016x}")
+}
+
+/// Where a chain is hooked into the path of packets.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Hook {
+    pub(crate) kind: &'static str,
+    pub(crate) point_name: &'static str,
+    /// `enum nf_inet_hooks`.
+    pub(crate) point: u32,
+    pub(crate) priority: i32,
+}
+
+impl Chain {
+    /// Chains that are jumped to before those that jump.
+    pub(crate) const ALL: [Self; 5] = [
+        Self::Inbound,
+        Self::Outbound,
+        Self::Prerouting,
+        Self::Output,
+        Self::Invalid,
+    ];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Inbound => "inbound",
+            Self::Outbound => "outbound",
+            Self::Prerouting => "prerouting",
+            Self::Output => "output",
+            Self::Invalid => "invalid",
+        }
+    }
+
+    pub(crate) fn hook(self, priority: i32) -> Option<Hook> {
+        let nat = |point_name, point| Hook {
+            kind: "nat",
+            point_name,
+            point,
+            priority,
+        };
+        match self {
+            Self::Inbound | Self::Outbound => None,
+            Self::Prerouting => Some(nat("prerouting", 0)),
+            Self::Output => Some(nat("output", 3)),
+            Self::Invalid => Some(Hook {
+                kind: "filter",
+                point_name: "prerouting",
+                point: 0,
+                priority: INVALID_PRIORITY,
+            }),
+        }
+    }
+}
+
+/// The one table that is ours.
+pub const TABLE: &str = "l5d_init";
+/// Holds nothing but the hash, as the comment of a rule that no packet reaches.
+pub(crate) const STATE_CHAIN: &str = "state";
+/// After connection tracking (-200), before NAT (-100).
+const INVALID_PRIORITY: i32 = -150;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::{Families, Invalid, Options};
+    use crate::rules::{plan, tests::example};
+
+    #[test]
+    fn the_script_is_the_specified_ruleset() {
+        let rules = plan(&example());
+        let expected = format!(
+            r#"table inet l5d_init
+delete table inet l5d_init
+table inet l5d_init {{
+	set in_skip_ports {{ type inet_service; flags interval; auto-merge; elements = {{ 4190-4191, 4567-4568 }} }}
+	set in_skip_src4 {{ type ipv4_addr; flags interval; auto-merge; elements = {{ 10.0.0.0/8 }} }}
+	set in_skip_src6 {{ type ipv6_addr; flags interval; auto-merge; elements = {{ fd00::/8 }} }}
+	set out_skip_ports {{ type inet_service; flags interval; auto-merge; elements = {{ 4567-4568 }} }}
+	set out_skip_dst4 {{ type ipv4_addr; flags interval; auto-merge; elements = {{ 192.168.0.0/16 }} }}
+	set out_skip_dst6 {{ type ipv6_addr; flags interval; auto-merge; elements = {{ fe00::/8 }} }}
+	chain inbound {{
+		tcp dport @in_skip_ports counter return comment "proxy-init/ignore-port"
+		ip saddr @in_skip_src4 counter return comment "proxy-init/ignore-subnet"
+		ip6 saddr @in_skip_src6 counter return comment "proxy-init/ignore-subnet"
+		meta l4proto tcp counter redirect to :4143 comment "proxy-init/redirect-all-incoming-to-proxy-port"
+	}}
+	chain outbound {{
+		meta skuid 2102 counter return comment "proxy-init/ignore-proxy-user-id"
+		oifname "lo" counter return comment "proxy-init/ignore-loopback"
+		tcp dport @out_skip_ports counter return comment "proxy-init/ignore-port"
+		ip daddr @out_skip_dst4 counter return comment "proxy-init/ignore-subnet"
+		ip6 daddr @out_skip_dst6 counter return comment "proxy-init/ignore-subnet"
+		meta l4proto tcp counter redirect to :4140 comment "proxy-init/redirect-all-outgoing-to-proxy-port"
+	}}
+	chain prerouting {{
+		type nat hook prerouting priority -100; policy accept;
+		tcp flags & (fin|syn|rst|ack) == syn fib daddr type local counter jump inbound comment "proxy-init/install-proxy-init-prerouting"
+	}}
+	chain output {{
+		type nat hook output priority -100; policy accept;
+		tcp flags & (fin|syn|rst|ack) == syn counter jump outbound comment "proxy-init/install-proxy-init-output"
+	}}
+	chain state {{
+		return comment "{}"
+	}}
+}}
+"#,
+            hash(&rules)
+        );
+        assert_eq!(script(&rules), expected);
+    }
+
+    #[test]
+    fn the_hash_changes_with_every_option() {
+        let hashes: std::collections::HashSet<String> = [
+            example(),
+            Options {
+                proxy_uid: Some(7),
+                ..example()
+            },
+            Options {
+                families: Families::V4,
+                ..example()
+            },
+            Options {
+                invalid: Invalid::Drop,
+                ..example()
+            },
+            Options {
+                priority: -101,
+                ..example()
+            },
+            Options {
+                outbound_skip_nets: Vec::new(),
+                ..example()
+            },
+        ]
+        .map(|options| hash(&plan(&options)))
+        .into();
+        assert_eq!(hashes.len(), 6);
+    }
+}

@@ -1,0 +1,55 @@
+//! What a run came to, as one JSON object.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde::Serialize;
+
+#[derive(Debug, Default, Serialize)]
+pub struct Report {
+    /// `applied`, `unchanged`, `equal`, `different`, `absent`, `removed`, or `failed`.
+    pub result: &'static str,
+    /// Who holds the rules.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backend: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub families: Vec<&'static str>,
+    /// What the wanted rules are recognised by.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hash: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub counts: Option<Counts>,
+    /// A verdict a family: `redirected`, or why not proven.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub verified: BTreeMap<&'static str, String>,
+    /// Where rules of ours or of Linkerd's were taken away.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub removed: Vec<String>,
+    /// Milliseconds a step.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub durations_ms: BTreeMap<&'static str, f64>,
+    pub warnings: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Counts {
+    pub rules: usize,
+    pub inbound_skip_ports: usize,
+    pub outbound_skip_ports: usize,
+    pub inbound_skip_subnets: usize,
+    pub outbound_skip_subnets: usize,
+}
+
+impl Report {
+    /// Logs a warning and keeps it.
+    pub fn warn(&mut self, warning: String) {
+        tracing::warn!("{warning}");
+        self.warnings.push(warning);
+    }
+
+    pub fn took(&mut self, step: &'static str, time: Duration) {
+        self.durations_ms.insert(step, time.as_secs_f64() * 1e3);
+    }
+}

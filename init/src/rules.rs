@@ -1,0 +1,394 @@
+//! Options to one ordered list of rules, pure; every backend renders the same list.
+//!
+//! Two chains decide (inbound and outbound) and two hand them what they decide on (prerouting and output), as
+//! connections start: only a segment that opens one is ever looked at. A connection that was open before the rules
+//! came therefore lives on, where rules for all packets would pick it up half way and reset it.
+
+use ipnet::IpNet;
+use tulle_core::ports::PortSet;
+
+use crate::options::{Families, Inbound, Invalid, Options, Scope};
+
+/// The rules in the order of their evaluation, chain by chain.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rules {
+    pub list: Vec<Rule>,
+    pub families: Families,
+    /// Of the NAT chains.
+    pub priority: i32,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rule {
+    pub chain: Chain,
+    /// `None` is both.
+    pub family: Option<Family>,
+    /// All must hold.
+    pub tests: Vec<Test>,
+    pub action: Action,
+    /// What the rule is for, as shown in listings (after `proxy-init/`).
+    pub comment: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Chain {
+    /// Decides on connections that arrive.
+    Inbound,
+    /// Decides on connections that processes here open.
+    Outbound,
+    /// Hands to [`Chain::Inbound`]; hooked before routing.
+    Prerouting,
+    /// Hands to [`Chain::Outbound`]; hooked where local packets leave.
+    Output,
+    /// Drops what connection tracking cannot place; hooked before routing, ahead of NAT.
+    Invalid,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    V4,
+    V6,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Test {
+    Tcp,
+    /// The segment opens a connection: SYN without FIN, RST or ACK.
+    Opens,
+    /// The destination is an address of this namespace.
+    ToLocal,
+    /// The packet leaves over `lo`.
+    OverLoopback,
+    /// The destination port is one of these; `set` names them where the backend has sets.
+    Ports {
+        set: &'static str,
+        ports: PortSet,
+    },
+    /// The address on this side is in one of these networks, all of the rule's family.
+    Nets {
+        set: &'static str,
+        side: Side,
+        nets: Vec<IpNet>,
+    },
+    /// The socket belongs to this user.
+    User(u32),
+    /// The socket belongs to this group.
+    Group(u32),
+    /// Connection tracking cannot place the packet.
+    Invalid,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    Source,
+    Destination,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Leave the connection as it is.
+    Return,
+    /// To this port of this namespace.
+    Redirect(u16),
+    Jump(Chain),
+    Drop,
+}
+
+/// The rules that carry these options out.
+#[must_use]
+pub fn plan(options: &Options) -> Rules {
+    let mut list = Vec::new();
+    list.extend(inbound(options));
+    list.extend(outbound(options));
+    let hooked = |chain, tests, action, comment: &str| Rule {
+        chain,
+        // One table serves both families; without IPv6 its hooks must leave IPv6 alone.
+        family: (options.families == Families::V4).then_some(Family::V4),
+        tests,
+        action,
+        comment: comment.to_owned(),
+    };
+    let arrives = match options.scope {
+        Scope::Local => vec![Test::Opens, Test::ToLocal],
+        Scope::All => vec![Test::Opens],
+    };
+    list.push(hooked(
+        Chain::Prerouting,
+        arrives,
+        Action::Jump(Chain::Inbound),
+        "install-proxy-init-prerouting",
+    ));
+    list.push(hooked(
+        Chain::Output,
+        vec![Test::Opens],
+        Action::Jump(Chain::Outbound),
+        "install-proxy-init-output",
+    ));
+    if options.invalid == Invalid::Drop {
+        list.push(hooked(
+            Chain::Invalid,
+            vec![Test::Tcp, Test::Invalid],
+            Action::Drop,
+            "drop-invalid",
+        ));
+    }
+    Rules {
+        list,
+        families: options.families,
+        priority: options.priority,
+    }
+}
+
+fn inbound(options: &Options) -> Vec<Rule> {
+    let chain = Chain::Inbound;
+    let mut list = Vec::new();
+    list.push(skip_ports(chain, "in_skip_ports", options.inbound_direct_ports()));
+    let sets = [(Family::V4, "in_skip_src4"), (Family::V6, "in_skip_src6")];
+    list.extend(skip_nets(
+        chain,
+        sets,
+        Side::Source,
+        &options.inbound_skip_nets,
+        options.families,
+    ));
+    let (test, comment) = match &options.inbound {
+        Inbound::All => (Test::Tcp, "redirect-all-incoming-to-proxy-port"),
+        Inbound::Listed(ports) => (
+            Test::Ports {
+                set: "in_ports",
+                ports: ports.clone(),
+            },
+            "redirect-port",
+        ),
+    };
+    list.push(rule(chain, test, Action::Redirect(options.inbound_port.get()), comment));
+    list
+}
+
+fn outbound(options: &Options) -> Vec<Rule> {
+    let chain = Chain::Outbound;
+    let user = options
+        .proxy_uid
+        .map(|uid| rule(chain, Test::User(uid), Action::Return, "ignore-proxy-user-id"));
+    let group = options
+        .proxy_gid
+        .map(|gid| rule(chain, Test::Group(gid), Action::Return, "ignore-proxy-group-id"));
+    let mut list: Vec<Rule> = user.into_iter().chain(group).collect();
+    list.push(rule(chain, Test::OverLoopback, Action::Return, "ignore-loopback"));
+    if !options.outbound_skip_ports.is_empty() {
+        list.push(skip_ports(chain, "out_skip_ports", options.outbound_skip_ports.clone()));
+    }
+    let sets = [(Family::V4, "out_skip_dst4"), (Family::V6, "out_skip_dst6")];
+    list.extend(skip_nets(
+        chain,
+        sets,
+        Side::Destination,
+        &options.outbound_skip_nets,
+        options.families,
+    ));
+    let redirect = Action::Redirect(options.outbound_port.get());
+    list.push(rule(chain, Test::Tcp, redirect, "redirect-all-outgoing-to-proxy-port"));
+    list
+}
+
+fn rule(chain: Chain, test: Test, action: Action, comment: &str) -> Rule {
+    Rule {
+        chain,
+        family: None,
+        tests: vec![test],
+        action,
+        comment: comment.to_owned(),
+    }
+}
+
+fn skip_ports(chain: Chain, set: &'static str, ports: PortSet) -> Rule {
+    rule(chain, Test::Ports { set, ports }, Action::Return, "ignore-port")
+}
+
+/// One rule a family that has networks to skip.
+fn skip_nets<'a>(
+    chain: Chain,
+    sets: [(Family, &'static str); 2],
+    side: Side,
+    nets: &'a [IpNet],
+    families: Families,
+) -> impl Iterator<Item = Rule> + 'a {
+    sets.into_iter()
+        .filter(move |(family, _)| families.contain(*family))
+        .filter_map(move |(family, set)| {
+            let nets: Vec<IpNet> = nets.iter().filter(|net| Family::of(net) == family).copied().collect();
+            let test = Test::Nets {
+                set,
+                side,
+                nets: nets.clone(),
+            };
+            let rule = Rule {
+                family: Some(family),
+                ..rule(chain, test, Action::Return, "ignore-subnet")
+            };
+            (!nets.is_empty()).then_some(rule)
+        })
+}
+
+impl Rules {
+    /// The rules that one family sees, in order.
+    pub fn of(&self, family: Family) -> impl Iterator<Item = &Rule> {
+        self.list
+            .iter()
+            .filter(move |rule| rule.family.is_none_or(|only| only == family))
+    }
+
+    /// The same without the test that the destination is local, for kernels that have none; `None` if it is not used.
+    #[must_use]
+    pub fn any_destination(&self) -> Option<Self> {
+        let mut rules = self.clone();
+        rules
+            .list
+            .iter_mut()
+            .for_each(|rule| rule.tests.retain(|test| *test != Test::ToLocal));
+        (rules != *self).then_some(rules)
+    }
+}
+
+impl Families {
+    #[must_use]
+    pub fn contain(self, family: Family) -> bool {
+        self == Self::Both || family == Family::V4
+    }
+
+    /// IPv4 first.
+    pub fn each(self) -> impl Iterator<Item = Family> {
+        [Family::V4, Family::V6]
+            .into_iter()
+            .filter(move |family| self.contain(*family))
+    }
+}
+
+impl Family {
+    #[must_use]
+    pub fn of(net: &IpNet) -> Self {
+        match net {
+            IpNet::V4(_) => Self::V4,
+            IpNet::V6(_) => Self::V6,
+        }
+    }
+
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::V4 => "ipv4",
+            Self::V6 => "ipv6",
+        }
+    }
+}
+
+/// What every comment of ours starts with; Linkerd's tools look for it too.
+pub const COMMENT_PREFIX: &str = "proxy-init/";
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::options::{self, BadEntry, DEFAULT_PRIORITY};
+
+    pub(crate) fn example() -> Options {
+        Options {
+            inbound_port: options::proxy_port("-p", 4143).unwrap(),
+            outbound_port: options::proxy_port("-o", 4140).unwrap(),
+            proxy_uid: Some(2102),
+            proxy_gid: None,
+            inbound: Inbound::All,
+            inbound_skip_ports: ports("4567-4568"),
+            inbound_skip_nets: options::networks("-s", &["10.0.0.0/8,fd00::/8".to_owned()]).unwrap(),
+            outbound_skip_ports: ports("4567-4568"),
+            outbound_skip_nets: options::networks("-s", &["192.168.0.0/16,fe00::/8".to_owned()]).unwrap(),
+            scope: Scope::Local,
+            invalid: Invalid::Pass,
+            priority: DEFAULT_PRIORITY,
+            families: Families::Both,
+        }
+    }
+
+    pub(crate) fn ports(list: &str) -> PortSet {
+        options::ports("--ports", &[list.to_owned()], BadEntry::Refuse).unwrap()
+    }
+
+    /// The order of the table in the specification: (chain, comment, family).
+    #[test]
+    fn rules_come_in_the_order_that_decides_right() {
+        let rules = plan(&Options {
+            proxy_gid: Some(7),
+            invalid: Invalid::Drop,
+            ..example()
+        });
+        let seen: Vec<(Chain, &str, Option<Family>)> = rules
+            .list
+            .iter()
+            .map(|rule| (rule.chain, rule.comment.as_str(), rule.family))
+            .collect();
+        assert_eq!(
+            seen,
+            [
+                (Chain::Inbound, "ignore-port", None),
+                (Chain::Inbound, "ignore-subnet", Some(Family::V4)),
+                (Chain::Inbound, "ignore-subnet", Some(Family::V6)),
+                (Chain::Inbound, "redirect-all-incoming-to-proxy-port", None),
+                (Chain::Outbound, "ignore-proxy-user-id", None),
+                (Chain::Outbound, "ignore-proxy-group-id", None),
+                (Chain::Outbound, "ignore-loopback", None),
+                (Chain::Outbound, "ignore-port", None),
+                (Chain::Outbound, "ignore-subnet", Some(Family::V4)),
+                (Chain::Outbound, "ignore-subnet", Some(Family::V6)),
+                (Chain::Outbound, "redirect-all-outgoing-to-proxy-port", None),
+                (Chain::Prerouting, "install-proxy-init-prerouting", None),
+                (Chain::Output, "install-proxy-init-output", None),
+                (Chain::Invalid, "drop-invalid", None),
+            ]
+        );
+    }
+
+    #[test]
+    fn tap_and_admin_are_always_reachable() {
+        let rules = plan(&Options {
+            inbound_skip_ports: PortSet::default(),
+            ..example()
+        });
+        let Test::Ports { ports, .. } = &rules.list[0].tests[0] else {
+            panic!("{:?}", rules.list[0])
+        };
+        assert_eq!(ports.to_string(), "4190-4191");
+    }
+
+    #[test]
+    fn without_ipv6_nothing_touches_ipv6() {
+        let rules = plan(&Options {
+            families: Families::V4,
+            ..example()
+        });
+        assert!(rules.list.iter().all(|rule| rule.family != Some(Family::V6)));
+        let hooks = [Chain::Prerouting, Chain::Output];
+        let hooked = rules.list.iter().filter(|rule| hooks.contains(&rule.chain));
+        assert!(hooked.map(|rule| rule.family).eq([Some(Family::V4); 2]));
+    }
+
+    proptest! {
+        #[test]
+        fn every_network_is_skipped_in_its_own_family(v4: Vec<(u32, u8)>, v6: Vec<(u128, u8)>) {
+            let nets = v4.iter().map(|(ip, len)| format!("{}/{}", std::net::Ipv4Addr::from(*ip), len % 33))
+                .chain(v6.iter().map(|(ip, len)| format!("{}/{}", std::net::Ipv6Addr::from(*ip), len % 129)))
+                .collect::<Vec<_>>();
+            let inbound_skip_nets = options::networks("-s", &nets).unwrap();
+            let rules = plan(&Options { inbound_skip_nets, ..example() });
+            for family in [Family::V4, Family::V6] {
+                for rule in rules.of(family) {
+                    for test in &rule.tests {
+                        if let Test::Nets { nets, .. } = test {
+                            prop_assert!(nets.iter().all(|net| Family::of(net) == family));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! The network namespace around us: entering it, what it can do, and its one setting that we change.
+
+use std::fs::{self, File};
+use std::path::Path;
+
+use anyhow::Context;
+use nix::sched::{CloneFlags, setns};
+
+/// Moves this process into a network namespace; call it before any thread exists.
+///
+/// # Errors
+/// When the path is no network namespace or the capability `SYS_ADMIN` is missing.
+pub fn enter(path: &Path) -> anyhow::Result<()> {
+    let file = File::open(path).with_context(|| format!("opening the network namespace {}", path.display()))?;
+    setns(&file, CloneFlags::CLONE_NEWNET).with_context(|| {
+        format!(
+            "entering the network namespace {} (needs the capability SYS_ADMIN)",
+            path.display()
+        )
+    })
+}
+
+/// Whether the namespace has IPv6 and has not turned it off.
+#[must_use]
+pub fn has_ipv6() -> bool {
+    // The directory of settings is the one of the reading thread's namespace.
+    fs::read_to_string("/proc/sys/net/ipv6/conf/all/disable_ipv6").is_ok_and(|disabled| disabled.trim() == "0")
+}
+
+/// Sets how long connection tracking keeps connections that wait for our side to close, in seconds.
+///
+/// # Errors
+/// When the setting does not exist here or may not be written.
+pub fn set_close_wait(seconds: u32) -> anyhow::Result<()> {
+    fs::write(CLOSE_WAIT, seconds.to_string()).with_context(|| {
+        format!("writing {seconds} to {CLOSE_WAIT} (needs the capability NET_ADMIN and a writable /proc/sys)")
+    })
+}
+
+const CLOSE_WAIT: &str = "/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close_wait";
