@@ -106,8 +106,12 @@ fn print_report(report: &Report) {
 
 /// Says what went wrong and why, on one line.
 fn fail(error: &dyn Error) -> ExitCode {
-    let causes = std::iter::successors(error.source(), |cause| cause.source());
-    let text = causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"));
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(next) = cause {
+        text = format!("{text}: {next}");
+        cause = next.source();
+    }
     eprintln!("Error: {text}");
     ExitCode::FAILURE
 }

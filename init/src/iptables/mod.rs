@@ -41,10 +41,7 @@ pub enum IptablesError {
     #[error("{program} accepted the rules but {family} shows others afterwards")]
     NotKept { program: String, family: &'static str },
     #[error("{cause}; and the former rules of ipv4 could not be put back: {undo}")]
-    NotUndone {
-        cause: Box<IptablesError>,
-        undo: Box<IptablesError>,
-    },
+    NotUndone { cause: Box<Self>, undo: Box<Self> },
 }
 
 /// Puts the rules in place in each family, unless they are already.

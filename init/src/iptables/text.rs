@@ -199,7 +199,7 @@ fn declare<'a>(text: &mut String, chains: impl Iterator<Item = &'a str>) {
 
 /// The lines of one family; the jumps come last, as they do in a first run of Linkerd's init.
 fn lines(rules: &Rules, family: Family) -> Vec<Line> {
-    rules.of(family).flat_map(|rule| rule_lines(rule)).collect()
+    rules.of(family).flat_map(rule_lines).collect()
 }
 
 fn rule_lines(rule: &Rule) -> Vec<Line> {

@@ -89,7 +89,11 @@ impl Breaker {
 
     /// Whether a request may go to this endpoint; it still has to be admitted.
     pub(crate) fn available(&self, now: Instant) -> bool {
-        self.gates().all(|gate| gate.is_passable(|| self.at(now)))
+        self.dial.is_passable(|| self.at(now))
+            && self
+                .accrual
+                .as_ref()
+                .is_none_or(|accrual| accrual.gate.is_passable(|| self.at(now)))
     }
 
     /// Lets one request go to this endpoint, perhaps as the probe that decides whether others may follow.
@@ -97,7 +101,12 @@ impl Breaker {
     /// A probe that nobody reports on is replaced by another after as long again.
     #[must_use]
     pub(crate) fn admit(&self, now: Instant) -> bool {
-        self.available(now) && self.gates().all(|gate| gate.pass(|| self.at(now)))
+        self.available(now)
+            && self.dial.pass(|| self.at(now))
+            && self
+                .accrual
+                .as_ref()
+                .is_none_or(|accrual| accrual.gate.pass(|| self.at(now)))
     }
 
     /// When an unavailable endpoint may be tried again.

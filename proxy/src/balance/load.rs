@@ -140,7 +140,10 @@ impl Load {
 
     fn at(&self, now: Instant) -> u32 {
         // Truncation is the wrapping that `remainder` expects; 0 is taken.
-        let millis = now.saturating_duration_since(self.start).as_millis() as u32;
+        let elapsed = now.saturating_duration_since(self.start);
+        let millis = (elapsed.as_secs() as u32)
+            .wrapping_mul(1000)
+            .wrapping_add(elapsed.subsec_millis());
         millis.wrapping_add(1).max(1)
     }
 }

@@ -102,7 +102,7 @@ impl Ports {
         let timeout = self.defaults.detect_timeout;
         let policy = self
             .policies
-            .inbound(port, move |update| match decode::inbound::server_policy(update) {
+            .inbound(port, move |update| match decode::server_policy(&update) {
                 Ok(policy) => Current::new(policy),
                 Err(error) => {
                     tracing::warn!(port, %error, "policy cannot be understood, nobody may use the port until it can");

@@ -148,7 +148,7 @@ impl Factory {
             if position == Position::First {
                 endpoints.resync();
             }
-            let changed = decode::endpoint::endpoint_update(update).map(|update| {
+            let changed = decode::endpoint_update(&update).map(|update| {
                 endpoints.apply(update, |spec| {
                     let now = Instant::now();
                     let breaker = Breaker::new(params.accrual, fed.wake(), now);

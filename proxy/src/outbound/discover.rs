@@ -87,10 +87,10 @@ async fn follow(discover: Arc<Discover>, destination: Arc<Destination>) {
     let target = Addr::Socket(destination.orig_dst);
     let mut profile = discover
         .destinations
-        .profile(&target, |profile| decode::profile::profile(profile));
+        .profile(&target, |profile| decode::profile(&profile));
     let timeout = discover.forward.detect_timeout;
     let mut policy = discover.policies.outbound(&target, move |policy| {
-        decode::outbound::client_policy(policy).unwrap_or_else(|error| {
+        decode::client_policy(&policy).unwrap_or_else(|error| {
             tracing::warn!(%error, "policy of a destination cannot be understood, nothing is sent there");
             ClientPolicy::invalid(timeout)
         })

@@ -21,9 +21,10 @@ use crate::{
         dispatch::{Copy, Dispatch},
     },
     policy::{
+        budget::Budget,
         filter::Filter,
         matches::Head,
-        profile::{self, Budget, Class, Profile, ProfileRoute},
+        profile::{self, Class, Profile, ProfileRoute},
     },
 };
 

@@ -44,31 +44,10 @@ impl Meta {
         }
     }
 
-    pub(crate) fn namespace(&self) -> &str {
-        match self {
-            Self::Default(_) => "",
-            Self::Resource(resource) => &resource.namespace,
-        }
-    }
-
     pub(crate) fn name(&self) -> &str {
         match self {
             Self::Default(name) => name,
             Self::Resource(resource) => &resource.name,
-        }
-    }
-
-    pub(crate) fn section(&self) -> &str {
-        match self {
-            Self::Default(_) => "",
-            Self::Resource(resource) => &resource.section,
-        }
-    }
-
-    pub(crate) fn port(&self) -> Option<NonZeroU16> {
-        match self {
-            Self::Default(_) => None,
-            Self::Resource(resource) => resource.port,
         }
     }
 

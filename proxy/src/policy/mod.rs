@@ -5,7 +5,6 @@
 //! Policies compare equal when they say the same, so that a repeated update can be dropped.
 
 pub(crate) mod authz;
-pub(crate) mod budget;
 pub(crate) mod client;
 pub(crate) mod decode;
 pub(crate) mod endpoint;

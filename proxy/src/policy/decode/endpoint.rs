@@ -14,7 +14,11 @@ use crate::policy::endpoint::{
     EndpointSpec, EndpointTls, EndpointUpdate, Http2Params, KeepAlive, Locality, ProtocolHint,
 };
 
-pub(super) fn endpoint_update(message: proto::Update) -> Result<EndpointUpdate, DecodeError> {
+/// Reads a change to a set of endpoints; those that nobody could dial are left out.
+///
+/// # Errors
+/// The message says nothing, or nothing that we know.
+pub(crate) fn endpoint_update(message: proto::Update) -> Result<EndpointUpdate, DecodeError> {
     match message.update.ok_or(DecodeError::Missing("update"))? {
         proto::update::Update::Add(set) => {
             let decode = |addr| match endpoint(addr, &set.metric_labels) {

@@ -21,7 +21,11 @@ use crate::policy::server::{ServerHttp, ServerPolicy, ServerProtocol};
 /// All that count for a route, in their order.
 type Authorizations = Arc<[Authorization]>;
 
-pub(super) fn server_policy(message: proto::Server) -> Result<ServerPolicy, DecodeError> {
+/// Reads the policy of a port.
+///
+/// # Errors
+/// Anything is missing or cannot be meant; then nothing of the message counts.
+pub(crate) fn server_policy(message: proto::Server) -> Result<ServerPolicy, DecodeError> {
     use proto::proxy_protocol::{Detect, Grpc, Http1, Http2, Kind};
 
     let meta = labels_meta(&message.labels, "server")?;

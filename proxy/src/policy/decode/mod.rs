@@ -5,10 +5,10 @@
 //! left out and the others count.
 //! Fields and variants that we do not know are passed over, except where passing over would permit something.
 
-mod endpoint;
-mod inbound;
-mod outbound;
-mod profile;
+pub(crate) mod endpoint;
+pub(crate) mod inbound;
+pub(crate) mod outbound;
+pub(crate) mod profile;
 mod routes;
 
 use std::num::NonZeroU16;
@@ -17,13 +17,8 @@ use std::time::Duration;
 
 use tulle_proto::convert::{self, ConvertError};
 use tulle_proto::meta::{Metadata, metadata};
-use tulle_proto::{destination as destination_proto, inbound as inbound_proto, outbound as outbound_proto};
 
-use crate::policy::client::ClientPolicy;
-use crate::policy::endpoint::EndpointUpdate;
 use crate::policy::meta::{Meta, Resource};
-use crate::policy::profile::Profile;
-use crate::policy::server::ServerPolicy;
 
 /// Why a message is no policy.
 #[derive(Debug, thiserror::Error)]
@@ -56,35 +51,6 @@ pub(crate) enum DecodeError {
         #[source]
         source: Box<Self>,
     },
-}
-
-/// Reads the policy of a port.
-///
-/// # Errors
-/// Anything is missing or cannot be meant; then nothing of the message counts.
-pub(crate) fn server_policy(message: &inbound_proto::Server) -> Result<ServerPolicy, DecodeError> {
-    inbound::server_policy(message.clone())
-}
-
-/// Reads the policy of a destination.
-///
-/// # Errors
-/// Anything is missing or cannot be meant; then nothing of the message counts.
-pub(crate) fn client_policy(message: &outbound_proto::OutboundPolicy) -> Result<ClientPolicy, DecodeError> {
-    outbound::client_policy(message.clone())
-}
-
-/// Reads a change to a set of endpoints; those that nobody could dial are left out.
-///
-/// # Errors
-/// The message says nothing, or nothing that we know.
-pub(crate) fn endpoint_update(message: &destination_proto::Update) -> Result<EndpointUpdate, DecodeError> {
-    endpoint::endpoint_update(message.clone())
-}
-
-/// Reads a profile; routes, destinations and budgets that cannot be meant are left out.
-pub(crate) fn profile(message: &destination_proto::DestinationProfile) -> Profile {
-    profile::profile(message.clone())
 }
 
 impl DecodeError {

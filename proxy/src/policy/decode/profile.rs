@@ -13,7 +13,8 @@ use crate::policy::profile::{
     Class, Profile, ProfileRoute, RequestCondition, ResponseClass, ResponseCondition, RetryBudget, WeightedDestination,
 };
 
-pub(super) fn profile(message: proto::DestinationProfile) -> Profile {
+/// Reads a profile; routes, destinations and budgets that cannot be meant are left out.
+pub(crate) fn profile(message: proto::DestinationProfile) -> Profile {
     Profile {
         name: Some(message.fully_qualified_name)
             .filter(|name| !name.is_empty())

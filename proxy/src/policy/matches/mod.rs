@@ -55,7 +55,7 @@ pub(crate) enum HostMatch {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct HostScore {
     exact: bool,
-    length: usize,
+    length: u32,
 }
 
 impl HostMatch {
@@ -78,7 +78,7 @@ impl HostMatch {
         match self {
             Self::Exact(exact) => host.eq_ignore_ascii_case(exact).then_some(HostScore {
                 exact: true,
-                length: exact.len(),
+                length: rank(exact.len()),
             }),
             Self::Suffix(suffix) => {
                 // At least one more label must stand in front: the suffix alone, with its dot, is no host.
@@ -87,7 +87,7 @@ impl HostMatch {
                     .eq_ignore_ascii_case(suffix.as_bytes())
                     .then_some(HostScore {
                         exact: false,
-                        length: suffix.len(),
+                        length: rank(suffix.len()),
                     })
             }
         }
@@ -176,12 +176,12 @@ impl PathMatch {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Score {
     /// Bytes of the path, or of the gRPC service.
-    primary: usize,
+    primary: u32,
     /// Rank of the kind of path match, or bytes of the gRPC method.
-    secondary: usize,
+    secondary: u32,
     method: bool,
-    headers: usize,
-    query: usize,
+    headers: u32,
+    query: u32,
 }
 
 #[derive(Clone, Copy)]
@@ -194,8 +194,8 @@ enum PathKind {
 impl Score {
     fn path(length: usize, kind: PathKind) -> Self {
         Self {
-            primary: length,
-            secondary: kind as usize,
+            primary: rank(length),
+            secondary: kind as u32,
             ..Self::default()
         }
     }
@@ -297,8 +297,8 @@ impl HttpMatch {
         }
         let score = Score {
             method: self.method.is_some(),
-            headers: self.headers.len(),
-            query: self.query.len(),
+            headers: rank(self.headers.len()),
+            query: rank(self.query.len()),
             ..score
         };
         Some((score, prefix))
@@ -322,12 +322,17 @@ impl GrpcMatch {
             .iter()
             .all(|header| header.matches(head.headers))
             .then(|| Score {
-                primary: self.service.len(),
-                secondary: self.method.len(),
-                headers: self.headers.len(),
+                primary: rank(self.service.len()),
+                secondary: rank(self.method.len()),
+                headers: rank(self.headers.len()),
                 ..Score::default()
             })
     }
+}
+
+/// A length in a score, which is small because scores are made and compared for every request.
+fn rank(length: usize) -> u32 {
+    u32::try_from(length).unwrap_or(u32::MAX)
 }
 
 /// The host of an authority: after any user, before any port, without trailing dot.

@@ -20,7 +20,11 @@ use crate::policy::decode::{DecodeError, client_meta, duration, optional_duratio
 use crate::policy::filter::Filter;
 use crate::policy::route::{Route, Rule};
 
-pub(super) fn client_policy(message: proto::OutboundPolicy) -> Result<ClientPolicy, DecodeError> {
+/// Reads the policy of a destination.
+///
+/// # Errors
+/// Anything is missing or cannot be meant; then nothing of the message counts.
+pub(crate) fn client_policy(message: proto::OutboundPolicy) -> Result<ClientPolicy, DecodeError> {
     use proto::proxy_protocol::{Detect, Grpc, Http1, Http2, Kind};
 
     let meta = client_meta(message.metadata)?;

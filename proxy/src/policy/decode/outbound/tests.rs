@@ -197,10 +197,7 @@ fn a_complete_policy_is_read() {
         http2: Some(Http2::default()),
     };
     let policy = client_policy(policy_of(Some(Kind::Detect(detect())))).unwrap();
-    assert_eq!(
-        (policy.meta.kind(), policy.meta.name(), policy.meta.namespace()),
-        ("Service", "web", "shop")
-    );
+    assert_eq!(policy.meta.to_string(), "Service/web.shop");
     let ClientProtocol::Detect {
         timeout, opaque: route, ..
     } = &policy.protocol
