@@ -91,7 +91,7 @@ impl Topology {
             .into_iter()
             .map(|raw| raw.read(&workloads))
             .collect::<Result<_, _>>()?;
-        let trust_domain = workloads.first().and_then(|workload| trust_domain(&workload.identity));
+        let trust_domain = workloads.first().and_then(|first| trust_domain(&first.workload.identity));
         let topology = Self {
             trust_domain: trust_domain.unwrap_or_default().to_owned(),
             workloads: workloads.into_iter().map(|labelled| labelled.workload).collect(),
