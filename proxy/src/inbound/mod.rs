@@ -185,7 +185,9 @@ impl Connection {
         let (stream, opening) = match self.opening(stream, &peer, &plain, &port, &current).await {
             Ok(opened) => opened,
             Err(error) => {
-                self.inbound.families.tcp_failed(peer.target, error);
+                if self.forward(&peer, &plain, &port).permit(&current).is_some() {
+                    self.inbound.families.tcp_failed(peer.target, error);
+                }
                 return tracing::debug!(client = %peer.client.0, error, "connection ended before it was served");
             }
         };
