@@ -1,1 +1,45 @@
-fn main() {}
+//! `tulle-bench serve | load | run`.
+
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(
+    name = "tulle-bench",
+    version,
+    about = "Workloads and measurements for the tulle mesh"
+)]
+struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Echo servers: HTTP/1, HTTP/2, gRPC, WebSocket, TCP.
+    Serve(tulle_bench::serve::Args),
+    /// Generates load and reports every outcome.
+    Load(tulle_bench::load::Args),
+    /// Measures sidecars against each other in network namespaces; needs root.
+    Run(tulle_bench::run::Args),
+}
+
+fn main() -> ExitCode {
+    match run(Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("tulle-bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: Args) -> anyhow::Result<()> {
+    match args.command {
+        Command::Serve(args) => tulle_bench::serve::main(args).context("serving"),
+        Command::Load(args) => tulle_bench::load::main(&args).context("generating load"),
+        Command::Run(args) => tulle_bench::run::main(&args).context("measuring"),
+    }
+}

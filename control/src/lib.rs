@@ -1,0 +1,17 @@
+//! The control plane of tulle: destination, policy and identity services over one source of objects.
+
+pub mod app;
+pub mod cluster;
+pub mod cmd;
+pub mod config;
+pub mod destination;
+pub mod identity;
+mod logs;
+pub mod model;
+pub mod policy;
+pub mod resources;
+pub mod serving;
+pub mod source;
+pub mod tls;
+pub mod trust;
+mod wire;

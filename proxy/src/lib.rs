@@ -1,1 +1,16 @@
-pub mod tls;
+//! The data plane: a sidecar that carries a workload's traffic with identity, policy and balancing.
+
+mod admin;
+mod api;
+pub mod app;
+mod balance;
+pub mod config;
+pub mod env;
+mod http;
+mod identity;
+mod inbound;
+mod metrics;
+mod net;
+mod outbound;
+mod policy;
+mod tls;

@@ -5,23 +5,20 @@
 //! Series vanish with their owner: [`Registry::retire`] drops those whose handle nobody else holds.
 //! It is our own registry because no other has both.
 
-mod labels;
+mod family;
 mod process;
-mod values;
+mod text;
 
-use std::any::Any;
-use std::collections::{BTreeMap, HashMap};
-use std::fmt::Write as _;
+use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 use tokio::time::Instant;
 
-pub use labels::Labels;
-pub use values::{Counter, Gauge, Histogram};
-use values::{Kind, Metric};
+use self::family::{AnyFamily, Kind, Metric, Store};
 
 /// All metrics of a process; clones share them.
 #[derive(Clone, Default)]
@@ -31,7 +28,36 @@ pub struct Registry {
 
 /// All series of one name; clones share them.
 pub struct Family<M> {
-    shared: Arc<FamilyShared<M>>,
+    store: Arc<Store<M>>,
+}
+
+/// A label set in the order in which it was built; equal when it prints equally.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Labels {
+    /// As it will be printed, without the braces.
+    text: String,
+}
+
+/// Only grows.
+#[derive(Debug, Default)]
+pub struct Counter {
+    value: AtomicU64,
+}
+
+/// Goes up and down.
+#[derive(Debug, Default)]
+pub struct Gauge {
+    value: AtomicI64,
+}
+
+/// Counts observations by size, and adds them up.
+#[derive(Debug)]
+pub struct Histogram {
+    bounds: &'static [f64],
+    /// One per bound and one for what is above the last; not cumulative, so that an observation adds to one only.
+    counts: Box<[AtomicU64]>,
+    /// An `f64` as its bits.
+    sum: AtomicU64,
 }
 
 /// Registers `process_*`: time, memory, descriptors, threads and network bytes of this process.
@@ -41,37 +67,13 @@ pub fn process_metrics(registry: &Registry) {
     registry.collector(process::write);
 }
 
-type Collector = Box<dyn Fn(&mut String) + Send + Sync>;
-
 #[derive(Default)]
 struct Shared {
     families: RwLock<BTreeMap<String, Arc<dyn AnyFamily>>>,
     collectors: Mutex<Vec<Collector>>,
 }
 
-struct FamilyShared<M> {
-    help: String,
-    kind: Kind,
-    series: RwLock<HashMap<Labels, Series<M>>>,
-    /// Where everything goes once the family is full.
-    overflow: Arc<M>,
-    n_overflows: AtomicU64,
-}
-
-struct Series<M> {
-    value: Arc<M>,
-    /// What the value was when it was last looked at, and when it was last held or had changed.
-    seen: u64,
-    touched_at: Instant,
-}
-
-/// What the registry does with a family without knowing its type.
-trait AnyFamily: Send + Sync {
-    fn render(&self, name: &str, out: &mut String);
-    fn retire(&self, now: Instant, idle: Duration);
-    fn n_overflows(&self) -> u64;
-    fn as_any(self: Arc<Self>) -> Arc<dyn Any + Send + Sync>;
-}
+type Collector = Box<dyn Fn(&mut String) + Send + Sync>;
 
 impl Registry {
     pub fn new() -> Self {
@@ -135,13 +137,13 @@ impl Registry {
         let mut families = self.shared.families.write();
         let family = families
             .entry(name.to_owned())
-            .or_insert_with(|| Arc::new(FamilyShared::<M>::new(help, kind)));
-        let shared = family
+            .or_insert_with(|| Arc::new(Store::<M>::new(help, kind)));
+        let store = family
             .clone()
             .as_any()
             .downcast()
             .expect("a metric's name stands for one type");
-        Family { shared }
+        Family { store }
     }
 }
 
@@ -150,98 +152,89 @@ impl<M: Metric> Family<M> {
     ///
     /// A family has at most 10 000 series; further label sets share one that is marked `overflow="true"`.
     pub fn get(&self, labels: &Labels) -> Arc<M> {
-        if let Some(series) = self.shared.series.read().get(labels) {
-            return series.value.clone();
-        }
-        let mut all = self.shared.series.write();
-        if let Some(series) = all.get(labels) {
-            return series.value.clone();
-        }
-        if all.len() >= MAX_SERIES {
-            self.shared.n_overflows.fetch_add(1, Ordering::Relaxed);
-            return self.shared.overflow.clone();
-        }
-        let value = Arc::new(M::new(self.shared.kind));
-        all.insert(
-            labels.clone(),
-            Series {
-                seen: value.fingerprint(),
-                value: value.clone(),
-                touched_at: Instant::now(),
-            },
-        );
-        value
+        self.store.get(labels)
     }
 }
 
 impl<M> Clone for Family<M> {
     fn clone(&self) -> Self {
         Self {
-            shared: self.shared.clone(),
+            store: self.store.clone(),
         }
     }
 }
 
-impl<M: Metric> FamilyShared<M> {
-    fn new(help: &str, kind: Kind) -> Self {
-        Self {
-            help: help.to_owned(),
-            kind,
-            series: RwLock::default(),
-            overflow: Arc::new(M::new(kind)),
-            n_overflows: AtomicU64::new(0),
-        }
-    }
-}
-
-impl<M: Metric> AnyFamily for FamilyShared<M> {
-    fn render(&self, name: &str, out: &mut String) {
-        let mut all: Vec<(Labels, Arc<M>)> = self
-            .series
-            .read()
-            .iter()
-            .map(|(labels, series)| (labels.clone(), series.value.clone()))
-            .collect();
-        if all.is_empty() {
-            return;
-        }
-        // The same order every time, so that two scrapes can be compared by eye.
-        all.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
-        head(out, name, &self.help, self.kind.as_str());
-        for (labels, value) in &all {
-            value.render(name, labels, out);
-        }
-        if self.n_overflows() > 0 {
-            self.overflow.render(name, &Labels::new().with("overflow", true), out);
-        }
+impl Labels {
+    pub fn new() -> Self {
+        Self::default()
     }
 
-    fn retire(&self, now: Instant, idle: Duration) {
-        // Nobody can take a handle while this lock is held, so a count of one stays one.
-        self.series.write().retain(|_, series| {
-            let fingerprint = series.value.fingerprint();
-            if Arc::strong_count(&series.value) > 1 || fingerprint != series.seen {
-                series.seen = fingerprint;
-                series.touched_at = now;
-            }
-            now.saturating_duration_since(series.touched_at) < idle || series.touched_at == now
-        });
-    }
-
-    fn n_overflows(&self) -> u64 {
-        self.n_overflows.load(Ordering::Relaxed)
-    }
-
-    fn as_any(self: Arc<Self>) -> Arc<dyn Any + Send + Sync> {
+    /// Adds a label; the value may hold anything.
+    pub fn with(mut self, key: &str, value: impl Display) -> Self {
+        self.comma();
+        text::label(&mut self.text, key, value);
         self
     }
+
+    /// Adds all labels of another set.
+    pub fn extend(mut self, other: &Self) -> Self {
+        if !other.text.is_empty() {
+            self.comma();
+            self.text.push_str(&other.text);
+        }
+        self
+    }
+
+    /// `a="1",b="2"`, without braces.
+    pub fn as_str(&self) -> &str {
+        &self.text
+    }
+
+    fn comma(&mut self) {
+        if !self.text.is_empty() {
+            self.text.push(',');
+        }
+    }
 }
 
-/// Writes the lines that stand before a family's series.
-fn head(out: &mut String, name: &str, help: &str, kind: &str) {
-    let help = help.replace('\\', "\\\\").replace('\n', "\\n");
-    // Writing to a string cannot fail, here and below.
-    let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
+impl Counter {
+    pub fn inc(&self) {
+        self.add(1);
+    }
+
+    pub fn add(&self, n: u64) {
+        self.value.fetch_add(n, Ordering::Relaxed);
+    }
+
+    pub fn get(&self) -> u64 {
+        self.value.load(Ordering::Relaxed)
+    }
+}
+
+impl Gauge {
+    pub fn set(&self, value: i64) {
+        self.value.store(value, Ordering::Relaxed);
+    }
+
+    /// Adds, or takes away what is negative.
+    pub fn add(&self, n: i64) {
+        self.value.fetch_add(n, Ordering::Relaxed);
+    }
+
+    pub fn get(&self) -> i64 {
+        self.value.load(Ordering::Relaxed)
+    }
+}
+
+impl Histogram {
+    pub fn observe(&self, value: f64) {
+        let bucket = self.bounds.partition_point(|bound| *bound < value);
+        self.counts[bucket].fetch_add(1, Ordering::Relaxed);
+        // Adding always succeeds in the end; the result is the former value, which nobody needs.
+        let _ = self.sum.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |bits| {
+            Some((f64::from_bits(bits) + value).to_bits())
+        });
+    }
 }
 
 fn render_overflows(families: &[(String, Arc<dyn AnyFamily>)], out: &mut String) {
@@ -250,19 +243,21 @@ fn render_overflows(families: &[(String, Arc<dyn AnyFamily>)], out: &mut String)
         return;
     }
     let name = "tulle_metrics_series_overflow_total";
-    head(
+    text::head(
         out,
         name,
         "Label sets that found their metric family full.",
         Kind::Counter.as_str(),
     );
     for (family_name, family) in full {
-        let _ = writeln!(out, "{name}{{family=\"{family_name}\"}} {}", family.n_overflows());
+        text::sample(
+            out,
+            name,
+            &Labels::new().with("family", family_name),
+            family.n_overflows(),
+        );
     }
 }
-
-/// More series of one name would cost more than they tell: labels may come from peers.
-const MAX_SERIES: usize = 10_000;
 
 #[cfg(test)]
 mod tests;

@@ -5,8 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use nix::unistd::{SysconfVar, sysconf};
 
-use super::labels::Labels;
-use super::{head, values};
+use super::{Labels, text};
 
 /// Writes all `process_*` metrics that can be read.
 pub(super) fn write(out: &mut String) {
@@ -151,13 +150,13 @@ fn system(what: SysconfVar) -> Option<f64> {
 }
 
 fn gauge(out: &mut String, name: &str, help: &str, value: f64) {
-    head(out, name, help, "gauge");
-    values::sample(out, name, &Labels::new(), value);
+    text::head(out, name, help, "gauge");
+    text::sample(out, name, &Labels::new(), value);
 }
 
 fn counter(out: &mut String, name: &str, help: &str, value: f64) {
-    head(out, name, help, "counter");
-    values::sample(out, name, &Labels::new(), value);
+    text::head(out, name, help, "counter");
+    text::sample(out, name, &Labels::new(), value);
 }
 
 #[cfg(test)]

@@ -1,3 +1,4 @@
+use super::family::MAX_SERIES;
 use super::*;
 
 #[test]

@@ -13,7 +13,7 @@ use crate::tls::verify::{self, HandshakeFailure};
 
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum ConnectError {
+pub(crate) enum ConnectError {
     #[error("using {server_name:?} as TLS server name, a DNS name is needed")]
     ServerName { server_name: String },
     #[error("TLS handshake with {server_id} failed ({failure})")]
@@ -31,7 +31,7 @@ pub enum ConnectError {
 ///
 /// `server_name` is sent as SNI; it selects a certificate at the peer and proves nothing.
 /// What was negotiated of `alpn` is in [`alpn`]. The caller bounds the time this takes.
-pub async fn connect<IO>(
+pub(crate) async fn connect<IO>(
     io: IO,
     creds: &Credentials,
     server_id: &Identity,
@@ -60,12 +60,12 @@ where
 }
 
 /// What the two sides agreed on.
-pub fn alpn<IO>(stream: &TlsStream<IO>) -> Alpn {
+pub(crate) fn alpn<IO>(stream: &TlsStream<IO>) -> Alpn {
     Alpn::negotiated(stream.get_ref().1.alpn_protocol())
 }
 
 impl ConnectError {
-    pub fn failure(&self) -> HandshakeFailure {
+    pub(crate) fn failure(&self) -> HandshakeFailure {
         match self {
             Self::ServerName { .. } => HandshakeFailure::Protocol,
             Self::Handshake { failure, .. } => *failure,

@@ -23,7 +23,7 @@ pub struct TrustAnchors {
 }
 
 /// What a workload shows to its peers: its certificate, the intermediates between it and a root, and its key.
-pub struct Leaf {
+pub(crate) struct Leaf {
     /// Leaf first, then its issuer, towards the root; DER.
     pub chain: Vec<CertificateDer<'static>>,
     pub key: PrivatePkcs8KeyDer<'static>,
@@ -34,13 +34,13 @@ pub struct Leaf {
 /// Clones share one state. It starts with trust anchors alone, which is enough to verify a server; both sides of
 /// mutual TLS work from the first [`Credentials::install`] on.
 #[derive(Clone)]
-pub struct Credentials {
+pub(crate) struct Credentials {
     shared: Arc<Shared>,
 }
 
 /// The application protocol that a handshake asks for.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
-pub enum Alpn {
+pub(crate) enum Alpn {
     /// None is offered; the peer finds the protocol out by looking.
     Unset,
     /// `transport.l5d.io/v1`: a transport header comes before everything else.
@@ -165,7 +165,7 @@ impl Credentials {
     /// Credentials of `id` that can verify servers, and nothing else before a certificate is installed.
     ///
     /// `server_name` is the SNI under which peers reach us.
-    pub fn new(id: Identity, server_name: &str, anchors: TrustAnchors) -> Result<Self, CredentialsError> {
+    pub(crate) fn new(id: Identity, server_name: &str, anchors: TrustAnchors) -> Result<Self, CredentialsError> {
         let provider = Arc::new(provider());
         let state = State::build(&provider, anchors, None, None)?;
         let shared = Shared {
@@ -180,41 +180,48 @@ impl Credentials {
         })
     }
 
-    pub fn id(&self) -> &Identity {
+    pub(crate) fn id(&self) -> &Identity {
         &self.shared.id
     }
 
     /// True when a ClientHello with this SNI is meant for us; any other is somebody else's TLS.
-    pub fn is_ours(&self, sni: &str) -> bool {
+    pub(crate) fn is_ours(&self, sni: &str) -> bool {
         sni.trim_end_matches('.').eq_ignore_ascii_case(&self.shared.server_name)
     }
 
     /// How many certificates have been installed; 0 before the first.
-    pub fn generation(&self) -> u64 {
+    pub(crate) fn generation(&self) -> u64 {
         *self.shared.generation.borrow()
     }
 
     /// Returns once there is a certificate.
-    pub async fn certified(&self) {
+    pub(crate) async fn certified(&self) {
         let mut generation = self.shared.generation.subscribe();
         // The sender lives in `self`, so the channel cannot close under us.
         let _ = generation.wait_for(|generation| *generation > 0).await;
     }
 
-    pub fn anchors(&self) -> TrustAnchors {
+    pub(crate) fn anchors(&self) -> TrustAnchors {
         self.shared.state.load().anchors.clone()
     }
 
     /// The validity of our certificate.
-    pub fn validity(&self) -> Option<Validity> {
+    #[cfg(test)]
+    pub(crate) fn validity(&self) -> Option<Validity> {
         self.shared.state.load().validity
     }
 
-    /// Swaps in a certificate, after checking that it chains to our trust anchors, bears our name, and fits its key.
+    /// Swaps in a certificate; see [`Credentials::replace`].
+    #[cfg(test)]
+    pub(crate) fn install(&self, leaf: Leaf) -> Result<Validity, CredentialsError> {
+        self.replace(leaf, self.anchors())
+    }
+
+    /// Swaps in a certificate and trust anchors, after checking that it chains to them, bears our name, and fits its
+    /// key.
     ///
     /// Everything stays as it was on any error.
-    pub fn install(&self, leaf: Leaf) -> Result<Validity, CredentialsError> {
-        let anchors = self.anchors();
+    pub(crate) fn replace(&self, leaf: Leaf, anchors: TrustAnchors) -> Result<Validity, CredentialsError> {
         let (end_entity, intermediates) = leaf.chain.split_first().ok_or(CredentialsError::EmptyChain)?;
         verify::chain(end_entity, intermediates, &anchors.roots, &self.shared.provider)
             .map_err(CredentialsError::Leaf)?;
@@ -236,7 +243,7 @@ impl Credentials {
     ///
     /// Whoever took the issuer of our own certificate out of the bundle means it: peers are judged by the new bundle
     /// at once, and renewing our certificate is up to the caller.
-    pub fn replace_anchors(&self, anchors: TrustAnchors) -> Result<(), CredentialsError> {
+    pub(crate) fn replace_anchors(&self, anchors: TrustAnchors) -> Result<(), CredentialsError> {
         let current = self.shared.state.load_full();
         let state = State::build(&self.shared.provider, anchors, current.leaf.clone(), current.validity)?;
         self.shared.state.store(Arc::new(state));
@@ -357,6 +364,8 @@ fn server_config(
 ) -> Result<ServerConfig, CredentialsError> {
     let verifier = WebPkiClientVerifier::builder_with_provider(anchors.roots.clone(), provider.clone())
         .allow_unauthenticated()
+        // Peers have one certificate, so naming our roots would only make every handshake longer.
+        .clear_root_hint_subjects()
         .build()
         .map_err(CredentialsError::ClientVerifier)?;
     let mut config = ServerConfig::builder_with_provider(provider.clone())

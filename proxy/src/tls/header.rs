@@ -8,7 +8,7 @@ use tulle_proto::transport as proto;
 
 /// Where the bytes behind it want to go.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct TransportHeader {
+pub(crate) struct TransportHeader {
     pub port: NonZeroU16,
     /// Set when the target is a name, which only a gateway can serve.
     pub name: Option<String>,
@@ -17,14 +17,14 @@ pub struct TransportHeader {
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
-pub enum SessionProtocol {
+pub(crate) enum SessionProtocol {
     Http1,
     Http2,
 }
 
 /// What the first bytes inside a direct connection are.
 #[derive(Debug)]
-pub enum Decoded {
+pub(crate) enum Decoded {
     Incomplete,
     Invalid(InvalidHeader),
     /// A header, and how many bytes it took.
@@ -33,7 +33,7 @@ pub enum Decoded {
 
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum InvalidHeader {
+pub(crate) enum InvalidHeader {
     #[error("bytes do not start with the preface of a transport header")]
     Preface,
     #[error("transport header of {length} bytes, at most {HEADER_LIMIT} are accepted")]
@@ -45,10 +45,10 @@ pub enum InvalidHeader {
 }
 
 /// The longest protobuf message that is accepted.
-pub const HEADER_LIMIT: u32 = 64 * 1024;
+pub(crate) const HEADER_LIMIT: u32 = 64 * 1024;
 
 impl TransportHeader {
-    pub fn encode(&self, out: &mut BytesMut) {
+    pub(crate) fn encode(&self, out: &mut BytesMut) {
         let kind = self.protocol.map(|protocol| match protocol {
             SessionProtocol::Http1 => proto::session_protocol::Kind::Http1(proto::session_protocol::Http1 {}),
             SessionProtocol::Http2 => proto::session_protocol::Kind::Http2(proto::session_protocol::Http2 {}),
@@ -66,7 +66,7 @@ impl TransportHeader {
         out.put_slice(&body);
     }
 
-    pub fn decode(bytes: &[u8]) -> Decoded {
+    pub(crate) fn decode(bytes: &[u8]) -> Decoded {
         let known = bytes.len().min(PREFACE.len());
         if bytes[..known] != PREFACE[..known] {
             return Decoded::Invalid(InvalidHeader::Preface);

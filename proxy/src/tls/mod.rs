@@ -4,12 +4,12 @@
 //! read one snapshot of it. Nothing here decides whether a peer may do something: that is policy.
 //! There is no session resumption, because a resumed session would outlive the certificate it was checked with.
 
-pub mod client;
-pub mod creds;
-pub mod header;
-pub mod server;
-pub mod status;
-pub mod verify;
+pub(crate) mod client;
+pub(crate) mod creds;
+pub(crate) mod header;
+pub(crate) mod server;
+pub(crate) mod status;
+pub(crate) mod verify;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -12,7 +12,8 @@ use crate::tls::verify::{self, HandshakeFailure};
 
 /// What the first bytes of a connection are.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub enum Hello {
+#[allow(clippy::enum_variant_names, reason = "ClientHello is what TLS calls this message")]
+pub(crate) enum Hello {
     /// Could become a ClientHello; more bytes are needed.
     Incomplete,
     NotTls,
@@ -24,7 +25,7 @@ pub enum Hello {
 
 /// What a handshake told us of the client.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct PeerTls {
+pub(crate) struct PeerTls {
     /// The first DNS or URI name of its certificate; none if it showed no certificate.
     pub client_id: Option<Identity>,
     /// What was negotiated of what we offered.
@@ -33,7 +34,7 @@ pub struct PeerTls {
 
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum AcceptError {
+pub(crate) enum AcceptError {
     #[error("there is no certificate of our own yet")]
     NotCertified,
     #[error("TLS handshake with client failed ({failure})")]
@@ -47,12 +48,12 @@ pub enum AcceptError {
 }
 
 /// More than this is not read in search of a ClientHello.
-pub const HELLO_LIMIT: usize = 16 * 1024;
+pub(crate) const HELLO_LIMIT: usize = 16 * 1024;
 
 /// Looks for a ClientHello at the start of a connection, over as many records as it takes.
 ///
 /// Answers as soon as the server name is complete. Never `Incomplete` for [`HELLO_LIMIT`] bytes or more.
-pub fn sni(bytes: &[u8]) -> Hello {
+pub(crate) fn sni(bytes: &[u8]) -> Hello {
     let sni = match client_hello(&mut Handshake {
         records: bytes,
         fragment: &[],
@@ -69,7 +70,7 @@ pub fn sni(bytes: &[u8]) -> Hello {
 
 /// Terminates TLS. A client may come without certificate; if it shows one, it chains to our trust anchors and has an
 /// identity. The caller bounds the time this takes.
-pub async fn accept<IO>(io: IO, creds: &Credentials, alpn: Alpn) -> Result<(TlsStream<IO>, PeerTls), AcceptError>
+pub(crate) async fn accept<IO>(io: IO, creds: &Credentials, alpn: Alpn) -> Result<(TlsStream<IO>, PeerTls), AcceptError>
 where
     IO: AsyncRead + AsyncWrite + Unpin,
 {
@@ -91,7 +92,7 @@ where
 }
 
 impl AcceptError {
-    pub fn failure(&self) -> HandshakeFailure {
+    pub(crate) fn failure(&self) -> HandshakeFailure {
         match self {
             Self::NotCertified => HandshakeFailure::NotCertified,
             Self::Handshake { failure, .. } => *failure,

@@ -5,7 +5,7 @@ use tulle_core::metrics::Labels;
 
 /// What an accepted connection is to us.
 #[derive(Clone, Debug, Eq, PartialEq, Hash)]
-pub enum ServerTls {
+pub(crate) enum ServerTls {
     /// TLS ends here; the client may have shown a certificate.
     Terminated {
         client_id: Option<Identity>,
@@ -18,8 +18,7 @@ pub enum ServerTls {
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
-pub enum WhyServerPlain {
-    Loopback,
+pub(crate) enum WhyServerPlain {
     /// The port is marked opaque, so nothing is looked at.
     PortSkipped,
     /// The first bytes are no ClientHello for us.
@@ -28,29 +27,27 @@ pub enum WhyServerPlain {
 
 /// What a dialled connection is to us.
 #[derive(Clone, Debug, Eq, PartialEq, Hash)]
-pub enum ClientTls {
+pub(crate) enum ClientTls {
     Meshed(Identity),
     Plain(WhyClientPlain),
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
-pub enum WhyClientPlain {
+pub(crate) enum WhyClientPlain {
     Loopback,
     /// Discovery names no identity for the endpoint.
     NotProvidedByServiceDiscovery,
-    /// An ingress request without `l5d-dst-override`.
-    IngressWithoutOverride,
 }
 
 impl ServerTls {
-    pub fn client_id(&self) -> Option<&Identity> {
+    pub(crate) fn client_id(&self) -> Option<&Identity> {
         match self {
             Self::Terminated { client_id } => client_id.as_ref(),
             Self::PassedThrough { .. } | Self::Plain(_) => None,
         }
     }
 
-    pub fn labels(&self, labels: Labels) -> Labels {
+    pub(crate) fn labels(&self, labels: Labels) -> Labels {
         match self {
             Self::Terminated { client_id } => labels
                 .with("tls", "true")
@@ -62,7 +59,7 @@ impl ServerTls {
 }
 
 impl ClientTls {
-    pub fn labels(&self, labels: Labels) -> Labels {
+    pub(crate) fn labels(&self, labels: Labels) -> Labels {
         match self {
             Self::Meshed(server_id) => labels.with("tls", "true").with("server_id", server_id),
             Self::Plain(why) => labels.with("tls", "no_identity").with("no_tls_reason", why.as_str()),
@@ -71,9 +68,8 @@ impl ClientTls {
 }
 
 impl WhyServerPlain {
-    pub fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(self) -> &'static str {
         match self {
-            Self::Loopback => "loopback",
             Self::PortSkipped => "port_skipped",
             Self::NoTlsFromRemote => "no_tls_from_remote",
         }
@@ -81,11 +77,55 @@ impl WhyServerPlain {
 }
 
 impl WhyClientPlain {
-    pub fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Loopback => "loopback",
             Self::NotProvidedByServiceDiscovery => "not_provided_by_service_discovery",
-            Self::IngressWithoutOverride => "ingress_without_override",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_are_those_of_the_contract() {
+        let id: Identity = "web.shop".parse().unwrap();
+        for (status, expected) in [
+            (
+                ServerTls::Terminated {
+                    client_id: Some(id.clone()),
+                },
+                r#"tls="true",client_id="web.shop""#,
+            ),
+            (ServerTls::Terminated { client_id: None }, r#"tls="true",client_id="""#),
+            (
+                ServerTls::PassedThrough {
+                    sni: "example.com".to_owned(),
+                },
+                r#"tls="opaque",sni="example.com""#,
+            ),
+            (
+                ServerTls::Plain(WhyServerPlain::PortSkipped),
+                r#"tls="no_identity",no_tls_reason="port_skipped""#,
+            ),
+            (
+                ServerTls::Plain(WhyServerPlain::NoTlsFromRemote),
+                r#"tls="no_identity",no_tls_reason="no_tls_from_remote""#,
+            ),
+        ] {
+            assert_eq!(status.labels(Labels::new()).as_str(), expected);
+        }
+        let discovered = WhyClientPlain::NotProvidedByServiceDiscovery;
+        for (status, expected) in [
+            (ClientTls::Meshed(id), r#"tls="true",server_id="web.shop""#),
+            (
+                ClientTls::Plain(discovered),
+                r#"tls="no_identity",no_tls_reason="not_provided_by_service_discovery""#,
+            ),
+        ] {
+            assert_eq!(status.labels(Labels::new()).as_str(), expected);
         }
     }
 }

@@ -17,14 +17,14 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 
 /// When a certificate may be used.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Validity {
+pub(crate) struct Validity {
     pub not_before: SystemTime,
     pub not_after: SystemTime,
 }
 
 /// Why a handshake did not lead to a connection, as operators tell the cases apart.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
-pub enum HandshakeFailure {
+pub(crate) enum HandshakeFailure {
     /// A certificate is needed and the peer presented none.
     NoCertificate,
     /// The certificate does not chain to our trust anchors.
@@ -157,7 +157,7 @@ fn system_time(seconds: i64) -> SystemTime {
 }
 
 impl HandshakeFailure {
-    pub fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::NoCertificate => "no_certificate",
             Self::ForeignCa => "foreign_ca",
@@ -174,7 +174,7 @@ impl HandshakeFailure {
     }
 
     /// Finds the reason inside what a TLS stream or handshake returned.
-    pub fn of(error: &io::Error) -> Self {
+    pub(crate) fn of(error: &io::Error) -> Self {
         match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
             Some(error) => Self::from(error),
             None => Self::Closed,

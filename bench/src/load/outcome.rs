@@ -1,0 +1,239 @@
+//! What became of one request.
+
+use std::borrow::Cow;
+use std::error::Error;
+use std::fmt;
+use std::io;
+
+use http::{HeaderMap, HeaderName};
+use tulle_core::names::header::{L5D_PROXY_CAUSE, L5D_PROXY_ERROR};
+
+/// An exchange that ended with an answer, be it a refusal.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct Answer {
+    pub(super) verdict: Verdict,
+    /// Who answered: `x-replica`, or the name in a TCP greeting.
+    pub(super) replica: Option<String>,
+    /// What a proxy said about a failure.
+    pub(super) reason: Option<String>,
+    /// Payload bytes.
+    pub(super) sent: u64,
+    pub(super) received: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(super) enum Verdict {
+    /// The bytes came back as sent.
+    #[default]
+    Echoed,
+    Status(u16),
+    /// A gRPC status; 0 is OK.
+    Grpc(u16),
+}
+
+/// An exchange that ended without a whole answer.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) enum Failure {
+    /// The connection could not be made.
+    Connect(Cow<'static, str>),
+    /// The peer reset the connection or the stream.
+    Reset(Cow<'static, str>),
+    /// The connection ended before the answer did.
+    Closed,
+    Timeout,
+    /// The answer is not what was sent, or not the protocol.
+    Wrong(Cow<'static, str>),
+    Other(String),
+}
+
+impl Answer {
+    pub(super) fn succeeded(&self) -> bool {
+        match self.verdict {
+            Verdict::Echoed => true,
+            Verdict::Status(status) => status < 400,
+            Verdict::Grpc(code) => code == 0,
+        }
+    }
+
+    /// The kind this answer is counted under.
+    pub(super) fn label(&self) -> Cow<'static, str> {
+        match self.verdict {
+            Verdict::Echoed => "echoed".into(),
+            Verdict::Status(status) => match status / 100 {
+                2 => "2xx".into(),
+                3 => "3xx".into(),
+                4 => "4xx".into(),
+                5 => "5xx".into(),
+                _ => "other status".into(),
+            },
+            Verdict::Grpc(0) => "grpc ok".into(),
+            Verdict::Grpc(code) => format!("grpc {code}").into(),
+        }
+    }
+
+    /// The reason this answer is a failure: the status, and the proxy's words if there are any.
+    pub(super) fn error(&self) -> Option<String> {
+        if self.succeeded() {
+            return None;
+        }
+        let status = match self.verdict {
+            Verdict::Echoed => String::new(),
+            Verdict::Status(status) => format!("status {status}"),
+            Verdict::Grpc(code) => format!("grpc status {code}"),
+        };
+        Some(match &self.reason {
+            Some(reason) => format!("{status}: {reason}"),
+            None => status,
+        })
+    }
+}
+
+impl Failure {
+    /// The kind this failure is counted under.
+    pub(super) fn label(&self) -> &'static str {
+        match self {
+            Self::Connect(_) => "connect error",
+            Self::Reset(_) => "reset",
+            Self::Closed => "closed",
+            Self::Timeout => "timeout",
+            Self::Wrong(_) => "wrong answer",
+            Self::Other(_) => "other error",
+        }
+    }
+
+    /// Classifies what happened while connecting.
+    pub(super) fn connecting(error: &io::Error) -> Self {
+        Self::Connect(match error.kind() {
+            io::ErrorKind::ConnectionRefused => "refused".into(),
+            io::ErrorKind::ConnectionReset => "reset".into(),
+            io::ErrorKind::TimedOut => "timed out".into(),
+            _ => error.to_string().into(),
+        })
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Connect(why) => write!(f, "connect error: {why}"),
+            Self::Reset(why) => write!(f, "reset: {why}"),
+            Self::Wrong(why) => write!(f, "wrong answer: {why}"),
+            Self::Other(why) => write!(f, "other error: {why}"),
+            Self::Closed | Self::Timeout => f.write_str(self.label()),
+        }
+    }
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        classify(&error)
+    }
+}
+
+impl From<hyper::Error> for Failure {
+    fn from(error: hyper::Error) -> Self {
+        if error.is_incomplete_message() || error.is_canceled() {
+            return Self::Closed;
+        }
+        classify(&error)
+    }
+}
+
+/// Finds the socket's or the stream's error in a chain of causes.
+pub(super) fn classify(error: &(dyn Error + 'static)) -> Failure {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        if let Some(io) = error.downcast_ref::<io::Error>() {
+            match io.kind() {
+                io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionAborted => {
+                    return Failure::Reset("connection".into());
+                }
+                io::ErrorKind::UnexpectedEof | io::ErrorKind::NotConnected => return Failure::Closed,
+                io::ErrorKind::TimedOut => return Failure::Timeout,
+                _ => (),
+            }
+        }
+        if let Some(reason) = error.downcast_ref::<h2::Error>().and_then(h2::Error::reason) {
+            return Failure::Reset(reason.description().to_owned().into());
+        }
+        // The source of an error inside an I/O error is that of the inner one, which would be skipped.
+        let inner = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
+        cause = inner
+            .map(|inner| inner as &(dyn Error + 'static))
+            .or_else(|| error.source());
+    }
+    Failure::Other(error.to_string())
+}
+
+/// What a proxy says about an error of its own: message and cause.
+pub(super) fn proxy_reason(headers: &HeaderMap) -> Option<String> {
+    let text = |name: HeaderName| {
+        headers
+            .get(name)
+            .map(|v| String::from_utf8_lossy(v.as_bytes()).into_owned())
+    };
+    match (text(L5D_PROXY_ERROR), text(L5D_PROXY_CAUSE)) {
+        (Some(error), Some(cause)) => Some(format!("{error} ({cause})")),
+        (error, cause) => error.or(cause),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn statuses_from_400_and_grpc_codes_other_than_0_are_failures() {
+        for (verdict, succeeded, label) in [
+            (Verdict::Status(204), true, "2xx"),
+            (Verdict::Status(302), true, "3xx"),
+            (Verdict::Status(404), false, "4xx"),
+            (Verdict::Status(503), false, "5xx"),
+            (Verdict::Grpc(0), true, "grpc ok"),
+            (Verdict::Grpc(14), false, "grpc 14"),
+            (Verdict::Echoed, true, "echoed"),
+        ] {
+            let answer = Answer {
+                verdict,
+                ..Answer::default()
+            };
+            assert_eq!(
+                (answer.succeeded(), &*answer.label()),
+                (succeeded, label),
+                "{verdict:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_reason_of_a_proxy_stands_in_the_error() {
+        let mut headers = HeaderMap::new();
+        headers.insert(L5D_PROXY_ERROR, "no endpoints".parse().unwrap());
+        headers.insert(L5D_PROXY_CAUSE, "fail-fast".parse().unwrap());
+        let answer = Answer {
+            verdict: Verdict::Status(503),
+            reason: proxy_reason(&headers),
+            ..Answer::default()
+        };
+        assert_eq!(answer.error().unwrap(), "status 503: no endpoints (fail-fast)");
+        let success = Answer {
+            verdict: Verdict::Status(200),
+            ..answer
+        };
+        assert_eq!(success.error(), None);
+    }
+
+    #[test]
+    fn socket_errors_are_found_below_other_errors() {
+        let check = |kind: io::ErrorKind, label: &str| {
+            let wrapped = io::Error::other(io::Error::from(kind));
+            assert_eq!(classify(&wrapped).label(), label, "{kind:?}");
+        };
+        check(io::ErrorKind::ConnectionReset, "reset");
+        check(io::ErrorKind::BrokenPipe, "reset");
+        check(io::ErrorKind::UnexpectedEof, "closed");
+        check(io::ErrorKind::TimedOut, "timeout");
+        check(io::ErrorKind::InvalidData, "other error");
+        assert_eq!(classify(&h2::Error::from(h2::Reason::REFUSED_STREAM)).label(), "reset");
+    }
+}

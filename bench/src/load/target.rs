@@ -1,0 +1,125 @@
+//! The target and the request, parsed once.
+
+use std::net::SocketAddr;
+use std::str::FromStr;
+
+use anyhow::{Context as _, bail};
+use bytes::Bytes;
+use http::uri::{Authority, PathAndQuery};
+use http::{HeaderMap, HeaderName, HeaderValue, Uri};
+
+use super::{Args, Method, Protocol};
+
+/// Everything a client needs to know to send its requests.
+pub(super) struct Target {
+    pub(super) protocol: Protocol,
+    pub(super) addr: SocketAddr,
+    pub(super) authority: Authority,
+    pub(super) path: PathAndQuery,
+    pub(super) headers: HeaderMap,
+    pub(super) payload: Bytes,
+    pub(super) method: Method,
+    pub(super) messages: u32,
+    pub(super) greeting: Option<String>,
+    pub(super) reconnect: bool,
+}
+
+impl Target {
+    /// Reads the target and looks its name up; the first address is used for the whole run.
+    pub(super) async fn resolve(args: &Args) -> anyhow::Result<Self> {
+        let (host, path) = split(&args.target, args.protocol);
+        let addr = tokio::net::lookup_host(host)
+            .await
+            .with_context(|| format!("looking up {host:?}: give HOST:PORT"))?
+            .next()
+            .with_context(|| format!("{host:?} has no address"))?;
+        let authority = args.authority.as_deref().unwrap_or(host);
+        if args.protocol == Protocol::Tcp && !args.headers.is_empty() {
+            bail!("--header has no place in a TCP stream");
+        }
+        Ok(Self {
+            protocol: args.protocol,
+            addr,
+            authority: authority
+                .parse()
+                .with_context(|| format!("{authority:?} is not an authority"))?,
+            path: path.parse().with_context(|| format!("{path:?} is not a path"))?,
+            headers: args
+                .headers
+                .iter()
+                .map(|header| (header.0.clone(), header.1.clone()))
+                .collect(),
+            payload: pattern(args.body_size),
+            method: args.grpc_method,
+            messages: args.messages,
+            greeting: args.expect_greeting.clone(),
+            reconnect: args.reconnect,
+        })
+    }
+
+    /// `http://authority/path`, as HTTP/2 and WebSocket clients want it.
+    pub(super) fn uri(&self, scheme: &str) -> Result<Uri, http::Error> {
+        Uri::builder()
+            .scheme(scheme)
+            .authority(self.authority.clone())
+            .path_and_query(self.path.clone())
+            .build()
+    }
+}
+
+/// Host and path of a target, which may have a scheme in front.
+fn split(target: &str, protocol: Protocol) -> (&str, &str) {
+    let rest = target.split_once("://").map_or(target, |(_, rest)| rest);
+    let default = if protocol == Protocol::Ws { "/ws" } else { "/" };
+    match rest.find('/') {
+        Some(at) => (&rest[..at], &rest[at..]),
+        None => (rest, default),
+    }
+}
+
+/// Bytes that show when some are lost or doubled: the period is a prime, so no power of two of them looks like another.
+fn pattern(size: usize) -> Bytes {
+    (0..size).map(|i| (i % 251) as u8).collect()
+}
+
+/// A header as given on the command line.
+#[derive(Clone, Debug)]
+pub struct Header(HeaderName, HeaderValue);
+
+impl FromStr for Header {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let refused = |why: String| format!("{text:?} is not a header: {why}; give \"name: value\"");
+        let (name, value) = text.split_once(':').ok_or_else(|| refused("it has no colon".into()))?;
+        let name = HeaderName::from_str(name.trim()).map_err(|e| refused(e.to_string()))?;
+        let value = HeaderValue::from_str(value.trim()).map_err(|e| refused(e.to_string()))?;
+        Ok(Self(name, value))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn targets_have_an_optional_scheme_and_path() {
+        for (target, protocol, host, path) in [
+            ("a:1", Protocol::Http1, "a:1", "/"),
+            ("http://a:1/x?y=/z", Protocol::Http2, "a:1", "/x?y=/z"),
+            ("ws://[::1]:2", Protocol::Ws, "[::1]:2", "/ws"),
+            ("tcp://10.0.0.1:3", Protocol::Tcp, "10.0.0.1:3", "/"),
+        ] {
+            assert_eq!(split(target, protocol), (host, path), "{target}");
+        }
+    }
+
+    #[test]
+    fn headers_without_a_colon_or_with_bad_bytes_are_refused() {
+        let header: Header = "l5d-dst: web:80".parse().unwrap();
+        assert_eq!((header.0.as_str(), header.1.as_bytes()), ("l5d-dst", &b"web:80"[..]));
+        for text in ["x", "a b: c", ": c", "a: \n"] {
+            assert!(text.parse::<Header>().is_err() || text == "a: \n", "{text:?}");
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! TCP: a greeting if one is expected, then messages that must come back as they were sent.
+
+use std::sync::Arc;
+
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::net::tcp::ReadHalf;
+
+use super::outcome::{Answer, Failure, Verdict};
+use super::target::Target;
+use super::worker;
+
+/// One connection.
+pub(super) struct Tcp {
+    target: Arc<Target>,
+    /// With the name in the greeting.
+    connection: Option<(TcpStream, Option<String>)>,
+    buf: Vec<u8>,
+}
+
+impl Tcp {
+    pub(super) fn new(target: Arc<Target>) -> Self {
+        Self {
+            target,
+            connection: None,
+            buf: vec![0; BUFFER],
+        }
+    }
+
+    pub(super) fn target(&self) -> &Arc<Target> {
+        &self.target
+    }
+
+    pub(super) async fn exchange(&mut self) -> Result<Answer, Failure> {
+        let (mut stream, name) = match self.connection.take() {
+            Some(connection) => connection,
+            None => connect(&self.target).await?,
+        };
+        let payload = &self.target.payload;
+        let (mut reader, mut writer) = stream.split();
+        // At the same time: neither side may have to hold the whole message.
+        let send = async { Ok(writer.write_all(payload).await?) };
+        tokio::try_join!(send, expect(&mut reader, payload, &mut self.buf))?;
+        let bytes = payload.len() as u64;
+        let answer = Answer {
+            verdict: Verdict::Echoed,
+            replica: name.clone(),
+            reason: None,
+            sent: bytes,
+            received: bytes,
+        };
+        if !self.target.reconnect {
+            self.connection = Some((stream, name));
+        }
+        Ok(answer)
+    }
+}
+
+/// Connects, and reads the greeting if there has to be one.
+async fn connect(target: &Target) -> Result<(TcpStream, Option<String>), Failure> {
+    let mut stream = worker::connect(target).await?;
+    let Some(expected) = &target.greeting else {
+        return Ok((stream, None));
+    };
+    let line = read_line(&mut stream).await?;
+    if !line.starts_with(expected.as_str()) {
+        return Err(Failure::Wrong(format!("greeting {line:?}").into()));
+    }
+    let name = line.split_whitespace().next_back().map(str::to_owned);
+    Ok((stream, name))
+}
+
+/// Reads one line and nothing after it.
+async fn read_line(stream: &mut TcpStream) -> Result<String, Failure> {
+    let mut line = Vec::new();
+    let mut seen = [0; LONGEST_LINE];
+    while line.len() < LONGEST_LINE {
+        let n = stream.peek(&mut seen).await?;
+        if n == 0 {
+            return Err(Failure::Closed);
+        }
+        let end = seen[..n].iter().position(|byte| *byte == b'\n');
+        let take = end.map_or(n, |at| at + 1);
+        stream.read_exact(&mut seen[..take]).await?;
+        line.extend_from_slice(&seen[..take]);
+        if end.is_some() {
+            return Ok(String::from_utf8_lossy(&line).trim_end().to_owned());
+        }
+    }
+    Err(Failure::Wrong(
+        format!("no end of line in the first {LONGEST_LINE} bytes").into(),
+    ))
+}
+
+/// Reads exactly `expected`.
+async fn expect(reader: &mut ReadHalf<'_>, expected: &[u8], buf: &mut [u8]) -> Result<(), Failure> {
+    let mut rest = expected;
+    while !rest.is_empty() {
+        let wanted = rest.len().min(buf.len());
+        let n = reader.read(&mut buf[..wanted]).await?;
+        if n == 0 {
+            return Err(Failure::Closed);
+        }
+        if buf[..n] != rest[..n] {
+            return Err(Failure::Wrong("other bytes than those sent".into()));
+        }
+        rest = &rest[n..];
+    }
+    Ok(())
+}
+
+const BUFFER: usize = 64 * 1024;
+const LONGEST_LINE: usize = 256;

@@ -1,0 +1,135 @@
+//! The bounds of `budgets.toml`, and whether a run keeps them.
+
+use anyhow::{Context as _, bail};
+use clap::ValueEnum as _;
+
+use super::Row;
+use super::drive::Metric;
+use super::peer::Peer;
+
+/// The bounds this program was built with.
+pub(super) const COMMITTED: &str = include_str!("../../budgets.toml");
+
+/// One line of the file.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Bound {
+    pub(super) row: Row,
+    pub(super) metric: Metric,
+    pub(super) side: Side,
+    pub(super) limit: f64,
+    /// The limit is this multiple of the peer's figure.
+    pub(super) of: Option<Peer>,
+    /// As written.
+    pub(super) text: String,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Side {
+    AtMost,
+    AtLeast,
+}
+
+impl Bound {
+    /// Whether a figure keeps the bound, where `reference` is the figure of the peer it is a multiple of.
+    pub(super) fn holds(&self, value: f64, reference: Option<f64>) -> bool {
+        let limit = self.limit * reference.unwrap_or(1.0);
+        match self.side {
+            Side::AtMost => value <= limit,
+            Side::AtLeast => value >= limit,
+        }
+    }
+}
+
+/// Reads the bounds: of TOML only comments and lines `row.metric = "text"`, which is all this file has.
+pub(super) fn parse(text: &str) -> anyhow::Result<Vec<Bound>> {
+    let lines = text
+        .lines()
+        .map(str::trim)
+        .enumerate()
+        .filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
+    lines
+        .map(|(n, line)| bound(line).with_context(|| format!("line {} of budgets.toml, {line:?}", n + 1)))
+        .collect()
+}
+
+fn bound(line: &str) -> anyhow::Result<Bound> {
+    let (key, value) = line.split_once('=').context("has no \"=\"")?;
+    let (row, metric) = key.trim().split_once('.').context("the key is not row.metric")?;
+    let row = Row::from_str(row, false).map_err(|_| anyhow::anyhow!("there is no row {row:?}"))?;
+    let metric = serde_json::from_value(metric.into()).with_context(|| format!("there is no metric {metric:?}"))?;
+    let text = value
+        .trim()
+        .strip_prefix('"')
+        .and_then(|v| v.strip_suffix('"'))
+        .context("the value is not a string")?;
+    let words: Vec<&str> = text.split_whitespace().collect();
+    let (side, limit, of) = match words[..] {
+        ["at", "most", limit] => (Side::AtMost, limit, None),
+        ["at", "least", limit] => (Side::AtLeast, limit, None),
+        ["at", "most", limit, "x", peer] => (Side::AtMost, limit, Some(peer)),
+        ["at", "least", limit, "x", peer] => (Side::AtLeast, limit, Some(peer)),
+        _ => bail!("give \"at most 16\" or \"at least 1.3 x haproxy\""),
+    };
+    let limit = limit.parse().with_context(|| format!("{limit:?} is not a number"))?;
+    let of = of.map(|peer| Peer::from_str(peer, false).map_err(|_| anyhow::anyhow!("there is no peer {peer:?}")));
+    Ok(Bound {
+        row,
+        metric,
+        side,
+        limit,
+        of: of.transpose()?,
+        text: text.to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_committed_bounds_are_readable() {
+        let bounds = parse(COMMITTED).unwrap();
+        assert!(
+            bounds
+                .iter()
+                .any(|b| b.row == Row::Http64 && b.metric == Metric::ClientCpuUs && b.limit == 1.3)
+        );
+        assert!(
+            bounds
+                .iter()
+                .any(|b| b.row == Row::Idle && b.side == Side::AtMost && b.of.is_none())
+        );
+    }
+
+    #[test]
+    fn a_bound_holds_up_to_its_limit() {
+        for (text, value, reference, holds) in [
+            ("at most 1.3 x haproxy", 13.0, Some(10.0), true),
+            ("at most 1.3 x haproxy", 13.1, Some(10.0), false),
+            ("at least 0.7 x haproxy", 8.0, Some(10.0), true),
+            ("at least 0.7 x haproxy", 6.9, Some(10.0), false),
+            ("at most 16", 15.9, None, true),
+            ("at most 16", 16.1, None, false),
+        ] {
+            let bound = bound(&format!("grpc.p50_us = \"{text}\"")).unwrap();
+            assert_eq!(bound.holds(value, reference), holds, "{value} {text}");
+        }
+    }
+
+    #[test]
+    fn bad_lines_are_refused_with_their_number_and_reason() {
+        for (line, reason) in [
+            ("x", "no \"=\""),
+            ("http-c64 = \"at most 1\"", "not row.metric"),
+            ("http-c65.p50_us = \"at most 1\"", "no row \"http-c65\""),
+            ("grpc.p51_us = \"at most 1\"", "no metric \"p51_us\""),
+            ("grpc.p50_us = 3", "not a string"),
+            ("grpc.p50_us = \"at most x\"", "\"x\" is not a number"),
+            ("grpc.p50_us = \"at most 1 x envoy\"", "no peer \"envoy\""),
+            ("grpc.p50_us = \"about 3\"", "give \"at most"),
+        ] {
+            let error = format!("{:#}", parse(&format!("# comment\n{line}")).unwrap_err());
+            assert!(error.contains("line 2") && error.contains(reason), "{error}");
+        }
+    }
+}

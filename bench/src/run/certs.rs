@@ -1,0 +1,51 @@
+//! Certificates of one run: an authority, and a leaf for each side.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
+};
+
+/// Files in PEM.
+pub(super) struct Files {
+    pub(super) anchors: PathBuf,
+    /// Certificate and key in one file, as HAProxy wants them.
+    pub(super) client: PathBuf,
+    pub(super) server: PathBuf,
+}
+
+/// Makes everything anew in `dir`; P-256, the curve the mesh uses.
+pub(super) fn make(dir: &Path) -> anyhow::Result<Files> {
+    let key = KeyPair::generate().context("making the authority's key")?;
+    let mut params = CertificateParams::default();
+    params.distinguished_name.push(DnType::CommonName, "root.bench");
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    let root = params.self_signed(&key).context("signing the authority")?;
+    let issuer = Issuer::new(params, key);
+    let files = Files {
+        anchors: dir.join("anchors.pem"),
+        client: dir.join("client.pem"),
+        server: dir.join("server.pem"),
+    };
+    write(&files.anchors, &root.pem())?;
+    write(&files.client, &leaf("client.bench", &issuer)?)?;
+    write(&files.server, &leaf("server.bench", &issuer)?)?;
+    Ok(files)
+}
+
+fn leaf(name: &str, issuer: &Issuer<'_, KeyPair>) -> anyhow::Result<String> {
+    let key = KeyPair::generate().with_context(|| format!("making the key of {name}"))?;
+    let mut params = CertificateParams::new([name.to_owned()]).with_context(|| format!("naming {name}"))?;
+    params.distinguished_name.push(DnType::CommonName, name);
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+    let certificate = params
+        .signed_by(&key, issuer)
+        .with_context(|| format!("signing {name}"))?;
+    Ok(format!("{}{}", certificate.pem(), key.serialize_pem()))
+}
+
+fn write(path: &Path, text: &str) -> anyhow::Result<()> {
+    std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))
+}

@@ -1,0 +1,180 @@
+//! A process that is measured: its CPU time, memory, and when it listens.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+
+/// A child process; killed when dropped.
+pub(super) struct Process {
+    name: String,
+    child: Child,
+    log: PathBuf,
+}
+
+impl Process {
+    /// Starts `command`, with its output in `<dir>/<name>.log`.
+    pub(super) fn start(name: &str, mut command: Command, dir: &Path) -> anyhow::Result<Self> {
+        let log = dir.join(format!("{name}.log"));
+        let file = File::create(&log).with_context(|| format!("creating {}", log.display()))?;
+        let errors = file.try_clone().context("sharing the log file")?;
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(file)
+            .stderr(errors)
+            .spawn()
+            .with_context(|| format!("starting {:?}", command.get_program()))?;
+        Ok(Self {
+            name: name.to_owned(),
+            child,
+            log,
+        })
+    }
+
+    /// Waits until the process's namespace has a listener on each of `ports`.
+    pub(super) fn listening(&mut self, ports: &[u16]) -> anyhow::Result<()> {
+        self.wait_for(&format!("listeners on {ports:?}"), |process| {
+            let mut open = listeners(&process.proc("net/tcp")?);
+            open.extend(listeners(&process.proc("net/tcp6").unwrap_or_default()));
+            Ok(ports.iter().all(|port| open.contains(port)))
+        })
+    }
+
+    /// Waits until `condition` holds; fails when the process ends or the time is over.
+    pub(super) fn wait_for(
+        &mut self,
+        what: &str,
+        mut condition: impl FnMut(&Self) -> anyhow::Result<bool>,
+    ) -> anyhow::Result<()> {
+        for _ in 0..START_TRIES {
+            if let Some(status) = self.child.try_wait().context("waiting for a child")? {
+                bail!("{} ended with {status}: {}", self.name, self.last_words());
+            }
+            if condition(self)? {
+                return Ok(());
+            }
+            std::thread::sleep(START_PAUSE);
+        }
+        bail!(
+            "{} has no {what} after {:?}: {}",
+            self.name,
+            START_PAUSE * START_TRIES,
+            self.last_words()
+        )
+    }
+
+    /// CPU time of all living threads, from the scheduler: exact to the nanosecond, where utime counts ticks.
+    pub(super) fn cpu(&self) -> anyhow::Result<Duration> {
+        let dir = format!("/proc/{}/task", self.child.id());
+        let mut nanos = 0;
+        for thread in std::fs::read_dir(&dir).with_context(|| format!("reading {dir}"))? {
+            let path = thread
+                .with_context(|| format!("reading {dir}"))?
+                .path()
+                .join("schedstat");
+            // A thread that ended in between is no longer counted; sidecars keep theirs.
+            let Ok(text) = std::fs::read_to_string(&path) else {
+                continue;
+            };
+            nanos += first_number(&text).with_context(|| format!("{} says {text:?}", path.display()))?;
+        }
+        Ok(Duration::from_nanos(nanos))
+    }
+
+    /// Resident memory in KiB.
+    pub(super) fn rss_kib(&self) -> anyhow::Result<u64> {
+        let status = self.proc("status")?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        line.and_then(first_number)
+            .with_context(|| format!("no VmRSS in the status of {}", self.name))
+    }
+
+    fn proc(&self, file: &str) -> anyhow::Result<String> {
+        let path = format!("/proc/{}/{file}", self.child.id());
+        std::fs::read_to_string(&path).with_context(|| format!("reading {path}"))
+    }
+
+    /// The end of the log.
+    fn last_words(&self) -> String {
+        let log = std::fs::read(&self.log).unwrap_or_default();
+        String::from_utf8_lossy(&log[log.len().saturating_sub(LAST_WORDS)..])
+            .trim()
+            .to_owned()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // Fails only when it has ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn first_number(text: &str) -> Option<u64> {
+    text.split_whitespace().next()?.parse().ok()
+}
+
+/// Local ports in state LISTEN of a table like `/proc/net/tcp`.
+fn listeners(table: &str) -> Vec<u16> {
+    let port = |line: &str| {
+        let mut fields = line.split_whitespace().skip(1);
+        let (local, _, state) = (fields.next()?, fields.next()?, fields.next()?);
+        (state == "0A")
+            .then(|| u16::from_str_radix(local.rsplit_once(':')?.1, 16).ok())
+            .flatten()
+    };
+    table.lines().filter_map(port).collect()
+}
+
+const START_TRIES: u32 = 1000;
+const START_PAUSE: Duration = Duration::from_millis(10);
+const LAST_WORDS: usize = 2000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn listeners_are_told_from_connections() {
+        let table = "  sl  local_address rem_address   st tx_queue\n   \
+                     0: 0100007F:102C 00000000:0000 0A 00000000:00000000\n   \
+                     1: 0100007F:1F90 0100007F:D431 01 00000000:00000000\n";
+        assert_eq!(listeners(table), [4140]);
+        assert!(listeners("garbage\n: : 0A").is_empty());
+    }
+
+    #[test]
+    fn cpu_time_and_memory_of_a_process_are_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut command = Command::new("sh");
+        command.args([
+            "-c",
+            "i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done; echo done; sleep 60",
+        ]);
+        let mut process = Process::start("loop", command, dir.path()).unwrap();
+        process
+            .wait_for("done", |process| Ok(process.last_words() == "done"))
+            .unwrap();
+        assert!(process.cpu().unwrap() > Duration::from_millis(1));
+        assert!(process.rss_kib().unwrap() > 100);
+    }
+
+    #[test]
+    fn a_process_that_ends_is_reported_with_its_last_words() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo no such file >&2; exit 3"]);
+        let error = Process::start("broken", command, dir.path())
+            .unwrap()
+            .listening(&[1])
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("exit status: 3") && error.contains("no such file"),
+            "{error}"
+        );
+    }
+}

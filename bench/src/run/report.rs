@@ -1,0 +1,296 @@
+//! Medians over the repeats, ratios, and the verdict on each bound.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::Serialize;
+
+use super::Row;
+use super::bounds::{self, Bound};
+use super::drive::{Metric, Sample};
+use super::peer::Peer;
+
+/// Samples as they come in.
+pub(super) struct Results {
+    samples: BTreeMap<(Row, Peer), Vec<Sample>>,
+}
+
+/// What is printed and written.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    machine: Machine,
+    lines: Vec<Line>,
+    bounds: Vec<Check>,
+}
+
+#[derive(Debug, Serialize)]
+struct Machine {
+    cpus: usize,
+    kernel: String,
+}
+
+/// One row of one peer.
+#[derive(Debug, Serialize)]
+struct Line {
+    row: Row,
+    peer: Peer,
+    metrics: BTreeMap<Metric, Cell>,
+}
+
+/// One figure over the repeats.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+struct Cell {
+    median: f64,
+    min: f64,
+    max: f64,
+    n: usize,
+}
+
+/// One bound and what was measured.
+#[derive(Debug, Serialize)]
+struct Check {
+    row: Row,
+    metric: Metric,
+    bound: String,
+    value: Option<f64>,
+    /// Value by that of the peer the bound is relative to.
+    ratio: Option<f64>,
+    verdict: Verdict,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "UPPERCASE")]
+enum Verdict {
+    Pass,
+    Fail,
+    /// The run did not measure what the bound is about.
+    Skipped,
+}
+
+impl Results {
+    pub(super) fn new() -> Self {
+        Self {
+            samples: BTreeMap::new(),
+        }
+    }
+
+    pub(super) fn add(&mut self, row: Row, peer: Peer, sample: Sample) {
+        self.samples.entry((row, peer)).or_default().push(sample);
+    }
+
+    /// Reduces the samples to medians and judges them by `bounds`.
+    pub(super) fn report(&self, bounds: &str) -> anyhow::Result<Report> {
+        let lines: Vec<Line> = self
+            .samples
+            .iter()
+            .map(|((row, peer), samples)| Line {
+                row: *row,
+                peer: *peer,
+                metrics: cells(samples),
+            })
+            .collect();
+        let bounds = bounds::parse(bounds)?
+            .iter()
+            .map(|bound| check(&lines, bound))
+            .collect();
+        let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease")
+            .unwrap_or_default()
+            .trim()
+            .to_owned();
+        let cpus = std::thread::available_parallelism().map_or(0, usize::from);
+        Ok(Report {
+            machine: Machine { cpus, kernel },
+            lines,
+            bounds,
+        })
+    }
+}
+
+impl Report {
+    /// Whether no bound is broken; what was not measured breaks nothing.
+    pub(super) fn passed(&self) -> bool {
+        self.bounds.iter().all(|check| check.verdict != Verdict::Fail)
+    }
+}
+
+fn cells(samples: &[Sample]) -> BTreeMap<Metric, Cell> {
+    let mut values: BTreeMap<Metric, Vec<f64>> = BTreeMap::new();
+    for (metric, value) in samples.iter().flatten() {
+        values.entry(*metric).or_default().push(*value);
+    }
+    values
+        .into_iter()
+        .filter_map(|(metric, values)| Some((metric, Cell::of(values)?)))
+        .collect()
+}
+
+impl Cell {
+    fn of(mut values: Vec<f64>) -> Option<Self> {
+        values.sort_by(f64::total_cmp);
+        let (min, max, n) = (*values.first()?, *values.last()?, values.len());
+        let median = (values[(n - 1) / 2] + values[n / 2]) / 2.0;
+        Some(Self { median, min, max, n })
+    }
+
+    /// Distance of the extremes in percent of the median.
+    fn spread(&self) -> f64 {
+        if self.median == 0.0 {
+            0.0
+        } else {
+            (self.max - self.min) * 100.0 / self.median
+        }
+    }
+}
+
+fn check(lines: &[Line], bound: &Bound) -> Check {
+    let value = median(lines, bound.row, Peer::Tulle, bound.metric);
+    let reference = bound.of.map(|peer| median(lines, bound.row, peer, bound.metric));
+    let (ratio, verdict) = match (value, reference) {
+        (Some(value), None) => (None, verdict(bound.holds(value, None))),
+        (Some(value), Some(Some(reference))) => (Some(value / reference), verdict(bound.holds(value, Some(reference)))),
+        (None, _) | (_, Some(None)) => (None, Verdict::Skipped),
+    };
+    Check {
+        row: bound.row,
+        metric: bound.metric,
+        bound: bound.text.clone(),
+        value,
+        ratio,
+        verdict,
+    }
+}
+
+fn verdict(holds: bool) -> Verdict {
+    if holds { Verdict::Pass } else { Verdict::Fail }
+}
+
+fn median(lines: &[Line], row: Row, peer: Peer, metric: Metric) -> Option<f64> {
+    let line = lines.iter().find(|line| line.row == row && line.peer == peer)?;
+    line.metrics.get(&metric).map(|cell| cell.median)
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "medians, and in brackets the distance of the extremes; {} CPUs, Linux {}\n",
+            self.machine.cpus, self.machine.kernel
+        )?;
+        write!(f, "{:<9}{:<9}", "row", "peer")?;
+        for (_, title, _) in COLUMNS {
+            write!(f, "{title:>17}")?;
+        }
+        writeln!(f)?;
+        for line in &self.lines {
+            write!(f, "{:<9}{:<9}", name(line.row), name(line.peer))?;
+            for (metric, _, decimals) in COLUMNS {
+                let text = line.metrics.get(&metric).map_or_else(
+                    || "-".to_owned(),
+                    |cell| format!("{:.decimals$} ({:.0}%)", cell.median, cell.spread()),
+                );
+                write!(f, "{text:>17}")?;
+            }
+            writeln!(f)?;
+        }
+        writeln!(f, "\n{:<34}{:>12}{:>9}  {:<26}", "bound", "tulle", "ratio", "wanted")?;
+        for check in &self.bounds {
+            let figure = format!("{}.{}", name(check.row), name(check.metric));
+            let number = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), |value| format!("{value:.2}"));
+            let (value, ratio) = (number(check.value), number(check.ratio));
+            writeln!(
+                f,
+                "{figure:<34}{value:>12}{ratio:>9}  {:<26}{}",
+                check.bound,
+                name(check.verdict)
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// The name a value has in JSON.
+fn name(value: impl Serialize) -> String {
+    match serde_json::to_value(value) {
+        Ok(serde_json::Value::String(name)) => name,
+        other => format!("{other:?}"),
+    }
+}
+
+/// Metric, title and decimals of the table's columns.
+const COLUMNS: [(Metric, &str, usize); 13] = [
+    (Metric::RequestsPerSecond, "requests/s", 0),
+    (Metric::P50Us, "p50 µs", 0),
+    (Metric::P99Us, "p99 µs", 0),
+    (Metric::MibPerSecond, "MiB/s", 0),
+    (Metric::ClientCpuUs, "client CPU µs", 2),
+    (Metric::ServerCpuUs, "server CPU µs", 2),
+    (Metric::ClientRssMib, "client RSS MiB", 1),
+    (Metric::ServerRssMib, "server RSS MiB", 1),
+    (Metric::ClientIdleKib, "client idle KiB", 1),
+    (Metric::ServerIdleKib, "server idle KiB", 1),
+    (Metric::ClientAllocations, "client allocs", 1),
+    (Metric::ServerAllocations, "server allocs", 1),
+    (Metric::Failed, "failed", 0),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn results(tulle: &[f64], haproxy: &[f64]) -> Results {
+        let mut results = Results::new();
+        for (peer, values) in [(Peer::Tulle, tulle), (Peer::Haproxy, haproxy)] {
+            for value in values {
+                results.add(Row::Http64, peer, Sample::from([(Metric::ClientCpuUs, *value)]));
+            }
+        }
+        results
+    }
+
+    const BOUND: &str = "http-c64.client_cpu_us = \"at most 1.3 x haproxy\"";
+
+    #[test]
+    fn medians_take_the_middle_or_the_mean_of_the_two_in_the_middle() {
+        let cell = Cell::of(vec![9.0, 1.0, 2.0]).unwrap();
+        assert_eq!(
+            cell,
+            Cell {
+                median: 2.0,
+                min: 1.0,
+                max: 9.0,
+                n: 3
+            }
+        );
+        assert_eq!(cell.spread(), 400.0);
+        assert_eq!(Cell::of(vec![4.0, 1.0, 2.0, 3.0]).unwrap().median, 2.5);
+        assert_eq!(Cell::of(vec![]), None);
+    }
+
+    #[test]
+    fn bounds_compare_medians_of_the_same_run() {
+        let passed = results(&[11.0, 12.0, 99.0], &[10.0, 10.0, 1.0]).report(BOUND).unwrap();
+        assert_eq!(
+            (passed.bounds[0].ratio, passed.bounds[0].verdict),
+            (Some(1.2), Verdict::Pass)
+        );
+        let failed = results(&[14.0], &[10.0]).report(BOUND).unwrap();
+        assert!(!failed.passed() && failed.to_string().contains("FAIL"), "{failed}");
+    }
+
+    #[test]
+    fn what_was_not_measured_is_skipped() {
+        let report = results(&[11.0], &[]).report(BOUND).unwrap();
+        assert_eq!(report.bounds[0].verdict, Verdict::Skipped);
+        assert!(report.passed());
+    }
+
+    #[test]
+    fn the_table_and_the_json_name_rows_peers_and_metrics_alike() {
+        let report = results(&[11.0], &[10.0]).report(BOUND).unwrap();
+        let json = serde_json::to_value(&report).unwrap();
+        assert_eq!(json["lines"][0]["row"], "http-c64");
+        assert_eq!(json["lines"][0]["metrics"]["client_cpu_us"]["median"], 11.0);
+        assert_eq!(json["bounds"][0]["verdict"], "PASS");
+        assert!(report.to_string().contains("http-c64.client_cpu_us"), "{report}");
+    }
+}

@@ -1,0 +1,163 @@
+//! The stage: namespaces, redirect rules, the application, certificates; the same for every peer.
+
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use tempfile::TempDir;
+use tulle_core::names::port;
+use tulle_core::netns::{Lab, Namespace};
+
+use super::peer::Peer;
+use super::process::Process;
+use super::{certs, tools};
+
+/// Everything but the sidecars. Dropping it removes it all.
+pub(super) struct Scene {
+    // Dropped in this order: processes before the namespaces they live in.
+    _app: Process,
+    pub(super) client: Arc<Namespace>,
+    pub(super) server: Arc<Namespace>,
+    pub(super) control: Arc<Namespace>,
+    pub(super) certs: certs::Files,
+    pub(super) dir: TempDir,
+    _lab: Lab,
+}
+
+impl Scene {
+    /// Checks that all that `peers` need is there, and builds the stage.
+    pub(super) fn build(peers: &[Peer]) -> anyhow::Result<Self> {
+        for peer in peers {
+            peer.check()?;
+        }
+        ["wrk", "ghz", "nft"].into_iter().try_for_each(tools::installed)?;
+        let dir = tempfile::tempdir().context("making a directory")?;
+        // The sidecars run as a user of their own and have to read what is in it.
+        std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).context("opening the directory to all")?;
+        let certs = certs::make(dir.path())?;
+        for (name, text) in FILES {
+            std::fs::write(dir.path().join(name), text).with_context(|| format!("writing {name}"))?;
+        }
+        tulle_core::netns::sweep(PREFIX).context("removing what an earlier run left behind")?;
+        let mut lab = Lab::new(PREFIX)?;
+        let client = lab.host("client", &format!("{CLIENT}/24"), None)?;
+        let server = lab.host("server", &format!("{SERVER}/24"), None)?;
+        let control = lab.host("control", &format!("{CONTROL}/24"), None)?;
+        // The address of the service exists nowhere; a packet needs a route to get as far as the rules.
+        client.ip(&format!("route add {SERVICE} dev eth0\n"))?;
+        let mut command = server.command(std::env::current_exe().context("finding this program")?);
+        command.args([
+            "serve",
+            "--http",
+            &format!("{SERVER}:{HTTP_PORT}"),
+            "--tcp",
+            &format!("{SERVER}:{TCP_PORT}"),
+        ]);
+        let mut app = Process::start("app", command, dir.path())?;
+        app.listening(&[HTTP_PORT, TCP_PORT])?;
+        Ok(Self {
+            _app: app,
+            client,
+            server,
+            control,
+            certs,
+            dir,
+            _lab: lab,
+        })
+    }
+
+    /// Sends the namespace's traffic through the sidecars until the value is dropped.
+    pub(super) fn redirect(&self) -> anyhow::Result<Redirect> {
+        let redirect = Redirect(vec![self.client.clone(), self.server.clone()]);
+        for namespace in &redirect.0 {
+            nft(namespace, &rules()).with_context(|| format!("redirecting {}", namespace.name()))?;
+        }
+        Ok(redirect)
+    }
+
+    /// The path of one of [`FILES`].
+    pub(super) fn file(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+}
+
+/// Redirect rules in force.
+pub(super) struct Redirect(Vec<Arc<Namespace>>);
+
+impl Drop for Redirect {
+    fn drop(&mut self) {
+        for namespace in &self.0 {
+            if let Err(error) = nft(namespace, "delete table inet bench\n") {
+                eprintln!("tulle-bench: {error:#}");
+            }
+        }
+    }
+}
+
+fn nft(namespace: &Namespace, rules: &str) -> anyhow::Result<()> {
+    let mut command: Command = namespace.command("nft");
+    let output = command.arg(rules).output().context("starting nft")?;
+    anyhow::ensure!(
+        output.status.success(),
+        "nft refused {rules:?}: {}",
+        String::from_utf8_lossy(&output.stderr).trim()
+    );
+    Ok(())
+}
+
+/// What `tulle-init` programs, for the ports of this scenario.
+fn rules() -> String {
+    format!(
+        "table inet bench {{
+            chain prerouting {{
+                type nat hook prerouting priority -100
+                tcp flags & (fin|syn|rst|ack) == syn fib daddr type local tcp dport {{ {HTTP_PORT}, {TCP_PORT} }} counter redirect to :{inbound}
+            }}
+            chain output {{
+                type nat hook output priority -100
+                meta skuid {PROXY_UID} counter return
+                oifname lo counter return
+                tcp flags & (fin|syn|rst|ack) == syn counter redirect to :{outbound}
+            }}
+        }}\n",
+        inbound = port::INBOUND,
+        outbound = port::OUTBOUND,
+    )
+}
+
+pub(super) const CLIENT: &str = "10.88.0.10";
+pub(super) const SERVER: &str = "10.88.0.20";
+/// The control plane of tulle.
+pub(super) const CONTROL: &str = "10.88.0.30";
+/// The cluster IP of the service that the server is the only endpoint of.
+pub(super) const SERVICE: &str = "10.99.0.1";
+pub(super) const HTTP_PORT: u16 = 8080;
+pub(super) const TCP_PORT: u16 = 9000;
+/// The user whose traffic is not redirected.
+pub(super) const PROXY_UID: u32 = 2102;
+const PREFIX: &str = "tb-";
+
+/// Committed files that the programs of a run read.
+const FILES: [(&str, &str); 6] = [
+    (
+        "haproxy-http-client.cfg",
+        include_str!("../../peers/haproxy-http-client.cfg"),
+    ),
+    (
+        "haproxy-http-server.cfg",
+        include_str!("../../peers/haproxy-http-server.cfg"),
+    ),
+    (
+        "haproxy-tcp-client.cfg",
+        include_str!("../../peers/haproxy-tcp-client.cfg"),
+    ),
+    (
+        "haproxy-tcp-server.cfg",
+        include_str!("../../peers/haproxy-tcp-server.cfg"),
+    ),
+    ("wrk.lua", include_str!("../../peers/wrk.lua")),
+    ("echo.proto", include_str!("../../proto/echo.proto")),
+];

@@ -1,0 +1,190 @@
+//! The peer that this is about: the shipped binaries, with a control plane of their own.
+//!
+//! Nothing is left out to be faster: certificates come from the identity service, policy authorizes every request by the client's
+//! identity, discovery and balancing are on, metrics are counted.
+
+use std::fs::Permissions;
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use tulle_control::trust::{self, CertificateAuthority, TokenSubject};
+use tulle_core::names::port;
+use tulle_core::netns::Namespace;
+
+use super::peer::Sidecars;
+use super::process::Process;
+use super::scene::{CONTROL, PROXY_UID, Scene};
+use super::{Row, tools};
+
+/// Programs that have to be beside this one.
+pub(super) const PROGRAMS: [&str; 3] = [PROXY, COUNTING_PROXY, "tulle-control"];
+const PROXY: &str = "tulle-proxy";
+/// The same with an allocator that counts.
+const COUNTING_PROXY: &str = "tulle-bench-proxy";
+
+/// Starts control plane and sidecars, and waits until both have their certificates.
+pub(super) fn start(scene: &Scene, row: Row) -> anyhow::Result<Sidecars> {
+    let mesh = Mesh::create(scene.dir.path())?;
+    let mut command = scene.control.command(tools::beside("tulle-control")?);
+    command.args(mesh.control_args());
+    let mut control = Process::start("tulle-control", command, scene.dir.path())?;
+    control.listening(&[port::IDENTITY, port::DESTINATION, port::POLICY])?;
+    let program = if row == Row::Allocations { COUNTING_PROXY } else { PROXY };
+    let server = proxy(program, scene, &mesh, "server", &scene.server)?;
+    let client = proxy(program, scene, &mesh, "client", &scene.client)?;
+    Ok(Sidecars {
+        client,
+        server,
+        _control: Some(control),
+        _redirect: scene.redirect()?,
+    })
+}
+
+/// Files of one mesh.
+struct Mesh {
+    dir: PathBuf,
+    anchors: String,
+    token_key: String,
+}
+
+impl Mesh {
+    /// Makes trust anchor, issuer, token keys and manifests anew.
+    fn create(dir: &Path) -> anyhow::Result<Self> {
+        let dir = dir.join("mesh");
+        if dir.exists() {
+            std::fs::remove_dir_all(&dir).with_context(|| format!("removing {}", dir.display()))?;
+        }
+        for part in ["manifests", "issuer", "token-keys"] {
+            let part = dir.join(part);
+            std::fs::create_dir_all(&part).with_context(|| format!("making {}", part.display()))?;
+        }
+        write(&dir.join("manifests/mesh.yaml"), include_str!("../../peers/mesh.yaml"))?;
+        let anchor = trust::create_anchor("root.linkerd.cluster.local", LIFETIME)?;
+        let issuer = trust::create_issuer("identity.linkerd.cluster.local", LIFETIME, &anchor)?;
+        write(&dir.join("anchors.pem"), &anchor.certificate)?;
+        let CertificateAuthority { certificate, key } = issuer;
+        write(&dir.join("issuer/tls.crt"), &certificate)?;
+        write(&dir.join("issuer/tls.key"), &key)?;
+        let tokens = trust::create_token_keys()?;
+        write(&dir.join("token-keys/bench.pem"), &tokens.public)?;
+        Ok(Self {
+            dir,
+            anchors: anchor.certificate,
+            token_key: tokens.private,
+        })
+    }
+
+    fn control_args(&self) -> Vec<String> {
+        let path = |part: &str| self.dir.join(part).display().to_string();
+        vec![
+            "all-in-one".into(),
+            "--manifests".into(),
+            path("manifests"),
+            "--issuer".into(),
+            path("issuer"),
+            "--trust-anchors".into(),
+            path("anchors.pem"),
+            "--token-keys".into(),
+            path("token-keys"),
+        ]
+    }
+
+    /// A join token in a file that the proxy's user can read.
+    fn token(&self, service_account: &str) -> anyhow::Result<PathBuf> {
+        let subject = TokenSubject {
+            service_account,
+            namespace: NAMESPACE,
+            lifetime: LIFETIME,
+        };
+        let path = self.dir.join(format!("{service_account}.token"));
+        write(&path, &trust::create_token(&self.token_key, &subject)?)?;
+        Ok(path)
+    }
+}
+
+fn proxy(program: &str, scene: &Scene, mesh: &Mesh, name: &str, namespace: &Namespace) -> anyhow::Result<Process> {
+    // The rules know the proxy by its user; entering the namespace needs root, so the user changes after it.
+    let mut command = namespace.command("setpriv");
+    command
+        .args([
+            format!("--reuid={PROXY_UID}"),
+            format!("--regid={PROXY_UID}"),
+            "--clear-groups".into(),
+        ])
+        .arg(tools::beside(program)?)
+        // Only the counting one reads it.
+        .arg(COUNTER)
+        .env_clear();
+    let identity = |account: &str, namespace: &str| {
+        tulle_core::identity::service_account(account, namespace, "linkerd", "cluster.local")
+    };
+    let workload = serde_json::json!({"ns": NAMESPACE, "external_workload": name}).to_string();
+    let destination = identity("linkerd-destination", "linkerd");
+    let token = mesh.token(name)?.display().to_string();
+    for (variable, value) in [
+        ("LOG", "warn"),
+        ("CORES", "1"),
+        ("INBOUND_DEFAULT_POLICY", "all-authenticated"),
+        ("POLICY_WORKLOAD", &workload),
+        ("DESTINATION_CONTEXT", &workload),
+        ("DESTINATION_PROFILE_NETWORKS", "10.0.0.0/8"),
+        ("DESTINATION_SVC_ADDR", &format!("{CONTROL}:{}", port::DESTINATION)),
+        ("DESTINATION_SVC_NAME", &destination),
+        ("POLICY_SVC_ADDR", &format!("{CONTROL}:{}", port::POLICY)),
+        ("POLICY_SVC_NAME", &destination),
+        ("IDENTITY_SVC_ADDR", &format!("{CONTROL}:{}", port::IDENTITY)),
+        ("IDENTITY_SVC_NAME", &identity("linkerd-identity", "linkerd")),
+        ("IDENTITY_LOCAL_NAME", &identity(name, NAMESPACE)),
+        ("IDENTITY_TRUST_ANCHORS", &mesh.anchors),
+        ("IDENTITY_TOKEN_FILE", &token),
+    ] {
+        command.env(format!("LINKERD2_PROXY_{variable}"), value);
+    }
+    let mut process = Process::start(&format!("tulle-proxy-{name}"), command, scene.dir.path())?;
+    process.wait_for("certificate, by its /ready", |_| {
+        namespace.run(ready).context("asking for readiness")
+    })?;
+    Ok(process)
+}
+
+/// Allocations so far of the counting proxy in a namespace.
+pub(super) fn allocations(namespace: &Namespace) -> anyhow::Result<u64> {
+    let read = || -> std::io::Result<String> {
+        let mut answer = String::new();
+        TcpStream::connect(COUNTER)?.read_to_string(&mut answer)?;
+        Ok(answer)
+    };
+    let answer = namespace.run(read)?.context("asking the counting proxy")?;
+    let count = answer.split_whitespace().next().and_then(|count| count.parse().ok());
+    count.with_context(|| format!("the counting proxy says {answer:?}"))
+}
+
+/// Whether the admin server of the namespace's proxy says that it is ready.
+fn ready() -> bool {
+    let ask = || -> std::io::Result<String> {
+        let mut stream = TcpStream::connect(("127.0.0.1", port::ADMIN))?;
+        stream.set_read_timeout(Some(READY_TIMEOUT))?;
+        stream.write_all(b"GET /ready HTTP/1.1\r\nhost: proxy\r\nconnection: close\r\n\r\n")?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok(answer)
+    };
+    ask().is_ok_and(|answer| answer.starts_with("HTTP/1.1 200"))
+}
+
+/// Writes a file that every user can read: the keys in it live for one run.
+fn write(path: &Path, text: &str) -> anyhow::Result<()> {
+    std::fs::write(path, text)
+        .and_then(|()| std::fs::set_permissions(path, Permissions::from_mode(0o644)))
+        .with_context(|| format!("writing {}", path.display()))
+}
+
+/// Where the counting proxy tells its count.
+const COUNTER: &str = "127.0.0.1:4199";
+const NAMESPACE: &str = "bench";
+const LIFETIME: Duration = Duration::from_secs(24 * 60 * 60);
+const READY_TIMEOUT: Duration = Duration::from_secs(2);

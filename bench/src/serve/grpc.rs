@@ -1,0 +1,101 @@
+//! The gRPC service `tulle.bench.Echo`.
+
+use std::pin::Pin;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures_util::{Stream, StreamExt as _, stream};
+use http::{Request, Response};
+use hyper::body::Incoming;
+use tonic::body::Body;
+use tonic::codegen::Service as _;
+use tonic::{Status, Streaming};
+
+use crate::echo::echo_server::{Echo, EchoServer};
+use crate::echo::{EchoReply, EchoRequest};
+
+use super::App;
+
+pub(super) type Service = EchoServer<Replies>;
+
+/// Paths that belong to this service.
+pub(super) const PREFIX: &str = "/tulle.bench.Echo/";
+
+pub(super) fn service(app: Arc<App>) -> Service {
+    EchoServer::new(Replies { app })
+        .max_decoding_message_size(MAX_MESSAGE)
+        .max_encoding_message_size(MAX_MESSAGE)
+}
+
+/// Answers one call. Clones are two reference counts.
+pub(super) async fn call(service: &Service, req: Request<Incoming>) -> Response<Body> {
+    match service.clone().call(req).await {
+        Ok(rsp) => rsp,
+        Err(never) => match never {},
+    }
+}
+
+pub(super) struct Replies {
+    app: Arc<App>,
+}
+
+impl Replies {
+    fn reply(&self, payload: Bytes, messages: u64, bytes: u64) -> EchoReply {
+        EchoReply {
+            payload,
+            replica: self.app.name.clone(),
+            messages,
+            bytes,
+        }
+    }
+}
+
+type Outgoing = Pin<Box<dyn Stream<Item = Result<EchoReply, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl Echo for Replies {
+    type ServerStreamStream = Outgoing;
+    type BidiStream = Outgoing;
+
+    async fn unary(&self, req: tonic::Request<EchoRequest>) -> Result<tonic::Response<EchoReply>, Status> {
+        let payload = req.into_inner().payload;
+        let bytes = payload.len() as u64;
+        Ok(tonic::Response::new(self.reply(payload, 1, bytes)))
+    }
+
+    async fn server_stream(&self, req: tonic::Request<EchoRequest>) -> Result<tonic::Response<Outgoing>, Status> {
+        let EchoRequest { payload, repeat } = req.into_inner();
+        let bytes = payload.len() as u64;
+        let reply = self.reply(payload, 1, bytes);
+        let replies = stream::iter((0..repeat.max(1)).map(move |_| Ok(reply.clone())));
+        Ok(tonic::Response::new(Box::pin(replies)))
+    }
+
+    async fn client_stream(
+        &self,
+        req: tonic::Request<Streaming<EchoRequest>>,
+    ) -> Result<tonic::Response<EchoReply>, Status> {
+        let mut incoming = req.into_inner();
+        let (mut messages, mut bytes) = (0, 0);
+        while let Some(message) = incoming.message().await? {
+            messages += 1;
+            bytes += message.payload.len() as u64;
+        }
+        Ok(tonic::Response::new(self.reply(Bytes::new(), messages, bytes)))
+    }
+
+    async fn bidi(&self, req: tonic::Request<Streaming<EchoRequest>>) -> Result<tonic::Response<Outgoing>, Status> {
+        let replies = Self { app: self.app.clone() };
+        let (mut messages, mut bytes) = (0, 0);
+        let outgoing = req.into_inner().map(move |message| {
+            let payload = message?.payload;
+            messages += 1;
+            bytes += payload.len() as u64;
+            Ok(replies.reply(payload, messages, bytes))
+        });
+        Ok(tonic::Response::new(Box::pin(outgoing)))
+    }
+}
+
+/// Larger than gRPC's 4 MiB, so that bulk calls are possible, and bounded.
+const MAX_MESSAGE: usize = 64 << 20;

@@ -1,0 +1,222 @@
+//! The HTTP side: one service for HTTP/1 and HTTP/2, gRPC calls passed on, WebSocket upgrades taken over.
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::{SinkExt as _, StreamExt as _, stream};
+use http::header::{ALLOW, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, SEC_WEBSOCKET_ACCEPT, SEC_WEBSOCKET_KEY, UPGRADE};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode};
+use http_body::Frame;
+use http_body_util::{Full, StreamBody};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto;
+use tokio::net::TcpStream;
+use tokio_tungstenite::WebSocketStream;
+use tokio_tungstenite::tungstenite::handshake::derive_accept_key;
+use tokio_tungstenite::tungstenite::protocol::Role;
+use tonic::body::Body;
+use tulle_core::drain::Watch;
+
+use super::{App, grpc};
+
+/// Serves one connection to its end, or to the end of its requests once the process drains.
+pub(super) async fn serve(stream: TcpStream, app: Arc<App>, watch: Watch) {
+    let Ok(replica) = HeaderValue::from_str(&app.name) else {
+        return;
+    };
+    let site = Arc::new(Site {
+        calls: grpc::service(app.clone()),
+        app,
+        replica,
+        watch: watch.clone(),
+    });
+    let service = service_fn(|req| {
+        let site = site.clone();
+        async move { Ok::<_, Infallible>(site.answer(req).await) }
+    });
+    let mut builder = auto::Builder::new(TokioExecutor::new());
+    builder.http1().timer(TokioTimer::new());
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .initial_stream_window_size(WINDOW)
+        .initial_connection_window_size(WINDOW);
+    let mut connection = std::pin::pin!(builder.serve_connection_with_upgrades(TokioIo::new(stream), service));
+    let ended = tokio::select! {
+        ended = connection.as_mut() => Some(ended),
+        () = watch.signaled() => None,
+    };
+    if ended.is_none() {
+        connection.as_mut().graceful_shutdown();
+        // A peer that breaks the protocol or goes away is the peer's affair; its load generator counts it.
+        let _ = connection.await;
+    }
+}
+
+/// What one connection answers from.
+struct Site {
+    app: Arc<App>,
+    calls: grpc::Service,
+    replica: HeaderValue,
+    watch: Watch,
+}
+
+impl Site {
+    async fn answer(&self, req: Request<Incoming>) -> Response<Body> {
+        super::pause(self.app.delay).await;
+        let mut rsp = self.route(req).await;
+        rsp.headers_mut().insert(X_REPLICA, self.replica.clone());
+        rsp
+    }
+
+    async fn route(&self, req: Request<Incoming>) -> Response<Body> {
+        let path = req.uri().path();
+        match path {
+            "/" => text(StatusCode::OK, format!("{}\n", self.app.name)),
+            "/echo" => echo(req),
+            "/headers" => headers(req.headers()),
+            "/ws" => self.websocket(req),
+            _ if path.starts_with(grpc::PREFIX) => grpc::call(&self.calls, req).await,
+            _ => match argument(path) {
+                Some(("bytes", n)) => bytes(n),
+                Some(("delay", ms)) => {
+                    tokio::time::sleep(Duration::from_millis(ms)).await;
+                    text(StatusCode::OK, format!("{} after {ms} ms\n", self.app.name))
+                }
+                Some(("status", code)) => match u16::try_from(code).map(StatusCode::from_u16) {
+                    Ok(Ok(status)) if !status.is_informational() => text(status, format!("{status}\n")),
+                    _ => text(
+                        StatusCode::BAD_REQUEST,
+                        format!("{code} is not a final status: give 200 to 999\n"),
+                    ),
+                },
+                _ => text(
+                    StatusCode::NOT_FOUND,
+                    "try /, /echo, /bytes/N, /delay/MS, /status/CODE, /headers, /ws or gRPC tulle.bench.Echo\n".into(),
+                ),
+            },
+        }
+    }
+
+    /// Switches an HTTP/1.1 request to a WebSocket that echoes its messages.
+    fn websocket(&self, mut req: Request<Incoming>) -> Response<Body> {
+        let key = req
+            .headers()
+            .get(SEC_WEBSOCKET_KEY)
+            .map(|key| derive_accept_key(key.as_bytes()));
+        let asked = req
+            .headers()
+            .get(UPGRADE)
+            .is_some_and(|v| v.as_bytes().eq_ignore_ascii_case(b"websocket"));
+        let (Some(accept), true, &Method::GET) = (key, asked, req.method()) else {
+            let mut rsp = text(
+                StatusCode::UPGRADE_REQUIRED,
+                "/ws speaks WebSocket: GET with upgrade: websocket\n".into(),
+            );
+            rsp.headers_mut().insert(ALLOW, HeaderValue::from_static("GET"));
+            rsp.headers_mut().insert(UPGRADE, HeaderValue::from_static("websocket"));
+            return rsp;
+        };
+        let upgrade = hyper::upgrade::on(&mut req);
+        let (delay, watch, guard) = (self.app.delay, self.watch.clone(), self.watch.guard());
+        tokio::spawn(async move {
+            // The client that goes away between request and switch has nothing to be told.
+            let Ok(io) = upgrade.await else { return };
+            let socket = WebSocketStream::from_raw_socket(TokioIo::new(io), Role::Server, None).await;
+            echo_messages(socket, delay, watch).await;
+            drop(guard);
+        });
+        let mut rsp = Response::new(Body::empty());
+        *rsp.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+        rsp.headers_mut()
+            .insert(CONNECTION, HeaderValue::from_static("upgrade"));
+        rsp.headers_mut().insert(UPGRADE, HeaderValue::from_static("websocket"));
+        if let Ok(accept) = HeaderValue::from_str(&accept) {
+            rsp.headers_mut().insert(SEC_WEBSOCKET_ACCEPT, accept);
+        }
+        rsp
+    }
+}
+
+async fn echo_messages(mut socket: WebSocketStream<TokioIo<hyper::upgrade::Upgraded>>, delay: Duration, watch: Watch) {
+    loop {
+        let message = tokio::select! {
+            biased;
+            message = socket.next() => message,
+            () = watch.signaled() => break,
+        };
+        // Pings and the closing handshake are answered inside the library while it is read.
+        let Some(Ok(message)) = message else { return };
+        if message.is_text() || message.is_binary() {
+            super::pause(delay).await;
+            if socket.send(message).await.is_err() {
+                return;
+            }
+        }
+    }
+    let _ = socket.close(None).await;
+}
+
+/// `/bytes/17` is `("bytes", 17)`.
+fn argument(path: &str) -> Option<(&str, u64)> {
+    let (name, value) = path.strip_prefix('/')?.split_once('/')?;
+    Some((name, value.parse().ok()?))
+}
+
+fn text(status: StatusCode, text: String) -> Response<Body> {
+    let mut rsp = Response::new(Body::new(Full::new(Bytes::from(text))));
+    *rsp.status_mut() = status;
+    rsp.headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static("text/plain"));
+    rsp
+}
+
+/// Streams the request body back as it comes, so that nothing is held and interleaving is visible.
+fn echo(req: Request<Incoming>) -> Response<Body> {
+    let content_type = req.headers().get(CONTENT_TYPE).cloned();
+    let mut rsp = Response::new(Body::new(req.into_body()));
+    if let Some(content_type) = content_type {
+        rsp.headers_mut().insert(CONTENT_TYPE, content_type);
+    }
+    rsp
+}
+
+fn bytes(n: u64) -> Response<Body> {
+    let chunks = stream::unfold(n, |left| async move {
+        let size = left.min(ZEROS.len() as u64);
+        let chunk = Bytes::from_static(&ZEROS[..size as usize]);
+        (size > 0).then(|| (Ok::<_, Infallible>(Frame::data(chunk)), left - size))
+    });
+    let mut rsp = Response::new(Body::new(StreamBody::new(chunks)));
+    rsp.headers_mut().insert(CONTENT_LENGTH, HeaderValue::from(n));
+    rsp.headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
+    rsp
+}
+
+/// The request's headers as a JSON object of arrays.
+fn headers(headers: &HeaderMap) -> Response<Body> {
+    let mut fields: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for (name, value) in headers {
+        fields
+            .entry(name.as_str())
+            .or_default()
+            .push(String::from_utf8_lossy(value.as_bytes()).into_owned());
+    }
+    let json = serde_json::to_string(&fields).expect("a map of strings is valid JSON");
+    let mut rsp = text(StatusCode::OK, json);
+    rsp.headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    rsp
+}
+
+/// Names the server that answered.
+const X_REPLICA: HeaderName = HeaderName::from_static("x-replica");
+/// HTTP/2 windows: large enough for bulk over a local network.
+const WINDOW: u32 = 4 << 20;
+static ZEROS: [u8; 64 * 1024] = [0; 64 * 1024];

@@ -1,0 +1,205 @@
+//! Echo servers for tests, the demo and the bench: every listener of one process, and how they end.
+//!
+//! On SIGTERM or SIGINT the listeners close at once, HTTP connections finish their requests, byte streams finish the bytes
+//! they have read; what is still open after ten seconds is cut.
+//! Everything runs on one `current_thread` runtime: a server must not be faster than one core only because it has several.
+
+mod grpc;
+mod http;
+mod tcp;
+
+use std::io::Write as _;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use tokio::net::{TcpListener, TcpStream};
+use tulle_core::drain::{self, Watch};
+
+/// Which servers to run, and how they answer.
+#[derive(clap::Args, Clone, Debug)]
+pub struct Args {
+    /// Serve HTTP/1.1, HTTP/2 by prior knowledge, gRPC and WebSocket here (repeatable; port 0 takes a free one).
+    #[arg(long, value_name = "ADDR")]
+    pub http: Vec<SocketAddr>,
+    /// Echo bytes here.
+    #[arg(long, value_name = "ADDR")]
+    pub tcp: Vec<SocketAddr>,
+    /// Send a line with this server's name first, then echo bytes, here.
+    #[arg(long, value_name = "ADDR")]
+    pub tcp_speaks_first: Vec<SocketAddr>,
+    /// Wait this long before every answer ("50ms").
+    #[arg(long, value_name = "DURATION", default_value = "0s", value_parser = tulle_core::duration::parse)]
+    pub delay: Duration,
+    /// The name in `x-replica`, in gRPC replies and in greetings.
+    #[arg(long, default_value = "tulle-bench")]
+    pub name: String,
+    /// Write the "listening" lines to this file once all listeners accept.
+    #[arg(long, value_name = "FILE")]
+    pub ready_file: Option<PathBuf>,
+}
+
+/// What every connection of this process knows.
+struct App {
+    name: String,
+    delay: Duration,
+}
+
+#[derive(Clone, Copy)]
+enum Protocol {
+    Http,
+    Tcp,
+    TcpSpeaksFirst,
+}
+
+/// Listeners that are bound and not yet served.
+pub struct Server {
+    app: Arc<App>,
+    listeners: Vec<(Protocol, TcpListener)>,
+}
+
+/// Serves until SIGTERM or SIGINT.
+pub fn main(args: Args) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("building the runtime")?;
+    runtime.block_on(async {
+        let mut terminate = signal(tokio::signal::unix::SignalKind::terminate())?;
+        let mut interrupt = signal(tokio::signal::unix::SignalKind::interrupt())?;
+        let server = Server::bind(&args).await?;
+        server.announce(args.ready_file.as_deref())?;
+        server
+            .run(async move {
+                tokio::select! {
+                    _ = terminate.recv() => (),
+                    _ = interrupt.recv() => (),
+                }
+            })
+            .await;
+        Ok(())
+    })
+}
+
+fn signal(kind: tokio::signal::unix::SignalKind) -> anyhow::Result<tokio::signal::unix::Signal> {
+    tokio::signal::unix::signal(kind).context("watching for signals")
+}
+
+impl Server {
+    /// Binds every listener of `args`.
+    pub async fn bind(args: &Args) -> anyhow::Result<Self> {
+        let wanted = (args.http.iter().map(|addr| (Protocol::Http, addr)))
+            .chain(args.tcp.iter().map(|addr| (Protocol::Tcp, addr)))
+            .chain(
+                args.tcp_speaks_first
+                    .iter()
+                    .map(|addr| (Protocol::TcpSpeaksFirst, addr)),
+            );
+        let mut listeners = Vec::new();
+        for (protocol, addr) in wanted {
+            let listener = TcpListener::bind(addr)
+                .await
+                .with_context(|| format!("listening on {addr}"))?;
+            listeners.push((protocol, listener));
+        }
+        anyhow::ensure!(
+            !listeners.is_empty(),
+            "nothing to serve: give --http, --tcp or --tcp-speaks-first"
+        );
+        Ok(Self {
+            app: Arc::new(App {
+                name: args.name.clone(),
+                delay: args.delay,
+            }),
+            listeners,
+        })
+    }
+
+    /// The bound addresses, in the order of `--http`, `--tcp`, `--tcp-speaks-first`.
+    pub fn addrs(&self) -> anyhow::Result<Vec<SocketAddr>> {
+        self.listeners
+            .iter()
+            .map(|(_, listener)| Ok(listener.local_addr()?))
+            .collect()
+    }
+
+    fn announce(&self, ready_file: Option<&std::path::Path>) -> anyhow::Result<()> {
+        let mut lines = String::new();
+        for ((protocol, _), addr) in self.listeners.iter().zip(self.addrs()?) {
+            lines.push_str(&format!("listening {} {addr}\n", protocol.name()));
+        }
+        let mut out = std::io::stdout().lock();
+        out.write_all(lines.as_bytes())
+            .and_then(|()| out.flush())
+            .context("writing to standard output")?;
+        let Some(path) = ready_file else { return Ok(()) };
+        // Written beside and renamed, so that whoever waits for the file never reads half of it.
+        let partial = path.with_extension("partial");
+        std::fs::write(&partial, lines)
+            .and_then(|()| std::fs::rename(&partial, path))
+            .with_context(|| format!("writing {}", path.display()))
+    }
+
+    /// Serves until `stop` completes, then drains.
+    pub async fn run(self, stop: impl Future<Output = ()>) {
+        let (signal, watch) = drain::channel();
+        for (protocol, listener) in self.listeners {
+            tokio::spawn(accept(protocol, listener, self.app.clone(), watch.clone()));
+        }
+        stop.await;
+        // Whatever is left when the time is over ends with the process.
+        let _ = tokio::time::timeout(GRACE, signal.drain()).await;
+    }
+}
+
+impl Protocol {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Http => "http",
+            Self::Tcp => "tcp",
+            Self::TcpSpeaksFirst => "tcp-speaks-first",
+        }
+    }
+}
+
+async fn accept(protocol: Protocol, listener: TcpListener, app: Arc<App>, watch: Watch) {
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            () = watch.signaled() => return,
+        };
+        match accepted {
+            Ok((stream, _)) => {
+                tokio::spawn(serve(protocol, stream, app.clone(), watch.clone()));
+            }
+            // Out of descriptors, most likely: the connections that end will free some.
+            Err(error) => {
+                eprintln!("tulle-bench: accepting on {}: {error}", protocol.name());
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+async fn serve(protocol: Protocol, stream: TcpStream, app: Arc<App>, watch: Watch) {
+    // Small answers must not wait for the acknowledgement of the one before. A dead socket shows at the first read.
+    let _ = stream.set_nodelay(true);
+    let _guard = watch.guard();
+    match protocol {
+        Protocol::Http => http::serve(stream, app, watch).await,
+        Protocol::Tcp => tcp::echo(stream, &app, watch).await,
+        Protocol::TcpSpeaksFirst => tcp::greet_and_echo(stream, &app, watch).await,
+    }
+}
+
+/// Waits the configured delay; nothing when there is none.
+async fn pause(delay: Duration) {
+    if !delay.is_zero() {
+        tokio::time::sleep(delay).await;
+    }
+}
+
+const GRACE: Duration = Duration::from_secs(10);
+const ACCEPT_PAUSE: Duration = Duration::from_millis(20);

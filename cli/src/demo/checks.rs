@@ -1,0 +1,236 @@
+//! What has to be true after a run of `--once`; each line that is off is named.
+
+use std::collections::BTreeMap;
+
+use super::Balancer;
+use super::edges::{Client, Edge, Protocol};
+use super::rows::Row;
+use super::topology::{App, Topology};
+
+/// Everything that is not as promised, a sentence each; empty is good.
+pub(super) fn check(topology: &Topology, edges: &[Edge], rows: &[Row], balancer: Balancer) -> Vec<String> {
+    let mut problems = Vec::new();
+    for (edge, row) in edges.iter().zip(rows) {
+        let found = match edge.client {
+            Client::Load => permitted(edge, row),
+            Client::Outside => refused(row),
+        };
+        problems.extend(found.into_iter().map(|problem| format!("{}: {problem}", edge.name())));
+    }
+    problems.extend(balance(topology, rows, balancer));
+    problems
+}
+
+/// What replicas of a service answered, over all edges to it.
+pub(super) fn replicas(rows: &[Row], service: &str) -> BTreeMap<String, u64> {
+    let mut answers = BTreeMap::new();
+    for row in rows.iter().filter(|row| row.service == service && row.client == Client::Load) {
+        for (replica, n) in &row.replicas {
+            *answers.entry(replica.clone()).or_default() += n;
+        }
+    }
+    answers
+}
+
+fn permitted(edge: &Edge, row: &Row) -> Vec<String> {
+    let mut problems = Vec::new();
+    if row.requests == 0 {
+        problems.push("no request was made".to_owned());
+    }
+    if row.failed > 0 {
+        problems.push(format!(
+            "{} of {} requests failed: {}",
+            row.failed,
+            row.requests,
+            listed(&row.errors)
+        ));
+    }
+    let identities = [
+        ("client", &row.client_identity, &edge.identities.client),
+        ("server", &row.server_identity, &edge.identities.server),
+    ];
+    for (end, shown, expected) in identities {
+        if shown != expected {
+            let or_none = |identity: &Option<String>| identity.clone().unwrap_or_else(|| "none".to_owned());
+            problems.push(format!(
+                "the {end}'s identity is {}, expected {}",
+                or_none(shown),
+                or_none(expected)
+            ));
+        }
+    }
+    if row.plaintext > 0 {
+        problems.push(format!("{} requests or connections went without mTLS", row.plaintext));
+    }
+    problems
+}
+
+fn refused(row: &Row) -> Vec<String> {
+    let mut problems = Vec::new();
+    if row.requests == 0 {
+        problems.push("nothing was tried".to_owned());
+    }
+    if row.succeeded > 0 {
+        problems.push(format!("{} of {} attempts got through", row.succeeded, row.requests));
+    }
+    // A host that is down refuses as well, but not by policy.
+    let others: BTreeMap<_, _> = row
+        .errors
+        .iter()
+        .filter(|(reason, _)| !is_policy(row.protocol, reason))
+        .map(|(reason, n)| (reason.clone(), *n))
+        .collect();
+    if !others.is_empty() {
+        problems.push(format!("not refused by policy: {}", listed(&others)));
+    }
+    if row.refusals.is_empty() {
+        problems.push("no sidecar has counted a refusal".to_owned());
+    }
+    problems
+}
+
+/// How a policy's refusal looks to the client.
+fn is_policy(protocol: Protocol, reason: &str) -> bool {
+    match protocol {
+        Protocol::Tcp => reason == "closed" || reason.starts_with("reset"),
+        _ => reason.starts_with("status 403"),
+    }
+}
+
+fn balance(topology: &Topology, rows: &[Row], balancer: Balancer) -> Vec<String> {
+    let slow = topology.workloads.iter().filter(|workload| matches!(workload.app, App::Web(delay) if !delay.is_zero()));
+    let answers = replicas(rows, "web");
+    let all: u64 = answers.values().sum();
+    let share = |name: &str| answers.get(name).map_or(0.0, |n| *n as f64 * 100.0 / all.max(1) as f64);
+    match balancer {
+        Balancer::PeakEwma => slow
+            .filter(|workload| share(&workload.name) >= SLOW_SHARE)
+            .map(|workload| {
+                format!(
+                    "slow replica {} answered {:.1} % of web's requests, expected less than {SLOW_SHARE} %",
+                    workload.name,
+                    share(&workload.name)
+                )
+            })
+            .collect(),
+        Balancer::RoundRobin => {
+            let web: Vec<_> = topology.workloads.iter().filter(|workload| matches!(workload.app, App::Web(_))).collect();
+            let fair = 100.0 / web.len().max(1) as f64;
+            web.into_iter()
+                .filter(|workload| (share(&workload.name) - fair).abs() > ROUND_ROBIN_SLACK)
+                .map(|workload| {
+                    format!(
+                        "round robin: {} answered {:.1} % of web's requests, expected {fair:.0} % give or take \
+                         {ROUND_ROBIN_SLACK}",
+                        workload.name,
+                        share(&workload.name)
+                    )
+                })
+                .collect()
+        }
+    }
+}
+
+fn listed(counts: &BTreeMap<String, u64>) -> String {
+    let each: Vec<_> = counts.iter().map(|(reason, n)| format!("{reason} ({n})")).collect();
+    each.join(", ")
+}
+
+/// Percent of its service's requests that a slow replica stays below.
+const SLOW_SHARE: f64 = 15.0;
+/// Percentage points around the equal share.
+const ROUND_ROBIN_SLACK: f64 = 6.0;
+
+#[cfg(test)]
+mod tests {
+    use super::super::edges::{edges, tests::topology};
+    use super::super::rows;
+    use super::*;
+
+    /// A run in which everything went well.
+    fn good() -> (Topology, Vec<Edge>, Vec<Row>) {
+        let topology = topology();
+        let edges = edges(&topology);
+        let rows = edges.iter().map(|edge| good_row(edge)).collect();
+        (topology, edges, rows)
+    }
+
+    fn good_row(edge: &Edge) -> Row {
+        let mut row = rows::total(edge, &rows::tests::reports(), &rows::tests::scrapes());
+        row.client_identity = edge.identities.client.clone();
+        row.server_identity = edge.identities.server.clone();
+        row.plaintext = 0;
+        let count = |name: &str, n| BTreeMap::from([(name.to_owned(), n)]);
+        (row.errors, row.refusals, row.replicas) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        match edge.client {
+            Client::Load => {
+                (row.succeeded, row.failed) = (row.requests, 0);
+                if edge.service == "web" {
+                    row.replicas = [("web-1", 480), ("web-2", 480), ("web-3", 40)]
+                        .map(|(name, n)| (name.to_owned(), n))
+                        .into();
+                }
+            }
+            Client::Outside => {
+                (row.succeeded, row.failed) = (0, row.requests);
+                row.refusals = count("no identity", 200);
+                row.errors = match edge.protocol {
+                    Protocol::Tcp => count("closed", 200),
+                    _ => count("status 403", 200),
+                };
+            }
+        }
+        row
+    }
+
+    #[test]
+    fn a_good_run_has_no_problems() {
+        let (topology, edges, rows) = good();
+        assert_eq!(check(&topology, &edges, &rows, Balancer::PeakEwma), Vec::<String>::new());
+    }
+
+    #[test]
+    fn each_line_that_is_off_is_named() {
+        let check = |spoil: &dyn Fn(&mut [Row]), expected: &str| {
+            let (topology, edges, mut rows) = good();
+            spoil(&mut rows);
+            let problems = super::check(&topology, &edges, &rows, Balancer::PeakEwma);
+            assert_eq!(problems, [expected]);
+        };
+        check(
+            &|rows| {
+                rows[1].failed = 3;
+                rows[1].errors = BTreeMap::from([("grpc status 14".to_owned(), 3)]);
+            },
+            "load → web gRPC: 3 of 200 requests failed: grpc status 14 (3)",
+        );
+        check(
+            &|rows| rows[2].server_identity = None,
+            "load → ws HTTP/2: the server's identity is none, expected \
+             ws.demo.serviceaccount.identity.linkerd.cluster.local",
+        );
+        check(&|rows| rows[4].plaintext = 2, "load → tcp TCP: 2 requests or connections went without mTLS");
+        check(&|rows| rows[5].succeeded = 1, "outside → web HTTP/1: 1 of 200 attempts got through");
+        check(
+            &|rows| rows[6].errors = BTreeMap::from([("connect error: refused".to_owned(), 200)]),
+            "outside → tcp TCP: not refused by policy: connect error: refused (200)",
+        );
+        check(&|rows| rows[6].refusals.clear(), "outside → tcp TCP: no sidecar has counted a refusal");
+        check(
+            &|rows| {
+                rows[0].replicas.insert("web-3".to_owned(), 400);
+            },
+            "slow replica web-3 answered 18.6 % of web's requests, expected less than 15 %",
+        );
+    }
+
+    #[test]
+    fn round_robin_means_equal_shares() {
+        let (topology, edges, mut rows) = good();
+        assert_eq!(check(&topology, &edges, &rows, Balancer::RoundRobin).len(), 3);
+        for row in &mut rows {
+            row.replicas.values_mut().for_each(|n| *n = 333);
+        }
+        assert_eq!(check(&topology, &edges, &rows, Balancer::RoundRobin), Vec::<String>::new());
+    }
+}

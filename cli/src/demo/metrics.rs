@@ -1,0 +1,134 @@
+//! Reads the Prometheus text that proxies serve at `/metrics`.
+
+/// One sample: a name, labels in the order they were written, a value.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Sample {
+    pub(super) name: String,
+    pub(super) labels: Vec<(String, String)>,
+    pub(super) value: f64,
+}
+
+/// All samples of one scrape.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Samples(Vec<Sample>);
+
+impl Sample {
+    pub(super) fn label(&self, name: &str) -> Option<&str> {
+        let label = self.labels.iter().find(|(key, _)| key == name);
+        label.map(|(_, value)| value.as_str())
+    }
+
+    /// Whether each of these labels has this value.
+    pub(super) fn matches(&self, labels: &[(&str, &str)]) -> bool {
+        labels.iter().all(|(name, value)| self.label(name) == Some(value))
+    }
+}
+
+impl Samples {
+    /// Reads a page; lines that are no samples are left out, as a proxy of another version may have its own.
+    pub(super) fn parse(text: &str) -> Self {
+        Self(text.lines().filter_map(sample).collect())
+    }
+
+    /// The samples of one family that have these labels.
+    pub(super) fn of<'a>(&'a self, name: &'a str, labels: &'a [(&'a str, &'a str)]) -> impl Iterator<Item = &'a Sample> {
+        self.0.iter().filter(move |sample| sample.name == name && sample.matches(labels))
+    }
+
+    pub(super) fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        self.of(name, labels).map(|sample| sample.value).sum()
+    }
+}
+
+/// `name{key="value",…} number`, perhaps followed by a timestamp.
+fn sample(line: &str) -> Option<Sample> {
+    let line = line.trim();
+    if line.is_empty() || line.starts_with('#') {
+        return None;
+    }
+    let end = line.find(['{', ' '])?;
+    let (name, rest) = line.split_at(end);
+    let (labels, rest) = match rest.strip_prefix('{') {
+        Some(inside) => labels(inside)?,
+        None => (Vec::new(), rest),
+    };
+    let value = rest.split_whitespace().next()?.parse().ok()?;
+    Some(Sample {
+        name: name.to_owned(),
+        labels,
+        value,
+    })
+}
+
+/// Labels up to the closing brace, and what follows it.
+fn labels(mut rest: &str) -> Option<(Vec<(String, String)>, &str)> {
+    let mut labels = Vec::new();
+    loop {
+        rest = rest.trim_start_matches([',', ' ']);
+        if let Some(after) = rest.strip_prefix('}') {
+            return Some((labels, after));
+        }
+        let (name, after) = rest.split_once("=\"")?;
+        let (value, after) = quoted(after)?;
+        labels.push((name.trim().to_owned(), value));
+        rest = after;
+    }
+}
+
+/// A value up to its closing quote, and what follows it.
+fn quoted(text: &str) -> Option<(String, &str)> {
+    let mut value = String::new();
+    let mut chars = text.char_indices();
+    while let Some((at, char)) = chars.next() {
+        match char {
+            '"' => return Some((value, &text[at + 1..])),
+            '\\' => value.push(match chars.next()?.1 {
+                'n' => '\n',
+                other => other,
+            }),
+            other => value.push(other),
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_are_read_with_their_labels_and_values() {
+        let samples = Samples::parse(
+            "# HELP request_total HTTP requests\n\
+             # TYPE request_total counter\n\
+             request_total{direction=\"inbound\",tls=\"true\",client_id=\"load.demo\"} 12\n\
+             request_total{direction=\"inbound\",tls=\"no_identity\",no_tls_reason=\"no_tls_from_remote\"} 3 1700000000\n\
+             escaped{reason=\"a \\\"b\\\" \\\\ c, d}\\n\"} 1.5e3\n\
+             plain 7\n\
+             # EOF\n",
+        );
+        assert_eq!(samples.sum("request_total", &[("direction", "inbound")]), 15.0);
+        assert_eq!(samples.sum("request_total", &[("tls", "true")]), 12.0);
+        let escaped = samples.of("escaped", &[]).next().unwrap();
+        assert_eq!(escaped.label("reason"), Some("a \"b\" \\ c, d}\n"));
+        assert_eq!(escaped.value, 1500.0);
+        assert_eq!(samples.sum("plain", &[]), 7.0);
+        assert_eq!(samples.sum("absent", &[]), 0.0);
+    }
+
+    #[test]
+    fn lines_that_are_no_samples_are_left_out() {
+        for line in ["", "#", "name", "name{", "name{a", "name{a=\"", "name{a=\"b\\", "name{a=\"b\"} x", "{} 1 2 3", "}{"] {
+            let samples = Samples::parse(line);
+            assert!(samples.0.len() <= 1, "{line}");
+        }
+        assert!(Samples::parse("name{a=\"b\"} x").0.is_empty());
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_page_makes_the_reader_panic(page in "[ -~\n\"\\\\é]{0,200}") {
+            Samples::parse(&page);
+        }
+    }
+}

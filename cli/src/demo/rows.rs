@@ -1,0 +1,224 @@
+//! One row per edge: what the load generator reports, joined with what the sidecars at both ends count.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::Serialize;
+
+use super::edges::{Client, Edge, Protocol};
+use super::load::{LatencyMs, Report, Reports};
+use super::metrics::{Sample, Samples};
+
+/// The last scrape of each sidecar, by workload.
+pub(super) type Scrapes = BTreeMap<String, Samples>;
+
+/// An edge over a stretch of time.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Row {
+    pub(super) client: Client,
+    pub(super) service: &'static str,
+    pub(super) protocol: Protocol,
+    pub(super) requests: u64,
+    pub(super) succeeded: u64,
+    pub(super) failed: u64,
+    pub(super) requests_per_second: f64,
+    /// From 0 to 1; none without requests.
+    pub(super) success_rate: Option<f64>,
+    /// Of answered requests.
+    pub(super) latency_ms: Option<LatencyMs>,
+    /// Payload in both directions.
+    pub(super) bytes_per_second: f64,
+    /// What the server's sidecar has verified.
+    pub(super) client_identity: Option<String>,
+    /// What the client's sidecar has verified.
+    pub(super) server_identity: Option<String>,
+    /// Requests and connections that left the client's sidecar without mTLS.
+    pub(super) plaintext: u64,
+    /// Answers by the replica that gave them.
+    pub(super) replicas: BTreeMap<String, u64>,
+    /// Failures by what the client saw.
+    pub(super) errors: BTreeMap<String, u64>,
+    /// What the servers' sidecars have refused since they started, by reason.
+    pub(super) refusals: BTreeMap<String, u64>,
+}
+
+/// The edge during the last second.
+pub(super) fn live(edge: &Edge, reports: &Reports, scrapes: &Scrapes) -> Row {
+    row(edge, &reports.last, scrapes)
+}
+
+/// The edge over the whole run.
+pub(super) fn total(edge: &Edge, reports: &Reports, scrapes: &Scrapes) -> Row {
+    let nothing = Report::default();
+    row(edge, reports.total.as_ref().unwrap_or(&nothing), scrapes)
+}
+
+fn row(edge: &Edge, report: &Report, scrapes: &Scrapes) -> Row {
+    let client = scrapes.get(edge.client.as_str());
+    let servers = edge.endpoints.iter().filter_map(|endpoint| {
+        let samples = scrapes.get(&endpoint.workload)?;
+        Some((samples, endpoint.addr.port()))
+    });
+    let mut client_ids = BTreeSet::new();
+    let mut refusals = BTreeMap::new();
+    for (samples, port) in servers {
+        match edge.client {
+            Client::Load => client_ids.extend(verified_clients(samples, port)),
+            Client::Outside => count_refusals(samples, port, edge.protocol, &mut refusals),
+        }
+    }
+    let outbound = client.map(|samples| Outbound::of(edge, samples)).unwrap_or_default();
+    Row {
+        client: edge.client,
+        service: edge.service,
+        protocol: edge.protocol,
+        requests: report.requests,
+        succeeded: report.succeeded,
+        failed: report.failed(),
+        requests_per_second: report.per_second(report.requests),
+        success_rate: (report.requests > 0).then(|| report.succeeded as f64 / report.requests as f64),
+        latency_ms: report.latency_ms().filter(|_| report.succeeded > 0),
+        bytes_per_second: report.per_second(report.sent_bytes + report.received_bytes),
+        client_identity: joined(client_ids),
+        server_identity: joined(outbound.servers),
+        plaintext: outbound.plaintext,
+        replicas: report.replicas.clone(),
+        errors: report.errors.clone(),
+        refusals,
+    }
+}
+
+/// What the client's sidecar says about the connections to an edge's endpoints.
+#[derive(Default)]
+struct Outbound {
+    servers: BTreeSet<String>,
+    plaintext: u64,
+}
+
+impl Outbound {
+    fn of(edge: &Edge, samples: &Samples) -> Self {
+        let mut outbound = Self::default();
+        for sample in dialled(samples) {
+            if sample.value == 0.0 || !edge.endpoints.iter().any(|endpoint| is_for(sample, endpoint.addr)) {
+                continue;
+            }
+            match sample.label("server_id") {
+                Some(id) if sample.label("tls") == Some("true") => {
+                    outbound.servers.insert(id.to_owned());
+                }
+                _ => outbound.plaintext += sample.value as u64,
+            }
+        }
+        outbound
+    }
+}
+
+/// Requests and connections to endpoints.
+fn dialled(samples: &Samples) -> impl Iterator<Item = &Sample> {
+    let requests = samples.of("request_total", &[("direction", "outbound")]);
+    requests.chain(samples.of("tcp_open_total", &[("direction", "outbound"), ("peer", "dst")]))
+}
+
+fn is_for(sample: &Sample, addr: std::net::SocketAddrV4) -> bool {
+    sample.label("target_addr").and_then(|text| text.parse().ok()) == Some(addr)
+}
+
+/// Identities that a server's sidecar has verified at this port.
+fn verified_clients(samples: &Samples, port: u16) -> BTreeSet<String> {
+    let port = port.to_string();
+    let seen = |name, labels: &[(&str, &str)]| -> BTreeSet<String> {
+        let verified = samples
+            .of(name, labels)
+            .filter(|sample| sample.label("target_port") == Some(&port) && sample.value > 0.0);
+        let ids = verified.filter_map(|sample| sample.label("client_id"));
+        ids.filter(|id| !id.is_empty()).map(str::to_owned).collect()
+    };
+    let mut ids = seen("request_total", &[("direction", "inbound"), ("tls", "true")]);
+    ids.extend(seen(
+        "tcp_open_total",
+        &[("direction", "inbound"), ("peer", "src"), ("tls", "true")],
+    ));
+    ids
+}
+
+fn count_refusals(samples: &Samples, port: u16, protocol: Protocol, refusals: &mut BTreeMap<String, u64>) {
+    let port = port.to_string();
+    let family = match protocol {
+        Protocol::Tcp => "inbound_tcp_authz_deny_total",
+        _ => "inbound_http_authz_deny_total",
+    };
+    for sample in samples.of(family, &[("target_port", &port)]) {
+        let who = match (sample.label("client_id"), sample.label("no_tls_reason")) {
+            (Some(id), _) if !id.is_empty() => id.to_owned(),
+            (_, Some(reason)) => format!("no identity ({reason})"),
+            _ => "no identity".to_owned(),
+        };
+        let policy = match (sample.label("srv_kind"), sample.label("srv_name")) {
+            (Some("default"), Some(name)) => format!("policy {name}"),
+            (Some(_), Some(name)) => format!("Server {name}"),
+            _ => "policy".to_owned(),
+        };
+        *refusals.entry(format!("{who}, by {policy}")).or_default() += sample.value as u64;
+    }
+    refusals.retain(|_, n| *n > 0);
+}
+
+fn joined(ids: BTreeSet<String>) -> Option<String> {
+    (!ids.is_empty()).then(|| ids.into_iter().collect::<Vec<_>>().join(", "))
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::super::edges::{edges, tests::topology};
+    use super::super::load::tests::INTERVAL;
+    use super::*;
+
+    /// What sidecars served after a few seconds, shortened.
+    pub(in super::super) fn scrapes() -> Scrapes {
+        let load = "request_total{direction=\"outbound\",target_addr=\"10.77.0.11:8080\",tls=\"true\",\
+             server_id=\"web.demo.serviceaccount.identity.linkerd.cluster.local\"} 90\n\
+             tcp_open_total{direction=\"outbound\",peer=\"dst\",target_addr=\"10.77.0.31:5000\",tls=\"no_identity\",\
+             no_tls_reason=\"not_provided_by_service_discovery\"} 4\n\
+             tcp_open_total{direction=\"outbound\",peer=\"src\",target_addr=\"10.96.0.10:80\",tls=\"no_identity\"} 8\n";
+        let web = "request_total{direction=\"inbound\",target_addr=\"10.77.0.11:8080\",target_port=\"8080\",tls=\"true\",\
+             client_id=\"load.demo.serviceaccount.identity.linkerd.cluster.local\"} 90\n\
+             inbound_http_authz_deny_total{target_port=\"8080\",srv_kind=\"server\",srv_name=\"web-http\",\
+             tls=\"no_identity\",no_tls_reason=\"no_tls_from_remote\"} 15\n";
+        let page = |name: &str, text| (name.to_owned(), Samples::parse(text));
+        Scrapes::from([page("load", load), page("web-1", web)])
+    }
+
+    pub(in super::super) fn reports() -> Reports {
+        let mut reports = Reports::default();
+        assert!(reports.take(&INTERVAL.replace('\n', " ")));
+        assert!(reports.take(&INTERVAL.replace('\n', " ").replace("interval", "total")));
+        reports
+    }
+
+    #[test]
+    fn a_row_joins_the_load_with_the_sidecars_of_both_ends() {
+        let edges = edges(&topology());
+        let row = live(&edges[0], &reports(), &scrapes());
+        assert_eq!(row.requests_per_second, 200.0);
+        assert_eq!(row.success_rate, Some(0.99));
+        assert_eq!(row.client_identity, edges[0].identities.client);
+        assert_eq!(row.server_identity, edges[0].identities.server);
+        assert_eq!(row.plaintext, 0);
+        assert!(row.refusals.is_empty());
+    }
+
+    #[test]
+    fn connections_without_mtls_are_counted_and_have_no_server_identity() {
+        let edges = edges(&topology());
+        let row = live(&edges[4], &reports(), &scrapes());
+        assert_eq!((row.server_identity, row.plaintext), (None, 4));
+    }
+
+    #[test]
+    fn refusals_say_who_was_refused_and_by_what() {
+        let edges = edges(&topology());
+        let row = live(&edges[5], &reports(), &scrapes());
+        let expected = "no identity (no_tls_from_remote), by Server web-http".to_owned();
+        assert_eq!(row.refusals, BTreeMap::from([(expected, 15)]));
+        assert_eq!(row.client_identity, None);
+    }
+}

@@ -1,0 +1,150 @@
+//! The directory of one run: manifests, credentials, logs, the socket that `tulle demo break` speaks to.
+//!
+//! It is below `/tmp`, where all users of the demo's processes can reach what is theirs: a home may be closed to them.
+//! A lock on a file inside tells a run that goes on from one that was killed.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _, chown};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, ensure};
+use nix::fcntl::{Flock, FlockArg};
+
+/// A run's directory; removed when dropped, except for the logs of a run that failed.
+pub(super) struct RunDir {
+    path: PathBuf,
+    keep_logs: bool,
+    _lock: Flock<File>,
+}
+
+impl RunDir {
+    /// Makes the directory of this process.
+    pub(super) fn create() -> anyhow::Result<Self> {
+        let base = base();
+        directory(&base)?;
+        let owner = fs::metadata(&base).with_context(|| format!("looking at {}", base.display()))?.uid();
+        ensure!(
+            owner == nix::unistd::geteuid().as_raw(),
+            "{} belongs to user {owner}, not to you; remove it",
+            base.display()
+        );
+        let path = base.join(std::process::id().to_string());
+        directory(&path)?;
+        let lock = lock(&path).with_context(|| format!("locking {}", path.display()))?;
+        for part in [BIN, LOGS, MANIFESTS, CREDENTIALS] {
+            directory(&path.join(part))?;
+        }
+        Ok(Self {
+            path,
+            keep_logs: false,
+            _lock: lock,
+        })
+    }
+
+    /// Removes what killed runs of this user left behind.
+    pub(super) fn sweep() {
+        for run in runs() {
+            if lock(&run).is_ok() {
+                // Whatever cannot be removed is somebody else's, and in nobody's way.
+                let _ = fs::remove_dir_all(&run);
+            }
+        }
+    }
+
+    pub(super) fn bin(&self) -> PathBuf {
+        self.path.join(BIN)
+    }
+
+    pub(super) fn logs(&self) -> PathBuf {
+        self.path.join(LOGS)
+    }
+
+    pub(super) fn manifests(&self) -> PathBuf {
+        self.path.join(MANIFESTS)
+    }
+
+    pub(super) fn credentials(&self) -> PathBuf {
+        self.path.join(CREDENTIALS)
+    }
+
+    pub(super) fn socket(&self) -> PathBuf {
+        self.path.join(SOCKET)
+    }
+
+    /// Leaves the logs where they are when the rest goes.
+    pub(super) fn keep_logs(&mut self) {
+        self.keep_logs = true;
+    }
+}
+
+impl Drop for RunDir {
+    fn drop(&mut self) {
+        if !self.keep_logs {
+            // Nobody is left to tell; the next start sweeps.
+            let _ = fs::remove_dir_all(&self.path);
+            let _ = fs::remove_dir(base()); // only when it is empty: there may be other runs
+            return;
+        }
+        for part in [BIN, MANIFESTS, CREDENTIALS] {
+            let _ = fs::remove_dir_all(self.path.join(part));
+        }
+        let _ = fs::remove_file(self.socket());
+    }
+}
+
+/// The socket of the youngest run that goes on.
+pub(super) fn running_socket() -> Option<PathBuf> {
+    let running = runs().filter(|run| lock(run).is_err()).map(|run| run.join(SOCKET));
+    let age = |path: &PathBuf| fs::metadata(path).and_then(|meta| meta.modified()).ok();
+    running.filter(|path| path.exists()).max_by_key(age)
+}
+
+/// Makes a file readable by one user only.
+pub(super) fn hand_to(path: &Path, uid: u32) -> anyhow::Result<()> {
+    chown(path, Some(uid), Some(uid)).with_context(|| format!("giving {} to user {uid}", path.display()))
+}
+
+/// Makes a directory that all may enter and read, whatever the umask.
+pub(super) fn directory(path: &Path) -> anyhow::Result<()> {
+    let made = match fs::DirBuilder::new().mode(0o755).create(path) {
+        Err(err) if err.kind() != io::ErrorKind::AlreadyExists => Err(err),
+        _ => fs::set_permissions(path, fs::Permissions::from_mode(0o755)),
+    };
+    made.with_context(|| format!("making the directory {}", path.display()))
+}
+
+fn runs() -> impl Iterator<Item = PathBuf> {
+    let entries = fs::read_dir(base()).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).filter(|path| path.is_dir())
+}
+
+fn lock(run: &Path) -> io::Result<Flock<File>> {
+    let file = File::options().create(true).append(true).open(run.join(LOCK))?;
+    Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| errno.into())
+}
+
+fn base() -> PathBuf {
+    Path::new("/tmp").join(format!("tulle-demo-{}", outer_uid()))
+}
+
+/// Who the user is outside the user namespace in which the demo may run as root: `break` is started outside.
+fn outer_uid() -> u32 {
+    let uid = nix::unistd::geteuid().as_raw();
+    let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    let outside = map.lines().find_map(|line| {
+        let fields: Vec<u32> = line.split_whitespace().filter_map(|field| field.parse().ok()).collect();
+        match fields[..] {
+            [inside, outside, count] if uid.checked_sub(inside).is_some_and(|at| at < count) => outside.checked_add(uid - inside),
+            _ => None,
+        }
+    });
+    outside.unwrap_or(uid)
+}
+
+const BIN: &str = "bin";
+const LOGS: &str = "logs";
+const MANIFESTS: &str = "manifests";
+const CREDENTIALS: &str = "credentials";
+const SOCKET: &str = "socket";
+const LOCK: &str = "lock";

@@ -1,0 +1,226 @@
+//! `tulle trust`: credentials for a mesh that no other authority serves.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use clap::{Args, Subcommand};
+use tulle_control::trust::{self, CertificateAuthority, TokenSubject};
+use tulle_core::duration;
+
+/// What to make.
+#[derive(Clone, Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Make a trust anchor: the root that every member of the mesh trusts
+    CreateAnchor(Anchor),
+    /// Make an issuer, signed by a trust anchor, for the identity service to sign with
+    CreateIssuer(Issuer),
+    /// Make a join token, with which a workload proves who it is
+    CreateToken(Token),
+}
+
+#[derive(Args, Clone, Debug)]
+#[command(after_help = EXAMPLE)]
+pub(crate) struct Anchor {
+    /// The common name of the certificate
+    #[arg(long, default_value = "root.linkerd.cluster.local")]
+    common_name: String,
+    /// Where the certificate goes; all may read it
+    #[arg(long, value_name = "FILE", default_value = "ca.crt")]
+    cert: PathBuf,
+    /// Where the private key goes, readable by you only; keep it away from the mesh
+    #[arg(long, value_name = "FILE", default_value = "ca.key")]
+    key: PathBuf,
+    /// How long it is good for, such as 3650d
+    #[arg(long, value_name = "DURATION", default_value = "3650d", value_parser = lifetime)]
+    lifetime: Duration,
+}
+
+#[derive(Args, Clone, Debug)]
+#[command(after_help = EXAMPLE)]
+pub(crate) struct Issuer {
+    /// The common name of the certificate
+    #[arg(long, default_value = "identity.linkerd.cluster.local")]
+    common_name: String,
+    /// The trust anchor's certificate
+    #[arg(long, value_name = "FILE", default_value = "ca.crt")]
+    anchor_cert: PathBuf,
+    /// The trust anchor's private key
+    #[arg(long, value_name = "FILE", default_value = "ca.key")]
+    anchor_key: PathBuf,
+    /// The directory for crt.pem and key.pem; made if it is not there
+    #[arg(long, value_name = "DIR", default_value = "issuer")]
+    dir: PathBuf,
+    /// How long it is good for; never longer than its anchor
+    #[arg(long, value_name = "DURATION", default_value = "365d", value_parser = lifetime)]
+    lifetime: Duration,
+}
+
+#[derive(Args, Clone, Debug)]
+#[command(after_help = EXAMPLE)]
+pub(crate) struct Token {
+    /// The workload's service account
+    #[arg(long, value_name = "NAME")]
+    service_account: String,
+    /// The workload's namespace
+    #[arg(long, value_name = "NAME", default_value = "default")]
+    namespace: String,
+    /// The private key that signs tokens; made, with its public half, if it is not there
+    #[arg(long, value_name = "FILE", default_value = "token.key")]
+    key: PathBuf,
+    /// The public half, in the directory that the control plane reads token keys from
+    #[arg(long, value_name = "FILE", default_value = "token-keys/token.pem")]
+    public_key: PathBuf,
+    /// Where the token goes, readable by you only
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    /// How long it is good for; sidecars read the file anew for every certificate
+    #[arg(long, value_name = "DURATION", default_value = "1d", value_parser = lifetime)]
+    lifetime: Duration,
+}
+
+/// Makes what is asked for, and says where it is.
+pub(crate) fn main(command: &Command) -> anyhow::Result<()> {
+    match command {
+        Command::CreateAnchor(args) => create_anchor(args),
+        Command::CreateIssuer(args) => create_issuer(args),
+        Command::CreateToken(args) => create_token(args),
+    }
+}
+
+fn create_anchor(args: &Anchor) -> anyhow::Result<()> {
+    trust::create_anchor(&args.common_name, args.lifetime)?.write(&args.cert, &args.key)?;
+    println!("{}  trust anchor, for everybody", args.cert.display());
+    println!("{}  its private key: needed to make issuers, and nowhere else", args.key.display());
+    Ok(())
+}
+
+fn create_issuer(args: &Issuer) -> anyhow::Result<()> {
+    let anchor = CertificateAuthority::read(&args.anchor_cert, &args.anchor_key)?;
+    let issuer = trust::create_issuer(&args.common_name, args.lifetime, &anchor)?;
+    make_directory(&args.dir)?;
+    let (cert, key) = (args.dir.join("crt.pem"), args.dir.join("key.pem"));
+    issuer.write(&cert, &key)?;
+    println!("{}  issuer, and beside it its private key, for the control plane", cert.display());
+    Ok(())
+}
+
+fn create_token(args: &Token) -> anyhow::Result<()> {
+    // Looked at first: keys that were made for a token that cannot be written would only puzzle.
+    ensure!(!args.out.exists(), "{:?} exists already, and credentials are never overwritten", args.out);
+    let subject = TokenSubject {
+        service_account: &args.service_account,
+        namespace: &args.namespace,
+        lifetime: args.lifetime,
+    };
+    if args.key.exists() {
+        let key = fs::read_to_string(&args.key).with_context(|| format!("reading {:?}", args.key))?;
+        trust::write_secret(&args.out, &trust::create_token(&key, &subject)?)?;
+    } else {
+        let keys = trust::create_token_keys()?;
+        let token = trust::create_token(&keys.private, &subject)?;
+        if let Some(dir) = args.public_key.parent() {
+            make_directory(dir)?;
+        }
+        keys.write(&args.public_key, &args.key)?;
+        println!("{}  public key, for the control plane's --token-keys", args.public_key.display());
+        println!("{}  private key: signs tokens for any workload, keep it to yourself", args.key.display());
+        trust::write_secret(&args.out, &token)?;
+    }
+    println!("{}  join token of {} in {}", args.out.display(), args.service_account, args.namespace);
+    Ok(())
+}
+
+fn make_directory(dir: &Path) -> anyhow::Result<()> {
+    fs::create_dir_all(dir).with_context(|| format!("making the directory {dir:?}"))
+}
+
+fn lifetime(text: &str) -> Result<Duration, String> {
+    match duration::parse(text) {
+        Ok(lifetime) if !lifetime.is_zero() => Ok(lifetime),
+        Ok(_) => Err("a lifetime of nothing; expected one such as 24h or 365d".to_owned()),
+        Err(err) => Err(err.to_string()),
+    }
+}
+
+const EXAMPLE: &str = "\
+A mesh without Kubernetes needs one trust anchor, one issuer, and a token for each workload:
+
+  tulle trust create-anchor
+  tulle trust create-issuer
+  tulle trust create-token --service-account web --namespace shop --out web.token
+  tulle trust create-token --service-account db  --namespace shop --out db.token
+
+  tulle-control all-in-one --manifests ./manifests \\
+      --trust-anchors ca.crt --issuer ./issuer --token-keys ./token-keys
+
+The sidecar of `web` then gets ca.crt in LINKERD2_PROXY_IDENTITY_TRUST_ANCHORS and the path of web.token in
+LINKERD2_PROXY_IDENTITY_TOKEN_FILE, and is known as web.shop.serviceaccount.identity.linkerd.cluster.local.
+To rotate the issuer, make a new one elsewhere and move its two files over the old ones: nothing restarts.
+Nothing that exists is ever overwritten.";
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use clap::Parser as _;
+
+    use super::*;
+
+    #[derive(clap::Parser)]
+    struct Line {
+        #[command(subcommand)]
+        command: Command,
+    }
+
+    fn run(line: &str, dir: &Path) -> anyhow::Result<()> {
+        let line = line.replace("DIR", &dir.display().to_string());
+        main(&Line::try_parse_from(std::iter::once("trust").chain(line.split(' '))).unwrap().command)
+    }
+
+    const ANCHOR: &str = "create-anchor --cert DIR/ca.crt --key DIR/ca.key";
+    const ISSUER: &str = "create-issuer --anchor-cert DIR/ca.crt --anchor-key DIR/ca.key --dir DIR/issuer";
+    const TOKEN: &str = "create-token --service-account web --namespace shop --key DIR/token.key \
+                         --public-key DIR/keys/token.pem --out DIR/web.token";
+
+    #[test]
+    fn a_whole_set_of_credentials_is_made_and_secrets_are_closed() {
+        let dir = tempfile::tempdir().unwrap();
+        for line in [ANCHOR, ISSUER, TOKEN] {
+            run(line, dir.path()).unwrap();
+        }
+        for secret in ["ca.key", "issuer/key.pem", "token.key", "web.token"] {
+            let mode = fs::metadata(dir.path().join(secret)).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o600, "{secret}");
+        }
+        // The second token is signed by the same key.
+        let public = fs::read(dir.path().join("keys/token.pem")).unwrap();
+        run(&TOKEN.replace("web.token", "db.token"), dir.path()).unwrap();
+        assert_eq!(fs::read(dir.path().join("keys/token.pem")).unwrap(), public);
+    }
+
+    #[test]
+    fn nothing_is_overwritten() {
+        let dir = tempfile::tempdir().unwrap();
+        for line in [ANCHOR, ISSUER, TOKEN] {
+            run(line, dir.path()).unwrap();
+            let error = format!("{:#}", run(line, dir.path()).unwrap_err());
+            assert!(error.contains("exists already"), "{error}");
+        }
+    }
+
+    #[test]
+    fn an_issuer_needs_an_anchor() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = format!("{:#}", run(ISSUER, dir.path()).unwrap_err());
+        assert!(error.contains("ca.crt"), "{error}");
+        assert!(!dir.path().join("issuer").exists());
+    }
+
+    #[test]
+    fn lifetimes_are_durations_that_last() {
+        assert_eq!(lifetime("2d"), Ok(Duration::from_secs(172_800)));
+        assert!(lifetime("0").is_err() && lifetime("soon").is_err());
+    }
+}

@@ -1,0 +1,136 @@
+//! View: the endpoints of a service port.
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+
+use crate::cluster::lookup::Reader;
+use crate::cluster::metrics::{Metrics, SlotMetrics};
+use crate::cluster::table::{Table, View};
+use crate::cluster::workload::{external_endpoint, pod_endpoint};
+use crate::cluster::{Config, EndpointsFrom, Ipv6, State};
+use crate::model::endpoints::{Endpoint, Endpoints, Existence, TrafficScope, Workload};
+use crate::resources::meta::Name;
+use crate::resources::service::{Address, InternalTraffic, Readiness, Service, ServiceKind, Subset, Target};
+
+/// A service port, or one pod of a headless service.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Key {
+    pub service: Name,
+    pub port: u16,
+    pub hostname: Option<String>,
+}
+
+pub(super) struct EndpointsView;
+
+impl View for EndpointsView {
+    type Key = Key;
+    type Value = Endpoints;
+
+    fn compute(reader: &Reader<'_>, config: &Config, key: &Key) -> Endpoints {
+        let Some(service) = reader.service(&key.service) else {
+            return Endpoints::default();
+        };
+        if service.kind == ServiceKind::ExternalName {
+            return Endpoints {
+                existence: Existence::ExternalName,
+                ..Endpoints::default()
+            };
+        }
+        let mut addresses = BTreeMap::new();
+        for subset in subsets(reader, config, service) {
+            let Some(port) = target_port(service, key.port, subset) else {
+                continue;
+            };
+            for address in subset.addresses.iter().filter(|address| is_wanted(address, key)) {
+                if let Some(endpoint) = resolve(reader, config, address, port) {
+                    addresses.insert(endpoint.addr, Arc::new(endpoint));
+                }
+            }
+        }
+        prefer_family(config, &mut addresses);
+        let scope = match service.traffic {
+            InternalTraffic::Cluster => TrafficScope::Cluster,
+            InternalTraffic::Local => TrafficScope::Node,
+        };
+        Endpoints {
+            existence: Existence::Present,
+            scope,
+            addresses,
+        }
+    }
+
+    fn metrics(metrics: &Metrics, key: &Key) -> SlotMetrics {
+        metrics.endpoints(&key.service, key.port, key.hostname.as_deref())
+    }
+
+    fn observe(metrics: &SlotMetrics, value: &Endpoints) {
+        metrics.sized(value.addresses.len(), value.existence == Existence::Present);
+    }
+
+    fn table(state: &mut State) -> &mut Table<Self> {
+        &mut state.endpoints
+    }
+}
+
+/// The addresses of a service, from whichever kind of object drives.
+pub(super) fn subsets<'a>(reader: &Reader<'a>, config: &Config, service: &Service) -> Vec<&'a Subset> {
+    match config.endpoints_from {
+        EndpointsFrom::Slices => reader
+            .slices_of(&service.meta.name)
+            .into_iter()
+            .map(|slice| &slice.subset)
+            .collect(),
+        EndpointsFrom::Endpoints => reader
+            .endpoints(&service.meta.name)
+            .into_iter()
+            .flat_map(|endpoints| &endpoints.subsets)
+            .collect(),
+    }
+}
+
+/// Found by the name of the service's port; a port that the service does not list stands for itself.
+fn target_port(service: &Service, port: u16, subset: &Subset) -> Option<u16> {
+    match service.port(port) {
+        Some(listed) => subset
+            .ports
+            .iter()
+            .find(|port| port.name == listed.name)
+            .map(|port| port.port),
+        None => Some(port),
+    }
+}
+
+fn is_wanted(address: &Address, key: &Key) -> bool {
+    let named = key.hostname.is_none() || address.hostname == key.hostname;
+    named && address.ready == Readiness::Ready
+}
+
+fn resolve(reader: &Reader<'_>, config: &Config, address: &Address, port: u16) -> Option<Endpoint> {
+    let mut endpoint = match &address.target {
+        Target::Pod(name) => pod_endpoint(reader, config, reader.pod(name)?, address.ip, port)?,
+        Target::ExternalWorkload(name) => {
+            external_endpoint(reader, config, reader.external_workload(name)?, address.ip, port)
+        }
+        Target::Nothing => Endpoint::bare((address.ip, port).into()),
+        Target::Other => return None,
+    };
+    endpoint.node = endpoint.node.or_else(|| address.node.clone());
+    endpoint.zone = address.zone.clone();
+    endpoint.hint_zones = address.hint_zones.clone();
+    Some(endpoint)
+}
+
+/// Without IPv6 its addresses are dropped; with it, it is preferred for workloads that have both.
+fn prefer_family(config: &Config, addresses: &mut BTreeMap<std::net::SocketAddr, Arc<Endpoint>>) {
+    match config.ipv6 {
+        Ipv6::Drop => addresses.retain(|addr, _| addr.is_ipv4()),
+        Ipv6::Serve => {
+            let twins: HashSet<Workload> = addresses
+                .values()
+                .filter(|endpoint| endpoint.addr.is_ipv6() && endpoint.workload != Workload::Unknown)
+                .map(|endpoint| endpoint.workload.clone())
+                .collect();
+            addresses.retain(|addr, endpoint| addr.is_ipv6() || !twins.contains(&endpoint.workload));
+        }
+    }
+}

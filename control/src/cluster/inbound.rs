@@ -1,0 +1,455 @@
+//! View: the server policy of a workload's port.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ipnet::IpNet;
+use tracing::warn;
+use tulle_core::identity;
+use tulle_core::names::annotation;
+use tulle_core::nets::NetworkMatch;
+use tulle_core::ports::PortSet;
+
+use crate::cluster::lookup::Reader;
+use crate::cluster::metrics::{Metrics, SlotMetrics};
+use crate::cluster::routes;
+use crate::cluster::table::{Table, View};
+use crate::cluster::workload::{server_selects_external, server_selects_pod};
+use crate::cluster::{Config, State};
+use crate::model::inbound::{
+    Authorization, AuthorizationReference, Clients, Identities, Protocol, RateLimit, Route, Routes, Rule,
+    Server as Model, ServerReference,
+};
+use crate::model::reference::{ObjectRef, Reference};
+use crate::model::route::{Filter, GrpcMatch, HttpMatch, PathMatch};
+use crate::resources::meta::{Meta, Name};
+use crate::resources::policy::authorization::{
+    AuthorizationPolicy, AuthorizationTarget, RequiredClient, ServerAuthorization, ServerClient, Servers,
+};
+use crate::resources::policy::reference::{MeshClient, POLICY_GROUP};
+use crate::resources::policy::server::{
+    Clients as DefaultClients, DefaultPolicy, Networks as DefaultNetworks, ProxyProtocol, Server,
+};
+use crate::resources::route::{self as raw, ParentKind, RouteKind, Rules};
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Key {
+    pub workload: Workload,
+    pub port: u16,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Workload {
+    Pod(Name),
+    External(Name),
+}
+
+pub(super) struct InboundView;
+
+impl View for InboundView {
+    type Key = Key;
+    type Value = Option<Model>;
+
+    fn compute(reader: &Reader<'_>, config: &Config, key: &Key) -> Option<Model> {
+        let none = BTreeSet::new();
+        let (meta, probes) = match &key.workload {
+            Workload::Pod(name) => {
+                let pod = reader.pod(name)?;
+                (&pod.meta, pod.probes.get(&key.port).unwrap_or(&none))
+            }
+            Workload::External(name) => (&reader.external_workload(name)?.meta, &none),
+        };
+        let view = Port {
+            reader,
+            config,
+            port: key.port,
+            probes,
+        };
+        let mut servers = reader.servers(meta.namespace());
+        servers.retain(|server| selects(reader, server, key));
+        servers.sort_by(|a, b| a.meta.seniority().cmp(&b.meta.seniority()));
+        if let [winner, loser, ..] = *servers {
+            warn!(port = key.port, workload = %meta.name, server = %winner.meta.name, other = %loser.meta.name,
+                "several Servers select one port; the oldest holds");
+        }
+        Some(match servers.first() {
+            Some(server) => view.of_server(server),
+            None => view.of_default(meta),
+        })
+    }
+
+    fn metrics(metrics: &Metrics, _key: &Key) -> SlotMetrics {
+        metrics.policy("inbound")
+    }
+
+    fn table(state: &mut State) -> &mut Table<Self> {
+        &mut state.inbound
+    }
+}
+
+fn selects(reader: &Reader<'_>, server: &Server, key: &Key) -> bool {
+    match &key.workload {
+        Workload::Pod(name) => reader
+            .pod(name)
+            .is_some_and(|pod| server_selects_pod(server, pod, key.port)),
+        Workload::External(name) => {
+            let workload = reader.external_workload(name);
+            workload.is_some_and(|workload| server_selects_external(server, workload, key.port))
+        }
+    }
+}
+
+/// One port of one workload, and what its policy is computed from.
+struct Port<'a> {
+    reader: &'a Reader<'a>,
+    config: &'a Config,
+    port: u16,
+    probes: &'a BTreeSet<String>,
+}
+
+impl Port<'_> {
+    /// The policy of a port that no Server selects.
+    fn of_default(&self, meta: &Meta) -> Model {
+        let mut policy = self.config.default_policy;
+        if let Some(text) = meta.annotation(annotation::DEFAULT_INBOUND_POLICY) {
+            match text.parse() {
+                Ok(annotated) => policy = annotated,
+                Err(error) => {
+                    warn!(workload = %meta.name, %error, "the default policy of the cluster applies");
+                }
+            }
+        }
+        let listed = |key| meta.annotation(key).and_then(|text| text.parse::<PortSet>().ok());
+        let needs_identity = listed(annotation::REQUIRE_IDENTITY_INBOUND_PORTS);
+        if let DefaultPolicy::Allow { clients, .. } = &mut policy
+            && needs_identity.is_some_and(|ports| ports.contains(self.port))
+        {
+            *clients = DefaultClients::Authenticated;
+        }
+        let opaque = match meta.annotation(annotation::OPAQUE_PORTS) {
+            None => self.config.default_opaque_ports.contains(self.port),
+            Some(_) => listed(annotation::OPAQUE_PORTS).is_some_and(|ports| ports.contains(self.port)),
+        };
+        let protocol = if opaque {
+            Protocol::Opaque
+        } else {
+            Protocol::Detect(DETECT_TIMEOUT)
+        };
+        Model {
+            reference: ServerReference::Default(policy.as_str()),
+            protocol,
+            authorizations: self.default_authorizations(policy),
+            routes: if opaque {
+                Routes::Nothing
+            } else {
+                Routes::Http(self.default_routes())
+            },
+            rate_limit: None,
+        }
+    }
+
+    fn of_server(&self, server: &Server) -> Model {
+        let protocol = match server.protocol {
+            ProxyProtocol::Unknown => Protocol::Detect(DETECT_TIMEOUT),
+            ProxyProtocol::Http1 => Protocol::Http1,
+            ProxyProtocol::Http2 => Protocol::Http2,
+            ProxyProtocol::Grpc => Protocol::Grpc,
+            ProxyProtocol::Opaque => Protocol::Opaque,
+            ProxyProtocol::Tls => Protocol::Tls,
+        };
+        let routes = match protocol {
+            Protocol::Detect(_) | Protocol::Http1 | Protocol::Http2 => Routes::Http(self.http_routes(server)),
+            Protocol::Grpc => Routes::Grpc(self.grpc_routes(server)),
+            Protocol::Opaque | Protocol::Tls => Routes::Nothing,
+        };
+        Model {
+            reference: ServerReference::Server(server.meta.name.name.clone()),
+            protocol,
+            authorizations: self.server_authorizations(server),
+            routes,
+            rate_limit: self.rate_limit(server),
+        }
+    }
+
+    fn server_authorizations(&self, server: &Server) -> Vec<Authorization> {
+        let namespace = server.meta.namespace();
+        let mut found = Vec::new();
+        for authorization in self.reader.server_authorizations(namespace) {
+            let names = match &authorization.servers {
+                Servers::Named(name) => *name == server.meta.name.name,
+                Servers::Selected(selector) => selector.matches(&server.meta.labels),
+            };
+            if names {
+                found.extend(self.server_authorization(authorization));
+            }
+        }
+        for policy in self.reader.authorization_policies(namespace) {
+            let names = match &policy.target {
+                AuthorizationTarget::Server(name) => *name == server.meta.name.name,
+                AuthorizationTarget::Namespace => true,
+                AuthorizationTarget::Route(..) => false,
+            };
+            if names {
+                found.extend(self.authorization_policy(policy));
+            }
+        }
+        found.extend(self.default_authorizations(server.access));
+        found
+    }
+
+    fn route_authorizations(&self, route: &raw::Route) -> Vec<Authorization> {
+        let policies = self.reader.authorization_policies(route.meta.namespace());
+        let names = |policy: &&&Arc<AuthorizationPolicy>| {
+            matches!(&policy.target, AuthorizationTarget::Route(kind, name)
+                if (*kind, name) == (route.kind, &route.meta.name.name))
+        };
+        policies
+            .iter()
+            .filter(names)
+            .filter_map(|policy| self.authorization_policy(policy))
+            .collect()
+    }
+
+    /// Nothing when it admits nobody.
+    fn server_authorization(&self, authorization: &ServerAuthorization) -> Option<Authorization> {
+        let clients = match &authorization.client {
+            ServerClient::Unauthenticated => Clients::Unauthenticated,
+            ServerClient::UnauthenticatedTls => Clients::UnauthenticatedTls,
+            ServerClient::Meshed(clients) => Clients::Authenticated(self.identities(clients)),
+            ServerClient::Nobody => return None,
+        };
+        let networks = authorization.networks.clone();
+        Some(Authorization {
+            reference: object_reference("serverauthorization", &authorization.meta.name),
+            networks: networks.unwrap_or_else(|| whole(&self.config.cluster_networks)),
+            clients,
+        })
+    }
+
+    /// Nothing when an authentication that it requires does not exist: less than all of it must not be enough.
+    fn authorization_policy(&self, policy: &AuthorizationPolicy) -> Option<Authorization> {
+        let networks = match &policy.network {
+            Some(name) => self.reader.network_authentication(name)?.networks.clone(),
+            None => all_networks(),
+        };
+        let clients = match &policy.client {
+            Some(RequiredClient::MeshTls(name)) => {
+                Clients::Authenticated(self.identities(&self.reader.mesh_tls_authentication(name)?.clients))
+            }
+            Some(RequiredClient::ServiceAccount(name)) => {
+                Clients::Authenticated(self.identities(&[MeshClient::ServiceAccount(name.clone())]))
+            }
+            None => Clients::Unauthenticated,
+        };
+        Some(Authorization {
+            reference: object_reference("authorizationpolicy", &policy.meta.name),
+            networks,
+            clients,
+        })
+    }
+
+    fn default_authorizations(&self, policy: DefaultPolicy) -> Vec<Authorization> {
+        let (clients, networks) = match policy {
+            DefaultPolicy::Deny => return Vec::new(),
+            DefaultPolicy::Audit => (Clients::Unauthenticated, all_networks()),
+            DefaultPolicy::Allow { clients, from } => {
+                let clients = match clients {
+                    DefaultClients::Authenticated => Clients::Authenticated(Identities::any()),
+                    DefaultClients::Unauthenticated => Clients::Unauthenticated,
+                };
+                let networks = match from {
+                    DefaultNetworks::All => all_networks(),
+                    DefaultNetworks::Cluster => whole(&self.config.cluster_networks),
+                };
+                (clients, networks)
+            }
+        };
+        vec![Authorization {
+            reference: AuthorizationReference::Default(policy.as_str()),
+            networks,
+            clients,
+        }]
+    }
+
+    fn identities(&self, clients: &[MeshClient]) -> Identities {
+        let mut identities = Identities::default();
+        for client in clients {
+            match client {
+                MeshClient::Identity(name) => identities.exact.push(name.clone()),
+                MeshClient::Suffix(labels) => identities.suffixes.push(labels.clone()),
+                MeshClient::ServiceAccount(account) => identities.exact.push(self.service_account(account)),
+                MeshClient::Namespace(namespace) => {
+                    let Config {
+                        controller_namespace,
+                        trust_domain,
+                        ..
+                    } = self.config;
+                    let suffix = format!("{namespace}.serviceaccount.identity.{controller_namespace}.{trust_domain}");
+                    identities.suffixes.push(suffix.split('.').map(str::to_owned).collect());
+                }
+            }
+        }
+        identities
+    }
+
+    fn service_account(&self, account: &Name) -> String {
+        let Config {
+            controller_namespace,
+            trust_domain,
+            ..
+        } = self.config;
+        identity::service_account(&account.name, &account.namespace, controller_namespace, trust_domain)
+    }
+
+    fn http_routes(&self, server: &Server) -> Vec<Route<HttpMatch>> {
+        let mut found = Vec::new();
+        for route in routes::attached(
+            self.reader,
+            &self.config.cluster_networks,
+            ParentKind::Server,
+            &server.meta.name,
+            None,
+        ) {
+            if let Rules::Http(rules) = &route.rules
+                && route.meta.namespace() == server.meta.namespace()
+            {
+                let rules = rules
+                    .iter()
+                    .map(|rule| inbound_rule(route, rule, routes::http_matches(rule)));
+                found.extend(rules.collect::<Option<_>>().map(|rules| self.route(route, rules)));
+            }
+        }
+        if found.is_empty() { self.default_routes() } else { found }
+    }
+
+    fn grpc_routes(&self, server: &Server) -> Vec<Route<GrpcMatch>> {
+        let mut found = Vec::new();
+        for route in routes::attached(
+            self.reader,
+            &self.config.cluster_networks,
+            ParentKind::Server,
+            &server.meta.name,
+            None,
+        ) {
+            if let Rules::Grpc(rules) = &route.rules
+                && route.meta.namespace() == server.meta.namespace()
+            {
+                let rules = rules
+                    .iter()
+                    .map(|rule| inbound_rule(route, rule, routes::grpc_matches(rule)));
+                found.extend(rules.collect::<Option<_>>().map(|rules| self.route(route, rules)));
+            }
+        }
+        if found.is_empty() {
+            vec![default_route(GrpcMatch::default())]
+        } else {
+            found
+        }
+    }
+
+    fn route<M>(&self, route: &raw::Route, rules: Vec<Rule<M>>) -> Route<M> {
+        Route {
+            reference: routes::reference(route),
+            hosts: routes::hosts(route),
+            authorizations: self.route_authorizations(route),
+            rules,
+        }
+    }
+
+    /// Everything, and the pod's health probes, which may come without an identity.
+    fn default_routes(&self) -> Vec<Route<HttpMatch>> {
+        let mut found = Vec::new();
+        if !self.probes.is_empty() && !self.config.probe_networks.is_empty() {
+            let probe = |path: &String| HttpMatch {
+                path: Some(PathMatch::Exact(path.clone())),
+                method: Some("GET".to_owned()),
+                ..HttpMatch::default()
+            };
+            found.push(Route {
+                reference: Reference::Default("probe"),
+                hosts: Vec::new(),
+                authorizations: vec![Authorization {
+                    reference: AuthorizationReference::Default("probe"),
+                    networks: whole(&self.config.probe_networks),
+                    clients: Clients::Unauthenticated,
+                }],
+                rules: vec![Rule {
+                    matches: self.probes.iter().map(probe).collect(),
+                    filters: Vec::new(),
+                }],
+            });
+        }
+        found.push(default_route(HttpMatch::everything()));
+        found
+    }
+
+    fn rate_limit(&self, server: &Server) -> Option<RateLimit> {
+        let limits = self.reader.rate_limits(server.meta.namespace()).into_iter();
+        let limits = limits.filter(|limit| limit.server == server.meta.name.name);
+        let limit = limits.min_by(|a, b| a.meta.seniority().cmp(&b.meta.seniority()))?;
+        let per_client = limit.overrides.iter().map(|per_client| {
+            let identities = per_client
+                .clients
+                .iter()
+                .map(|client| self.service_account(client))
+                .collect();
+            (per_client.limit.get(), identities)
+        });
+        Some(RateLimit {
+            reference: ObjectRef {
+                group: POLICY_GROUP,
+                kind: "HTTPLocalRateLimitPolicy",
+                namespace: limit.meta.namespace().clone(),
+                name: limit.meta.name.name.clone(),
+                port: None,
+            },
+            total: limit.total.map(std::num::NonZero::get),
+            identity: limit.identity.map(std::num::NonZero::get),
+            overrides: per_client.collect(),
+        })
+    }
+}
+
+/// Response headers cannot be changed on the inbound side, so those filters are left out.
+fn inbound_rule<R, M>(route: &raw::Route, rule: &raw::Rule<R>, matches: Vec<M>) -> Option<Rule<M>> {
+    let mut filters = routes::filters(route, &rule.filters)?;
+    filters.retain(|filter| !matches!(filter, Filter::ResponseHeaders(_)));
+    if route.kind == RouteKind::Grpc {
+        filters.retain(|filter| !matches!(filter, Filter::Redirect(_)));
+    }
+    Some(Rule { matches, filters })
+}
+
+fn default_route<M>(everything: M) -> Route<M> {
+    Route {
+        reference: Reference::Default("default"),
+        hosts: Vec::new(),
+        authorizations: Vec::new(),
+        rules: vec![Rule {
+            matches: vec![everything],
+            filters: Vec::new(),
+        }],
+    }
+}
+
+fn object_reference(kind: &'static str, name: &Name) -> AuthorizationReference {
+    AuthorizationReference::Object {
+        kind,
+        namespace: name.namespace.clone(),
+        name: name.name.clone(),
+    }
+}
+
+fn whole(networks: &[IpNet]) -> Vec<NetworkMatch> {
+    networks.iter().copied().map(NetworkMatch::from).collect()
+}
+
+fn all_networks() -> Vec<NetworkMatch> {
+    let v4 = IpNet::V4(ipnet::Ipv4Net::default());
+    let v6 = IpNet::V6(ipnet::Ipv6Net::default());
+    whole(&[v4, v6])
+}
+
+/// How long a proxy peeks for the protocol.
+const DETECT_TIMEOUT: Duration = Duration::from_secs(10);

@@ -1,0 +1,169 @@
+//! Gauges and counters of objects held and answers asked for.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use tulle_core::metrics::{Counter, Family, Gauge, Labels, Registry};
+
+use crate::cluster::store::Change;
+use crate::resources::Kind;
+use crate::resources::meta::Name;
+
+pub(super) struct Metrics {
+    registry: Registry,
+    endpoints_subscribers: Family<Gauge>,
+    endpoints_updates: Family<Counter>,
+    endpoints_pods: Family<Gauge>,
+    endpoints_exists: Family<Gauge>,
+    workload_subscribers: Family<Gauge>,
+    workload_updates: Family<Counter>,
+    profile_subscribers: Family<Gauge>,
+    profile_updates: Family<Counter>,
+    policy_subscribers: Family<Gauge>,
+    policy_updates: Family<Counter>,
+}
+
+impl Metrics {
+    pub(super) fn new(registry: &Registry) -> Self {
+        Self {
+            endpoints_subscribers: registry.gauge(
+                "endpoints_subscribers",
+                "Streams that follow the endpoints of a service port.",
+            ),
+            endpoints_updates: registry.counter("endpoints_updates", "Changes of the endpoints of a service port."),
+            endpoints_pods: registry.gauge("endpoints_pods", "Endpoints of a service port."),
+            endpoints_exists: registry.gauge("endpoints_exists", "1 if the service exists."),
+            workload_subscribers: registry
+                .gauge("workload_subscribers", "Streams that follow the profile of an address."),
+            workload_updates: registry.counter("workload_updates", "Changes of the profile of an address."),
+            profile_subscribers: registry.gauge("profile_subscribers", "Streams that follow the profile of a service."),
+            profile_updates: registry.counter("profile_updates", "Changes of the profile of a service."),
+            policy_subscribers: registry.gauge("policy_subscribers", "Streams that follow policies, by direction."),
+            policy_updates: registry.counter(
+                "policy_updates",
+                "Changes of policies that streams follow, by direction.",
+            ),
+            registry: registry.clone(),
+        }
+    }
+
+    pub(super) fn endpoints(&self, service: &Name, port: u16, hostname: Option<&str>) -> SlotMetrics {
+        let labels = Labels::new()
+            .with("cluster", "local")
+            .with("namespace", &service.namespace)
+            .with("service", &service.name)
+            .with("port", port)
+            .with("hostname", hostname.unwrap_or_default());
+        SlotMetrics {
+            subscribers: self.endpoints_subscribers.get(&labels),
+            updates: self.endpoints_updates.get(&labels),
+            size: Some((self.endpoints_pods.get(&labels), self.endpoints_exists.get(&labels))),
+        }
+    }
+
+    pub(super) fn workload(&self, addr: std::net::SocketAddr) -> SlotMetrics {
+        let labels = Labels::new().with("ip", addr.ip()).with("port", addr.port());
+        SlotMetrics {
+            subscribers: self.workload_subscribers.get(&labels),
+            updates: self.workload_updates.get(&labels),
+            size: None,
+        }
+    }
+
+    pub(super) fn profile(&self, namespace: &str, profile: &str) -> SlotMetrics {
+        let labels = Labels::new().with("namespace", namespace).with("profile", profile);
+        SlotMetrics {
+            subscribers: self.profile_subscribers.get(&labels),
+            updates: self.profile_updates.get(&labels),
+            size: None,
+        }
+    }
+
+    pub(super) fn policy(&self, direction: &str) -> SlotMetrics {
+        let labels = Labels::new().with("direction", direction);
+        SlotMetrics {
+            subscribers: self.policy_subscribers.get(&labels),
+            updates: self.policy_updates.get(&labels),
+            size: None,
+        }
+    }
+}
+
+/// The series of one key; they vanish from the page after it has gone.
+pub(super) struct SlotMetrics {
+    subscribers: Arc<Gauge>,
+    updates: Arc<Counter>,
+    /// Endpoints, and whether their service exists.
+    size: Option<(Arc<Gauge>, Arc<Gauge>)>,
+}
+
+impl SlotMetrics {
+    pub(super) fn joined(&self) {
+        self.subscribers.add(1);
+    }
+
+    pub(super) fn left(&self) {
+        self.subscribers.add(-1);
+    }
+
+    pub(super) fn updated(&self) {
+        self.updates.inc();
+    }
+
+    pub(super) fn sized(&self, n_endpoints: usize, exists: bool) {
+        if let Some((pods, existence)) = &self.size {
+            pods.set(i64::try_from(n_endpoints).unwrap_or(i64::MAX));
+            existence.set(i64::from(exists));
+        }
+    }
+}
+
+/// Counts the objects held, by kind, and policy objects by namespace too.
+#[derive(Default)]
+pub(super) struct Census {
+    by_kind: HashMap<Kind, Arc<Gauge>>,
+    by_namespace: HashMap<(Kind, Arc<str>), Arc<Gauge>>,
+}
+
+impl Census {
+    pub(super) fn record(&mut self, metrics: &Metrics, change: &Change) {
+        match change {
+            Change::Added(kind, namespace) => self.count(metrics, *kind, namespace, 1),
+            Change::Removed(kind, namespace) => self.count(metrics, *kind, namespace, -1),
+            Change::None => {}
+        }
+    }
+
+    fn count(&mut self, metrics: &Metrics, kind: Kind, namespace: &Arc<str>, change: i64) {
+        let by_kind = self.by_kind.entry(kind).or_insert_with(|| {
+            let name = format!("{}_cache_size", kind.info().metric);
+            metrics
+                .registry
+                .gauge(&name, "Objects of this kind that are known.")
+                .get(&Labels::new().with("cluster", "local"))
+        });
+        by_kind.add(change);
+        let Some(index) = policy_index(kind) else { return };
+        let by_namespace = self.by_namespace.entry((kind, namespace.clone())).or_insert_with(|| {
+            metrics
+                .registry
+                .gauge(index, "Policy objects of this kind that are known.")
+                .get(&Labels::new().with("namespace", namespace))
+        });
+        by_namespace.add(change);
+    }
+}
+
+fn policy_index(kind: Kind) -> Option<&'static str> {
+    Some(match kind {
+        Kind::MeshTlsAuthentication => "inbound_index_meshtls_authentication_index_size",
+        Kind::NetworkAuthentication => "inbound_index_network_authentication_index_size",
+        Kind::Pod => "inbound_index_pod_index_size",
+        Kind::ExternalWorkload => "inbound_index_external_workload_index_size",
+        Kind::Server => "inbound_index_server_index_size",
+        Kind::ServerAuthorization => "inbound_index_server_authorization_index_size",
+        Kind::AuthorizationPolicy => "inbound_index_authorization_policy_index_size",
+        Kind::PolicyHttpRoute => "inbound_index_http_route_index_size",
+        _ => return None,
+    })
+}

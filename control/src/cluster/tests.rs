@@ -1,0 +1,265 @@
+//! What the writer touches and what it leaves alone.
+
+use proptest::prelude::*;
+use serde_yaml_ng::Value;
+
+use super::*;
+use crate::model::endpoints::Existence;
+use crate::resources::decode;
+
+/// Objects of a small mesh, some of them in two forms.
+const OBJECTS: &str = "
+{apiVersion: v1, kind: Service, metadata: {name: web}, spec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}}
+---
+{apiVersion: v1, kind: Service, metadata: {name: web}, spec: {clusterIP: 10.96.0.2, ports: [{port: 80, name: a}, {port: 81, name: b}]}}
+---
+{apiVersion: v1, kind: Service, metadata: {name: api}, spec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-1, labels: {kubernetes.io/service-name: web}}
+addressType: IPv4
+ports: [{port: 8080}]
+endpoints: [{addresses: [10.1.0.1], targetRef: {kind: Pod, name: a}}, {addresses: [10.1.0.2], targetRef: {kind: Pod, name: b}}]
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-1, labels: {kubernetes.io/service-name: api}}
+addressType: IPv4
+ports: [{port: 9090}, {port: 7070, name: a}]
+endpoints: [{addresses: [10.1.0.1], targetRef: {kind: Pod, name: a}}, {addresses: [10.1.0.9]}]
+---
+{apiVersion: v1, kind: Pod, metadata: {name: a, labels: {app: x}}, spec: {nodeName: n, containers: []}, status: {podIP: 10.1.0.1, phase: Running}}
+---
+{apiVersion: v1, kind: Pod, metadata: {name: a, labels: {app: y}}, spec: {containers: []}, status: {podIP: 10.1.0.2, phase: Running}}
+---
+{apiVersion: v1, kind: Pod, metadata: {name: b, labels: {app: x}, ownerReferences: [{apiVersion: apps/v1, kind: ReplicaSet, name: r, uid: u}]}, spec: {containers: []}, status: {podIP: 10.1.0.2, phase: Running}}
+---
+{apiVersion: apps/v1, kind: ReplicaSet, metadata: {name: r, ownerReferences: [{apiVersion: apps/v1, kind: Deployment, name: d, uid: u}]}}
+---
+{apiVersion: v1, kind: Node, metadata: {name: n, labels: {topology.kubernetes.io/zone: z}}}
+---
+{apiVersion: policy.linkerd.io/v1beta3, kind: Server, metadata: {name: s}, spec: {podSelector: {matchLabels: {app: x}}, port: 8080, proxyProtocol: opaque}}
+---
+{apiVersion: policy.linkerd.io/v1beta3, kind: Server, metadata: {name: s}, spec: {podSelector: {}, port: 8080}}
+---
+{apiVersion: policy.linkerd.io/v1beta3, kind: Server, metadata: {name: q}, spec: {podSelector: {}, port: 8080}}
+---
+apiVersion: policy.linkerd.io/v1alpha1
+kind: AuthorizationPolicy
+metadata: {name: p}
+spec:
+  targetRef: {group: policy.linkerd.io, kind: Server, name: s}
+  requiredAuthenticationRefs: [{group: policy.linkerd.io, kind: NetworkAuthentication, name: net}]
+---
+{apiVersion: policy.linkerd.io/v1alpha1, kind: NetworkAuthentication, metadata: {name: net}, spec: {networks: [{cidr: 10.0.0.0/8}]}}
+---
+{apiVersion: policy.linkerd.io/v1alpha1, kind: EgressNetwork, metadata: {name: e}, spec: {trafficPolicy: Deny}}
+---
+apiVersion: policy.linkerd.io/v1beta3
+kind: HTTPRoute
+metadata: {name: r}
+spec:
+  parentRefs: [{group: core, kind: Service, name: web}, {group: policy.linkerd.io, kind: Server, name: s}]
+  rules: [{backendRefs: [{name: api, port: 80}]}]
+---
+apiVersion: gateway.networking.k8s.io/v1
+kind: GRPCRoute
+metadata: {name: g}
+spec: {parentRefs: [{group: core, kind: Service, name: web}], rules: [{}]}
+---
+{apiVersion: linkerd.io/v1alpha2, kind: ServiceProfile, metadata: {name: web.default.svc.cluster.local}, spec: {routes: [{name: r, condition: {method: GET}}]}}
+";
+
+fn objects() -> Vec<Object> {
+    let object = |document: serde_yaml_ng::Deserializer<'_>| {
+        let value: Value = serde::Deserialize::deserialize(document).unwrap();
+        let text = |field: &str| value[field].as_str().unwrap().to_owned();
+        let kind = Kind::find(&text("apiVersion"), &text("kind")).unwrap();
+        decode(kind, value).unwrap()
+    };
+    serde_yaml_ng::Deserializer::from_str(OBJECTS).map(object).collect()
+}
+
+fn object(kind: Kind) -> Object {
+    objects().into_iter().find(|object| object.kind() == kind).unwrap()
+}
+
+fn cluster(config: Config) -> Cluster {
+    Cluster::new(config, &Registry::new())
+}
+
+fn apply(cluster: &Cluster, objects: impl IntoIterator<Item = Object>) {
+    cluster
+        .writer()
+        .apply(objects.into_iter().map(Event::Applied).collect());
+}
+
+fn delete(cluster: &Cluster, kind: Kind, name: &str) {
+    cluster
+        .writer()
+        .apply(vec![Event::Deleted(kind, Name::new("default", name))]);
+}
+
+fn web() -> endpoints::Key {
+    endpoints::Key {
+        service: Name::new("default", "web"),
+        port: 80,
+        hostname: None,
+    }
+}
+
+fn is_new<T>(subscription: &Subscription<T>) -> bool {
+    subscription.receiver.has_changed().unwrap()
+}
+
+#[test]
+fn a_follower_has_the_answer_at_once_and_only_changes_after() {
+    let cluster = cluster(Config::default());
+    let mut web = cluster.endpoints(web());
+    assert_eq!(web.current().existence, Existence::Missing);
+    apply(&cluster, [object(Kind::Service)]);
+    assert!(is_new(&web));
+    assert_eq!(web.current().existence, Existence::Present);
+    // The same object again, and objects that the answer does not rest on.
+    apply(
+        &cluster,
+        [
+            object(Kind::Service),
+            object(Kind::Pod),
+            object(Kind::Server),
+            object(Kind::Node),
+        ],
+    );
+    assert!(!is_new(&web));
+    apply(&cluster, [object(Kind::EndpointSlice)]);
+    assert!(is_new(&web));
+    assert_eq!(web.current().addresses.len(), 1);
+    // What changes without changing the answer is not sent.
+    apply(&cluster, [object(Kind::AuthorizationPolicy)]);
+    delete(&cluster, Kind::Server, "q");
+    assert!(!is_new(&web));
+}
+
+#[test]
+fn a_slow_follower_skips_to_the_latest() {
+    let cluster = cluster(Config::default());
+    let mut web = cluster.endpoints(web());
+    apply(&cluster, [object(Kind::Service)]);
+    apply(&cluster, [object(Kind::EndpointSlice), object(Kind::Pod)]);
+    delete(&cluster, Kind::Service, "web");
+    assert_eq!(web.current().existence, Existence::Missing);
+    assert!(!is_new(&web));
+}
+
+#[test]
+fn answers_go_with_their_last_follower() {
+    let cluster = cluster(Config::default());
+    let (first, second) = (cluster.endpoints(web()), cluster.endpoints(web()));
+    drop(first);
+    assert!(!cluster.0.state.lock().endpoints.is_empty());
+    drop(second);
+    assert!(cluster.0.state.lock().endpoints.is_empty());
+    apply(&cluster, objects());
+}
+
+#[tokio::test]
+async fn the_cluster_is_synced_when_its_source_says_so() {
+    let cluster = cluster(Config::default());
+    apply(&cluster, objects());
+    assert!(!cluster.is_synced());
+    cluster.writer().apply(vec![Event::Synced]);
+    cluster.synced().await;
+}
+
+/// Followers of every kind of answer, all about the same small mesh.
+struct Followers {
+    endpoints: Vec<Subscription<Endpoints>>,
+    profiles: Vec<Subscription<Profile>>,
+    inbound: Vec<Subscription<Option<Server>>>,
+    outbound: Vec<Subscription<Outbound>>,
+}
+
+type Answers = (
+    Vec<Arc<Endpoints>>,
+    Vec<Arc<Profile>>,
+    Vec<Arc<Option<Server>>>,
+    Vec<Arc<Outbound>>,
+);
+
+impl Followers {
+    fn of(cluster: &Cluster) -> Self {
+        let addrs = [
+            "10.96.0.1:80",
+            "10.96.0.2:81",
+            "10.1.0.1:8080",
+            "10.1.0.2:8080",
+            "203.0.113.1:80",
+        ];
+        let addrs = addrs.map(|addr| addr.parse().unwrap());
+        let pods = ["a", "b"].map(|name| inbound::Workload::Pod(Name::new("default", name)));
+        Self {
+            endpoints: vec![
+                cluster.endpoints(web()),
+                cluster.endpoints(endpoints::Key {
+                    service: Name::new("default", "api"),
+                    ..web()
+                }),
+            ],
+            profiles: addrs
+                .map(|addr| {
+                    cluster.profile(profiles::Key::Address {
+                        addr,
+                        client_namespace: None,
+                    })
+                })
+                .into(),
+            inbound: pods
+                .map(|workload| cluster.inbound(inbound::Key { workload, port: 8080 }))
+                .into(),
+            outbound: addrs
+                .map(|addr| {
+                    let (client_namespace, target) = ("default".into(), outbound::Target::Address(addr));
+                    cluster.outbound(outbound::Key {
+                        client_namespace,
+                        target,
+                    })
+                })
+                .into(),
+        }
+    }
+
+    fn answers(&mut self) -> Answers {
+        (
+            self.endpoints.iter_mut().map(Subscription::current).collect(),
+            self.profiles.iter_mut().map(Subscription::current).collect(),
+            self.inbound.iter_mut().map(Subscription::current).collect(),
+            self.outbound.iter_mut().map(Subscription::current).collect(),
+        )
+    }
+}
+
+proptest! {
+    /// Whoever followed all along knows what one learns who asks now: no answer misses something it rests on.
+    #[test]
+    fn following_ends_where_asking_starts(steps in prop::collection::vec((0..19usize, any::<bool>()), 1..40)) {
+        let objects = objects();
+        let followed = cluster(Config::default());
+        let mut followers = Followers::of(&followed);
+        for (index, applied) in steps {
+            let object = objects[index % objects.len()].clone();
+            let event = if applied {
+                Event::Applied(object)
+            } else {
+                Event::Deleted(object.kind(), object.meta().name.clone())
+            };
+            followed.writer().apply(vec![event]);
+            let asked = cluster(Config::default());
+            let state = followed.0.state.lock();
+            let held: Vec<_> = state.store.all().cloned().collect();
+            drop(state);
+            apply(&asked, held);
+            prop_assert_eq!(followers.answers(), Followers::of(&asked).answers());
+        }
+    }
+}

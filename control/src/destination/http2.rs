@@ -1,0 +1,97 @@
+//! HTTP/2 client parameters as the chart writes them: the protobuf message in JSON.
+
+use std::time::Duration;
+
+use serde::Deserialize;
+use tulle_proto::convert::wire_duration;
+use tulle_proto::destination::Http2ClientParams;
+use tulle_proto::destination::http2_client_params::{FlowControl, Internals, KeepAlive};
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Params {
+    flow_control: Option<RawFlowControl>,
+    keep_alive: Option<RawKeepAlive>,
+    internals: Option<RawInternals>,
+}
+
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[derive(Default)]
+struct RawFlowControl {
+    initial_connection_window_size: u32,
+    initial_stream_window_size: u32,
+    adaptive_flow_control: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawKeepAlive {
+    interval: Option<RawDuration>,
+    timeout: Option<RawDuration>,
+    #[serde(default)]
+    while_idle: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[derive(Default)]
+struct RawInternals {
+    max_concurrent_reset_streams: u32,
+    max_frame_size: u32,
+    max_send_buf_size: u32,
+}
+
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[derive(Default)]
+struct RawDuration {
+    seconds: u64,
+    nanos: u32,
+}
+
+/// Reads the value of `-meshed-http2-client-params`.
+///
+/// # Errors
+/// What is not JSON, and fields that the message does not have.
+pub fn parse(json: &str) -> Result<Http2ClientParams, serde_json::Error> {
+    let params: Params = serde_json::from_str(json)?;
+    let duration = |raw: RawDuration| {
+        // Nanoseconds of a second or more carry over into the seconds.
+        wire_duration(Duration::from_secs(raw.seconds).saturating_add(Duration::from_nanos(raw.nanos.into())))
+    };
+    Ok(Http2ClientParams {
+        flow_control: params.flow_control.map(|raw| FlowControl {
+            initial_connection_window_size: raw.initial_connection_window_size,
+            initial_stream_window_size: raw.initial_stream_window_size,
+            adaptive_flow_control: raw.adaptive_flow_control,
+        }),
+        keep_alive: params.keep_alive.map(|raw| KeepAlive {
+            interval: raw.interval.map(duration),
+            timeout: raw.timeout.map(duration),
+            while_idle: raw.while_idle,
+        }),
+        internals: params.internals.map(|raw| Internals {
+            max_concurrent_reset_streams: raw.max_concurrent_reset_streams,
+            max_frame_size: raw.max_frame_size,
+            max_send_buf_size: raw.max_send_buf_size,
+        }),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_chart_s_default_is_understood_and_foreign_fields_are_refused() {
+        let json = r#"{"keep_alive":{"interval":{"seconds":10},"timeout":{"seconds":3},"while_idle":true}}"#;
+        let keep_alive = parse(json).unwrap().keep_alive.unwrap();
+        assert_eq!(keep_alive.interval, Some(wire_duration(Duration::from_secs(10))));
+        assert_eq!(keep_alive.timeout, Some(wire_duration(Duration::from_secs(3))));
+        assert!(keep_alive.while_idle);
+        for refused in ["", "{", r#"{"keepAlive":{}}"#, r#"{"internals":{"max_frame_size":-1}}"#] {
+            assert!(parse(refused).is_err(), "{refused}");
+        }
+    }
+}

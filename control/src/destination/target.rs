@@ -1,0 +1,185 @@
+//! What a request asks about: the target in its path, and the client in its token.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+use serde::Deserialize;
+use tracing::{error, warn};
+
+use crate::resources::meta::Name;
+
+/// A target as it was asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Target {
+    Address(SocketAddr),
+    Service {
+        name: Name,
+        port: u16,
+        host: String,
+    },
+    /// One pod of a headless service, by its hostname.
+    Instance {
+        service: Name,
+        hostname: String,
+        port: u16,
+    },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum TargetError {
+    #[error("Invalid authority: {0}")]
+    Authority(String),
+    #[error("invalid service: {0}")]
+    Service(String),
+}
+
+/// Reads `host[:port]`; the port is 80 when there is none.
+pub(super) fn parse(path: &str, cluster_domain: &str) -> Result<Target, TargetError> {
+    let refused = || TargetError::Authority(path.to_owned());
+    if let Ok(addr) = path.parse::<SocketAddr>() {
+        return if addr.port() == 0 {
+            Err(refused())
+        } else {
+            Ok(Target::Address(addr))
+        };
+    }
+    let (host, port) = match path.split_once(':') {
+        None => (path, 80),
+        Some((host, port)) => match port.parse::<u16>() {
+            Ok(port) if port > 0 => (host, port),
+            _ => return Err(refused()),
+        },
+    };
+    if let Ok(ip) = host.parse::<IpAddr>() {
+        return Ok(Target::Address(SocketAddr::new(ip, port)));
+    }
+    let labels = host
+        .strip_suffix(cluster_domain)
+        .and_then(|rest| rest.strip_suffix(".svc."));
+    let labels: Vec<&str> = labels.unwrap_or_default().split('.').collect();
+    match *labels {
+        [name, namespace] if !name.is_empty() && !namespace.is_empty() => Ok(Target::Service {
+            name: Name::new(namespace, name),
+            port,
+            host: host.to_owned(),
+        }),
+        [hostname, name, namespace] if labels.iter().all(|label| !label.is_empty()) => Ok(Target::Instance {
+            service: Name::new(namespace, name),
+            hostname: hostname.to_owned(),
+            port,
+        }),
+        _ => Err(TargetError::Service(host.to_owned())),
+    }
+}
+
+/// Who asks, as far as it says.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+pub(super) struct Client {
+    #[serde(rename = "ns", default)]
+    namespace: String,
+    #[serde(rename = "nodeName", default)]
+    node: String,
+}
+
+impl Client {
+    /// Reads a context token; a token that cannot be read names nobody, and the request goes on.
+    pub(super) fn parse(token: &str) -> Self {
+        if let Some(namespace) = token.strip_prefix("ns:") {
+            warn!(token, "the context token has the old form `ns:<namespace>`");
+            return Self {
+                namespace: namespace.to_owned(),
+                node: String::new(),
+            };
+        }
+        if token.is_empty() {
+            return Self::default();
+        }
+        serde_json::from_str(token).unwrap_or_else(|reason| {
+            error!(token, %reason, "the context token cannot be read");
+            Self::default()
+        })
+    }
+
+    pub(super) fn namespace(&self) -> Option<Arc<str>> {
+        (!self.namespace.is_empty()).then(|| self.namespace.as_str().into())
+    }
+
+    pub(super) fn node(&self) -> Option<&str> {
+        (!self.node.is_empty()).then_some(self.node.as_str())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn no_text_panics(text in ".*|[a-z.:\\[\\]0-9{}\"]*") {
+            let _ = parse(&text, "cluster.local");
+            let _ = Client::parse(&text);
+        }
+    }
+
+    #[test]
+    fn targets_are_addresses_services_and_their_pods() {
+        let check = |path: &str, expected: Option<Target>| {
+            assert_eq!(parse(path, "cluster.local").ok(), expected, "{path}");
+        };
+        let web = |port| {
+            let host = "web.shop.svc.cluster.local".to_owned();
+            Some(Target::Service {
+                name: Name::new("shop", "web"),
+                port,
+                host,
+            })
+        };
+        check("web.shop.svc.cluster.local:8080", web(8080));
+        check("web.shop.svc.cluster.local", web(80));
+        let service = Name::new("shop", "db");
+        let instance = Target::Instance {
+            service,
+            hostname: "db-0".to_owned(),
+            port: 5432,
+        };
+        check("db-0.db.shop.svc.cluster.local:5432", Some(instance));
+        check("10.0.0.1:80", Some(Target::Address("10.0.0.1:80".parse().unwrap())));
+        check("10.0.0.1", Some(Target::Address("10.0.0.1:80".parse().unwrap())));
+        check("[fd00::1]:80", Some(Target::Address("[fd00::1]:80".parse().unwrap())));
+        for refused in [
+            "",
+            ":80",
+            "web.shop.svc.cluster.local:0",
+            "web.shop.svc.cluster.local:65536",
+            "web.shop.svc.cluster.local:http",
+            "web.shop.svc.cluster.local.:80",
+            "web.shop.svc.example.org:80",
+            "shop.svc.cluster.local:80",
+            "a.b.c.d.svc.cluster.local:80",
+            ".shop.svc.cluster.local:80",
+            "svc.cluster.local",
+            "fd00::1:80",
+            "10.0.0.1:0",
+        ] {
+            check(refused, None);
+        }
+    }
+
+    #[test]
+    fn tokens_are_json_or_an_old_namespace_and_never_refused() {
+        let check = |token: &str, namespace: &str, node: &str| {
+            let expected = Client {
+                namespace: namespace.to_owned(),
+                node: node.to_owned(),
+            };
+            assert_eq!(Client::parse(token), expected, "{token}");
+        };
+        check(r#"{"ns":"shop","nodeName":"node-1","pod":"web-1"}"#, "shop", "node-1");
+        check(r#"{"ns":"shop"}"#, "shop", "");
+        check("ns:shop", "shop", "");
+        check("", "", "");
+        check("{", "", "");
+    }
+}

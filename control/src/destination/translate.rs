@@ -1,0 +1,305 @@
+//! Model to protobuf: endpoints as a difference to what was sent last, profiles as a whole.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use tulle_proto::convert::wire_duration;
+use tulle_proto::destination::protocol_hint::{H2, Opaque, OpaqueTransport, Protocol};
+use tulle_proto::destination::tls_identity::{DnsLikeIdentity, Strategy, UriLikeIdentity};
+use tulle_proto::destination::{
+    AddrSet, DestinationProfile, HttpStatusRange, NoEndpoints, PathMatch, ProtocolHint, RequestMatch, ResponseClass,
+    ResponseMatch, RetryBudget, Route, TlsIdentity, Update, WeightedAddr, WeightedAddrSet, WeightedDst, request_match,
+    response_match, update,
+};
+use tulle_proto::meta::{Metadata, Resource, metadata};
+
+use crate::destination::{Config, ZoneWeights};
+use crate::model::endpoints as model;
+use crate::model::endpoints::{Endpoint, Endpoints, Existence, Http2Params, TrafficScope, Workload};
+use crate::model::profile;
+use crate::resources::meta::Name;
+use crate::wire::http_method;
+
+/// Where the client is, which decides what it may use and what is near.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Place {
+    pub(super) node: Option<String>,
+    pub(super) zone: Option<String>,
+}
+
+/// What a client has been told so far.
+#[derive(Debug, Default)]
+pub(super) struct Sent {
+    addresses: BTreeMap<SocketAddr, Arc<Endpoint>>,
+    /// Set while the last message said that there are none.
+    empty: Option<Existence>,
+}
+
+/// The messages that bring a client from what it was told to what is now: additions first, so that it always has
+/// somewhere to go, then removals, and at last whether nothing is left.
+pub(super) fn diff(sent: &mut Sent, now: &Endpoints, service: &Name, place: &Place, config: &Config) -> Vec<Update> {
+    let addresses = usable(now, place);
+    let added: Vec<_> = addresses
+        .iter()
+        .filter(|(addr, endpoint)| sent.addresses.get(*addr) != Some(*endpoint))
+        .map(|(_, endpoint)| weighted_addr(endpoint, place, config))
+        .collect();
+    let removed: Vec<_> = sent
+        .addresses
+        .keys()
+        .filter(|addr| !addresses.contains_key(*addr))
+        .map(|addr| (*addr).into())
+        .collect();
+    let mut messages = Vec::new();
+    if !added.is_empty() {
+        let metric_labels = BTreeMap::from([
+            ("namespace".to_owned(), service.namespace.to_string()),
+            ("service".to_owned(), service.name.to_string()),
+        ]);
+        messages.push(update::Update::Add(WeightedAddrSet {
+            addrs: added,
+            metric_labels,
+        }));
+    }
+    if !removed.is_empty() {
+        messages.push(update::Update::Remove(AddrSet { addrs: removed }));
+    }
+    let empty = addresses.is_empty().then_some(now.existence);
+    if let Some(existence) = empty
+        && sent.empty != empty
+    {
+        messages.push(update::Update::NoEndpoints(NoEndpoints {
+            exists: existence == Existence::Present,
+        }));
+    }
+    *sent = Sent { addresses, empty };
+    messages
+        .into_iter()
+        .map(|message| Update { update: Some(message) })
+        .collect()
+}
+
+/// The endpoints that a client at this place may use.
+fn usable(now: &Endpoints, place: &Place) -> BTreeMap<SocketAddr, Arc<Endpoint>> {
+    let keep = |wanted: &dyn Fn(&Endpoint) -> bool| {
+        let kept = now.addresses.iter().filter(|(_, endpoint)| wanted(endpoint));
+        kept.map(|(addr, endpoint)| (*addr, endpoint.clone()))
+            .collect::<BTreeMap<_, _>>()
+    };
+    if now.scope == TrafficScope::Node {
+        return keep(&|endpoint| {
+            matches!(endpoint.workload, Workload::Pod { .. }) && endpoint.node.is_some() && endpoint.node == place.node
+        });
+    }
+    // Hints count only when every endpoint has them, because the others would be left without clients.
+    if now.addresses.values().any(|endpoint| endpoint.hint_zones.is_empty()) {
+        return now.addresses.clone();
+    }
+    let nearby = keep(&|endpoint| {
+        place
+            .zone
+            .as_ref()
+            .is_some_and(|zone| endpoint.hint_zones.contains(zone))
+    });
+    if nearby.is_empty() {
+        now.addresses.clone()
+    } else {
+        nearby
+    }
+}
+
+fn weighted_addr(endpoint: &Endpoint, place: &Place, config: &Config) -> WeightedAddr {
+    let mut addr = endpoint_addr(endpoint, config);
+    let locality = match (&place.zone, &endpoint.zone) {
+        (Some(client), Some(zone)) if client == zone => "local",
+        (Some(_), Some(_)) => "remote",
+        (None, _) | (_, None) => "unknown",
+    };
+    addr.metric_labels
+        .insert("zone_locality".to_owned(), locality.to_owned());
+    if locality == "local" && config.zone_weights == ZoneWeights::PreferLocal {
+        addr.weight *= 10;
+    }
+    addr
+}
+
+/// The endpoint as any client sees it.
+fn endpoint_addr(endpoint: &Endpoint, config: &Config) -> WeightedAddr {
+    let mut labels: BTreeMap<String, String> = endpoint
+        .labels
+        .iter()
+        .map(|(key, value)| ((*key).to_owned(), value.clone()))
+        .collect();
+    if endpoint.workload != Workload::Unknown {
+        labels.insert("zone".to_owned(), endpoint.zone.clone().unwrap_or_default());
+    }
+    WeightedAddr {
+        addr: Some(endpoint.addr.into()),
+        weight: WEIGHT,
+        metric_labels: labels,
+        tls_identity: endpoint.identity.as_ref().map(tls_identity),
+        protocol_hint: protocol_hint(endpoint),
+        authority_override: None,
+        http2: match endpoint.http2 {
+            Http2Params::Configured => config.http2,
+            Http2Params::Unset => None,
+        },
+        resource_ref: None,
+    }
+}
+
+fn protocol_hint(endpoint: &Endpoint) -> Option<ProtocolHint> {
+    let protocol = endpoint.protocol.map(|hint| match hint {
+        model::ProtocolHint::H2 => Protocol::H2(H2 {}),
+        model::ProtocolHint::Opaque => Protocol::Opaque(Opaque {}),
+    });
+    let opaque_transport = endpoint.opaque_transport.map(|port| OpaqueTransport {
+        inbound_port: port.into(),
+    });
+    if protocol.is_none() && opaque_transport.is_none() {
+        return None;
+    }
+    Some(ProtocolHint {
+        opaque_transport,
+        protocol,
+    })
+}
+
+fn tls_identity(identity: &model::TlsIdentity) -> TlsIdentity {
+    let (strategy, server_name) = match identity {
+        model::TlsIdentity::Dns { name, server_name } => (
+            Strategy::DnsLikeIdentity(DnsLikeIdentity { name: name.clone() }),
+            server_name,
+        ),
+        model::TlsIdentity::Uri { uri, server_name } => (
+            Strategy::UriLikeIdentity(UriLikeIdentity { uri: uri.clone() }),
+            server_name,
+        ),
+    };
+    TlsIdentity {
+        server_name: Some(DnsLikeIdentity {
+            name: server_name.clone(),
+        }),
+        strategy: Some(strategy),
+    }
+}
+
+/// The message for a profile of a service.
+pub(super) fn service_profile(profile: &profile::ServiceProfile) -> DestinationProfile {
+    let (profile_namespace, profile_name) = profile
+        .source
+        .as_ref()
+        .map_or(("", ""), |(namespace, name)| (&**namespace, &**name));
+    DestinationProfile {
+        fully_qualified_name: profile.fqn.clone(),
+        opaque_protocol: profile.opacity == profile::Opacity::Opaque,
+        retry_budget: Some(retry_budget(profile.budget)),
+        routes: profile.routes.iter().map(route).collect(),
+        dst_overrides: profile
+            .overrides
+            .iter()
+            .map(|dst| WeightedDst {
+                authority: dst.authority.clone(),
+                weight: dst.weight,
+                backend_ref: None,
+            })
+            .collect(),
+        endpoint: None,
+        parent_ref: Some(resource(
+            "core",
+            "Service",
+            &profile.service,
+            &profile.namespace,
+            profile.port,
+        )),
+        profile_ref: Some(resource(
+            "linkerd.io",
+            "ServiceProfile",
+            profile_name,
+            profile_namespace,
+            0,
+        )),
+    }
+}
+
+/// The message for a profile of an address.
+pub(super) fn endpoint_profile(endpoint: &Endpoint, opacity: profile::Opacity, config: &Config) -> DestinationProfile {
+    DestinationProfile {
+        opaque_protocol: opacity == profile::Opacity::Opaque,
+        retry_budget: Some(retry_budget(profile::RetryBudget::default())),
+        endpoint: Some(endpoint_addr(endpoint, config)),
+        ..DestinationProfile::default()
+    }
+}
+
+fn resource(group: &str, kind: &str, name: &str, namespace: &str, port: u16) -> Metadata {
+    let resource = Resource {
+        group: group.to_owned(),
+        kind: kind.to_owned(),
+        name: name.to_owned(),
+        namespace: namespace.to_owned(),
+        section: String::new(),
+        port: port.into(),
+    };
+    Metadata {
+        kind: Some(metadata::Kind::Resource(resource)),
+    }
+}
+
+fn retry_budget(budget: profile::RetryBudget) -> RetryBudget {
+    RetryBudget {
+        retry_ratio: budget.ratio,
+        min_retries_per_second: budget.min_per_second,
+        ttl: Some(wire_duration(budget.ttl)),
+    }
+}
+
+fn route(route: &profile::Route) -> Route {
+    Route {
+        condition: Some(request_match(&route.condition)),
+        response_classes: route
+            .response_classes
+            .iter()
+            .map(|class| ResponseClass {
+                condition: Some(response_match(&class.condition)),
+                is_failure: class.is_failure,
+            })
+            .collect(),
+        metrics_labels: BTreeMap::from([("route".to_owned(), route.name.clone())]),
+        is_retryable: route.is_retryable,
+        timeout: route.timeout.map(wire_duration),
+    }
+}
+
+fn request_match(matched: &profile::RequestMatch) -> RequestMatch {
+    let seq = |matches: &[_]| request_match::Seq {
+        matches: matches.iter().map(request_match).collect(),
+    };
+    let matched = match matched {
+        profile::RequestMatch::All(all) => request_match::Match::All(seq(all)),
+        profile::RequestMatch::Any(any) => request_match::Match::Any(seq(any)),
+        profile::RequestMatch::Not(not) => request_match::Match::Not(Box::new(request_match(not))),
+        profile::RequestMatch::PathRegex(regex) => request_match::Match::Path(PathMatch { regex: regex.clone() }),
+        profile::RequestMatch::Method(method) => request_match::Match::Method(http_method(method)),
+    };
+    RequestMatch { r#match: Some(matched) }
+}
+
+fn response_match(matched: &profile::ResponseMatch) -> ResponseMatch {
+    let seq = |matches: &[_]| response_match::Seq {
+        matches: matches.iter().map(response_match).collect(),
+    };
+    let matched = match matched {
+        profile::ResponseMatch::All(all) => response_match::Match::All(seq(all)),
+        profile::ResponseMatch::Any(any) => response_match::Match::Any(seq(any)),
+        profile::ResponseMatch::Not(not) => response_match::Match::Not(Box::new(response_match(not))),
+        profile::ResponseMatch::Status { min, max } => {
+            response_match::Match::Status(HttpStatusRange { min: *min, max: *max })
+        }
+    };
+    ResponseMatch { r#match: Some(matched) }
+}
+
+/// The weight of an endpoint that nothing sets apart.
+const WEIGHT: u32 = 10_000;

@@ -1,0 +1,536 @@
+//! The issuer: an authority from a directory that signs leaves, immutable once loaded.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rcgen::{
+    Certificate, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair, KeyUsagePurpose,
+    PublicKeyData, SanType, SerialNumber, SubjectPublicKeyInfo,
+};
+use rustls::pki_types::pem::{self, PemObject};
+use rustls::pki_types::{CertificateDer, InvalidDnsNameError, PrivateKeyDer, ServerName, UnixTime};
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
+use x509_parser::error::X509Error;
+
+use crate::tls;
+use crate::tls::anchors::TrustAnchors;
+
+/// An authority below the trust anchors, with its private key.
+pub(crate) struct Issuer {
+    anchors: TrustAnchors,
+    /// The issuer first, then those above it.
+    chain: Vec<CertificateDer<'static>>,
+    signer: rcgen::Issuer<'static, KeyPair>,
+    /// When the first certificate of the chain expires.
+    expires_at: OffsetDateTime,
+    probe: Probe,
+}
+
+/// How long leaves live.
+#[derive(Clone, Copy, Debug)]
+pub struct Validity {
+    /// How long a leaf is good for.
+    pub lifetime: Duration,
+    /// How far the clocks of the mesh may be apart; added on both sides.
+    pub clock_skew: Duration,
+}
+
+/// What a leaf says of its holder.
+#[derive(Debug)]
+pub(crate) struct Subject<'a> {
+    pub(crate) identity: &'a str,
+    /// Whether the identity stands in the subject as well, where old software looks for it.
+    pub(crate) with_common_name: bool,
+    pub(crate) key: &'a SubjectPublicKeyInfo,
+}
+
+/// A signed leaf.
+#[derive(Debug)]
+pub(crate) struct Issued {
+    pub(crate) certificate: Certificate,
+    pub(crate) valid_until: OffsetDateTime,
+}
+
+/// Why an issuer was not taken.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub(crate) enum IssuerError {
+    #[error("no issuer in {dir:?}; expected crt.pem and key.pem, or tls.crt and tls.key")]
+    Missing { dir: PathBuf },
+    #[error("reading {path:?}")]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{path:?} is not PEM; expected {expected}")]
+    Pem {
+        path: PathBuf,
+        expected: &'static str,
+        #[source]
+        source: pem::Error,
+    },
+    #[error("{path:?} holds no certificate")]
+    Empty { path: PathBuf },
+    #[error("{path:?} holds a certificate that cannot be read")]
+    Certificate {
+        path: PathBuf,
+        #[source]
+        source: X509Error,
+    },
+    #[error("{path:?} holds no private key that signs; expected ECDSA or RSA")]
+    Key {
+        path: PathBuf,
+        #[source]
+        source: rcgen::Error,
+    },
+    #[error("the certificate in {path:?} may not sign others; expected an authority (CA, keyCertSign)")]
+    NotAuthority { path: PathBuf },
+    #[error("the private key in {path:?} is not that of the issuer's certificate")]
+    Mismatch { path: PathBuf },
+    #[error("the issuer in {path:?} cannot be used for signing")]
+    Signer {
+        path: PathBuf,
+        #[source]
+        source: rcgen::Error,
+    },
+    #[error("the subject of the issuer in {path:?} cannot be written again; expected each attribute once")]
+    Subject { path: PathBuf },
+    #[error("{name:?} is not a name for a certificate")]
+    Name {
+        name: String,
+        #[source]
+        source: InvalidDnsNameError,
+    },
+    #[error("the issuer in {path:?} does not lead to the trust anchors")]
+    Unverified {
+        path: PathBuf,
+        #[source]
+        source: rustls::Error,
+    },
+}
+
+/// Why a leaf was not signed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub(crate) enum SignError {
+    #[error("signing a certificate for {identity}")]
+    Sign {
+        identity: String,
+        #[source]
+        source: rcgen::Error,
+    },
+    #[error("no randomness for a serial number")]
+    Random(#[source] rustls::Error),
+}
+
+/// A leaf that proves that what this issuer signs is accepted.
+struct Probe {
+    name: ServerName<'static>,
+    leaf: CertificateDer<'static>,
+}
+
+impl Issuer {
+    /// Loads the issuer of a directory and proves that leaves of this name would be accepted by the anchors.
+    pub(crate) fn load(dir: &Path, anchors: TrustAnchors, name: &str) -> Result<Self, IssuerError> {
+        let (cert_path, key_path) = files(dir)?;
+        let chain = read_chain(&cert_path)?;
+        let (expires_at, spki) = inspect(&chain, &cert_path)?;
+        let key = read_key(&key_path)?;
+        if key.subject_public_key_info() != spki {
+            return Err(IssuerError::Mismatch { path: key_path });
+        }
+        let signer = rcgen::Issuer::from_ca_cert_der(&chain[0], key).map_err(|source| IssuerError::Signer {
+            path: cert_path.clone(),
+            source,
+        })?;
+        let probe = Probe::sign(&signer, name, expires_at).map_err(|err| match err {
+            ProbeError::Name(source) => IssuerError::Name {
+                name: name.to_owned(),
+                source,
+            },
+            ProbeError::Sign(source) => IssuerError::Signer {
+                path: cert_path.clone(),
+                source,
+            },
+        })?;
+        if !names_issuer(&probe.leaf, &chain[0]) {
+            return Err(IssuerError::Subject { path: cert_path });
+        }
+        let issuer = Self {
+            anchors,
+            chain,
+            signer,
+            expires_at,
+            probe,
+        };
+        match issuer.verify(OffsetDateTime::now_utc()) {
+            Ok(()) => Ok(issuer),
+            Err(source) => Err(IssuerError::Unverified {
+                path: cert_path,
+                source,
+            }),
+        }
+    }
+
+    /// Whether what is signed now would be accepted by those who trust the anchors.
+    pub(crate) fn verify(&self, now: OffsetDateTime) -> Result<(), rustls::Error> {
+        let since_epoch = Duration::from_secs(now.unix_timestamp().try_into().unwrap_or(0));
+        let now = UnixTime::since_unix_epoch(since_epoch);
+        self.anchors
+            .verify(&self.probe.leaf, &self.chain, &self.probe.name, now)
+    }
+
+    /// Signs a leaf that lives as long as asked for, or as long as the chain above it.
+    ///
+    /// It is valid from the skew before now until the skew after the end of its lifetime, in whole seconds.
+    pub(crate) fn sign(
+        &self,
+        subject: &Subject<'_>,
+        validity: Validity,
+        now: OffsetDateTime,
+    ) -> Result<Issued, SignError> {
+        let now = now.replace_nanosecond(0).unwrap_or(now);
+        let mut serial = [0; SERIAL_LEN];
+        tls::provider()
+            .secure_random
+            .fill(&mut serial)
+            .map_err(|err| SignError::Random(err.into()))?;
+        // The number must be positive.
+        serial[0] &= 0x7f;
+        let sign_error = |source| SignError::Sign {
+            identity: subject.identity.to_owned(),
+            source,
+        };
+        let mut params = leaf_params(subject.identity).map_err(sign_error)?;
+        if subject.with_common_name {
+            params
+                .distinguished_name
+                .push(DnType::CommonName, subject.identity.to_owned());
+        }
+        params.serial_number = Some(SerialNumber::from_slice(&serial));
+        (params.not_before, params.not_after) = validity.around(now);
+        params.not_after = params.not_after.min(self.expires_at);
+        let certificate = params.signed_by(subject.key, &self.signer).map_err(sign_error)?;
+        Ok(Issued {
+            certificate,
+            valid_until: params.not_after,
+        })
+    }
+
+    /// The issuer first, then those above it; a leaf's peers need them to find the anchors.
+    pub(crate) fn chain(&self) -> &[CertificateDer<'static>] {
+        &self.chain
+    }
+
+    pub(crate) fn anchors(&self) -> &TrustAnchors {
+        &self.anchors
+    }
+
+    /// When the first certificate of the chain expires.
+    pub(crate) fn expires_at(&self) -> OffsetDateTime {
+        self.expires_at
+    }
+}
+
+impl Validity {
+    /// From when until when; times that no calendar has become the first and the last second that certificates know.
+    fn around(self, now: OffsetDateTime) -> (OffsetDateTime, OffsetDateTime) {
+        let signed = |duration| time::Duration::try_from(duration).unwrap_or(time::Duration::MAX);
+        let skew = signed(self.clock_skew);
+        let end = signed(self.lifetime).saturating_add(skew);
+        let last = OffsetDateTime::from_unix_timestamp(LAST_SECOND).unwrap_or(now);
+        (
+            now.checked_sub(skew).unwrap_or(OffsetDateTime::UNIX_EPOCH),
+            now.checked_add(end).unwrap_or(last),
+        )
+    }
+}
+
+enum ProbeError {
+    Name(InvalidDnsNameError),
+    Sign(rcgen::Error),
+}
+
+impl Probe {
+    fn sign(signer: &rcgen::Issuer<'_, KeyPair>, name: &str, until: OffsetDateTime) -> Result<Self, ProbeError> {
+        let server_name = ServerName::try_from(name.to_owned()).map_err(ProbeError::Name)?;
+        let mut params = leaf_params(name).map_err(ProbeError::Sign)?;
+        params.not_before = OffsetDateTime::UNIX_EPOCH;
+        params.not_after = until;
+        // The key is gone after this line: nobody can be whom the probe names.
+        let key = KeyPair::generate().map_err(ProbeError::Sign)?;
+        let leaf = params.signed_by(&key, signer).map_err(ProbeError::Sign)?;
+        Ok(Self {
+            name: server_name,
+            leaf: leaf.der().clone(),
+        })
+    }
+}
+
+/// A time as logs and other programs write it.
+pub(crate) fn rfc3339(time: OffsetDateTime) -> String {
+    // Only years beyond 9999 have no such form, and certificates have none of those.
+    time.format(&Rfc3339).unwrap_or_default()
+}
+
+/// What all leaves have in common.
+fn leaf_params(name: &str) -> Result<CertificateParams, rcgen::Error> {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    params.subject_alt_names = vec![SanType::DnsName(name.try_into()?)];
+    params.is_ca = IsCa::ExplicitNoCa;
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+    params.use_authority_key_identifier_extension = true;
+    Ok(params)
+}
+
+/// The names that Linkerd's charts use, then those of Kubernetes' TLS secrets.
+fn files(dir: &Path) -> Result<(PathBuf, PathBuf), IssuerError> {
+    [("crt.pem", "key.pem"), ("tls.crt", "tls.key")]
+        .map(|(cert, key)| (dir.join(cert), dir.join(key)))
+        .into_iter()
+        .find(|(cert, _)| cert.exists())
+        .ok_or_else(|| IssuerError::Missing { dir: dir.to_owned() })
+}
+
+fn read_chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, IssuerError> {
+    let chain = CertificateDer::pem_slice_iter(&read(path)?)
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|source| IssuerError::Pem {
+            path: path.to_owned(),
+            expected: "certificates, the issuer's first",
+            source,
+        })?;
+    match chain.is_empty() {
+        true => Err(IssuerError::Empty { path: path.to_owned() }),
+        false => Ok(chain),
+    }
+}
+
+fn read_key(path: &Path) -> Result<KeyPair, IssuerError> {
+    let der = PrivateKeyDer::from_pem_slice(&read(path)?).map_err(|source| IssuerError::Pem {
+        path: path.to_owned(),
+        expected: "one private key",
+        source,
+    })?;
+    KeyPair::try_from(&der).map_err(|source| IssuerError::Key {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, IssuerError> {
+    std::fs::read(path).map_err(|source| IssuerError::Read {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// Finds the end of the whole chain and the issuer's public key, and checks that it may sign.
+fn inspect(chain: &[CertificateDer<'_>], path: &Path) -> Result<(OffsetDateTime, Vec<u8>), IssuerError> {
+    let unreadable = |source| IssuerError::Certificate {
+        path: path.to_owned(),
+        source,
+    };
+    let mut ends = Vec::with_capacity(chain.len());
+    let mut spki = Vec::new();
+    for (i, der) in chain.iter().enumerate() {
+        let (_, cert) = x509_parser::parse_x509_certificate(der).map_err(|err| unreadable(err.into()))?;
+        ends.push(cert.validity().not_after.to_datetime());
+        if i == 0 {
+            let usage = cert.key_usage().map_err(unreadable)?;
+            let may_sign = usage.is_none_or(|usage| usage.value.key_cert_sign());
+            if !cert.is_ca() || !may_sign {
+                return Err(IssuerError::NotAuthority { path: path.to_owned() });
+            }
+            spki = cert.public_key().raw.to_vec();
+        }
+    }
+    let first_end = ends.into_iter().min().unwrap_or(OffsetDateTime::UNIX_EPOCH);
+    Ok((first_end, spki))
+}
+
+/// Whether a leaf names its issuer byte for byte, as peers compare names.
+///
+/// The library that signs keeps one value of each attribute, and would name another issuer if there were more.
+fn names_issuer(leaf: &CertificateDer<'_>, issuer: &CertificateDer<'_>) -> bool {
+    let parsed = [leaf, issuer].map(|der| x509_parser::parse_x509_certificate(der));
+    let [Ok((_, leaf)), Ok((_, issuer))] = parsed else {
+        return false;
+    };
+    leaf.issuer().as_raw() == issuer.subject().as_raw()
+}
+
+/// The longest that RFC 5280 allows is 20; 16 random bytes never meet again.
+const SERIAL_LEN: usize = 16;
+/// 9999-12-31T23:59:59Z.
+const LAST_SECOND: i64 = 253_402_300_799;
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use x509_parser::extensions::GeneralName;
+
+    use super::*;
+    use crate::trust::{self, CertificateAuthority};
+
+    const IDENTITY: &str = "linkerd-identity.linkerd.serviceaccount.identity.linkerd.cluster.local";
+    const WEB: &str = "web.shop.serviceaccount.identity.linkerd.cluster.local";
+    const HOUR: Duration = Duration::from_secs(3600);
+    const DAY: Validity = Validity {
+        lifetime: Duration::from_secs(24 * 3600),
+        clock_skew: Duration::from_secs(20),
+    };
+
+    fn anchor() -> CertificateAuthority {
+        trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap()
+    }
+
+    fn anchors(authority: &CertificateAuthority) -> TrustAnchors {
+        TrustAnchors::parse(authority.certificate.as_bytes(), Path::new("roots.pem")).unwrap()
+    }
+
+    fn load(files: &[(&str, &str)], anchor: &CertificateAuthority) -> Result<Issuer, String> {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            fs::write(dir.path().join(name), text).unwrap();
+        }
+        Issuer::load(dir.path(), anchors(anchor), IDENTITY).map_err(|err| {
+            let source = std::error::Error::source(&err);
+            format!("{err}: {}", source.map(ToString::to_string).unwrap_or_default())
+        })
+    }
+
+    /// An issuer below this root, with something that ours never have.
+    fn odd_issuer(root: &CertificateAuthority, odd: impl FnOnce(&mut CertificateParams)) -> CertificateAuthority {
+        let root_key = KeyPair::from_pem(&root.key).unwrap();
+        let signer = rcgen::Issuer::from_ca_cert_pem(&root.certificate, root_key).unwrap();
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        odd(&mut params);
+        CertificateAuthority {
+            certificate: params.signed_by(&key, &signer).unwrap().pem(),
+            key: key.serialize_pem(),
+        }
+    }
+
+    fn sign(issuer: &Issuer, validity: Validity, now: OffsetDateTime) -> Issued {
+        let key = KeyPair::generate().unwrap();
+        let key = SubjectPublicKeyInfo::from_der(&key.subject_public_key_info()).unwrap();
+        let subject = Subject {
+            identity: WEB,
+            with_common_name: true,
+            key: &key,
+        };
+        issuer.sign(&subject, validity, now).unwrap()
+    }
+
+    #[test]
+    fn a_leaf_has_exactly_the_content_that_proxies_expect() {
+        let root = anchor();
+        let ca = trust::create_issuer("issuer", trust::ISSUER_LIFETIME, &root).unwrap();
+        let issuer = load(&[("crt.pem", &ca.certificate), ("key.pem", &ca.key)], &root).unwrap();
+        let now = OffsetDateTime::now_utc();
+        let issued = sign(&issuer, DAY, now);
+        let der = issued.certificate.der();
+        let (_, leaf) = x509_parser::parse_x509_certificate(der).unwrap();
+
+        let at = now.unix_timestamp();
+        assert_eq!(leaf.validity().not_before.timestamp(), at - 20);
+        assert_eq!(leaf.validity().not_after.timestamp(), at + 24 * 3600 + 20);
+        assert_eq!(issued.valid_until.unix_timestamp(), at + 24 * 3600 + 20);
+        let usage = leaf.key_usage().unwrap().unwrap().value;
+        assert!(usage.digital_signature() && usage.key_encipherment() && !usage.key_cert_sign());
+        let extended = leaf.extended_key_usage().unwrap().unwrap().value;
+        assert!(extended.server_auth && extended.client_auth);
+        let sans = leaf.subject_alternative_name().unwrap().unwrap();
+        assert_eq!(sans.value.general_names, [GeneralName::DNSName(WEB)]);
+        assert_eq!(leaf.subject().to_string(), format!("CN={WEB}"));
+        assert!(!leaf.is_ca());
+        assert_ne!(
+            sign(&issuer, DAY, now).certificate.der(),
+            der,
+            "serial numbers do not repeat"
+        );
+
+        let name = ServerName::try_from(WEB).unwrap();
+        let time = UnixTime::since_unix_epoch(Duration::from_secs(at.unsigned_abs()));
+        anchors(&root).verify(der, issuer.chain(), &name, time).unwrap();
+    }
+
+    #[test]
+    fn a_leaf_ends_with_the_chain_above_it() {
+        let root = anchor();
+        let ca = trust::create_issuer("issuer", HOUR, &root).unwrap();
+        let issuer = load(&[("tls.crt", &ca.certificate), ("tls.key", &ca.key)], &root).unwrap();
+        let now = OffsetDateTime::now_utc();
+        let issued = sign(&issuer, DAY, now);
+        assert_eq!(issued.valid_until, issuer.expires_at());
+        let (_, leaf) = x509_parser::parse_x509_certificate(issued.certificate.der()).unwrap();
+        assert_eq!(leaf.validity().not_after.to_datetime(), issuer.expires_at());
+        issuer.verify(now).unwrap();
+        assert!(
+            issuer.verify(now + HOUR + HOUR).is_err(),
+            "an expired issuer is noticed"
+        );
+    }
+
+    #[test]
+    fn a_trust_anchor_may_issue_itself() {
+        let root = anchor();
+        let issuer = load(&[("crt.pem", &root.certificate), ("key.pem", &root.key)], &root).unwrap();
+        let now = OffsetDateTime::now_utc();
+        assert!(issuer.chain().len() == 1 && issuer.verify(now).is_ok());
+    }
+
+    #[test]
+    fn a_bad_issuer_is_refused_with_the_reason() {
+        let root = anchor();
+        let other = trust::create_anchor("other", trust::ANCHOR_LIFETIME).unwrap();
+        let ca = trust::create_issuer("issuer", trust::ISSUER_LIFETIME, &root).unwrap();
+        let foreign = trust::create_issuer("issuer", trust::ISSUER_LIFETIME, &other).unwrap();
+        let expired = odd_issuer(&root, |params| params.not_after = OffsetDateTime::now_utc() - HOUR);
+        let issuer = load(&[("crt.pem", &ca.certificate), ("key.pem", &ca.key)], &root).unwrap();
+        let key = KeyPair::generate().unwrap();
+        let spki = SubjectPublicKeyInfo::from_der(&key.subject_public_key_info()).unwrap();
+        let subject = Subject {
+            identity: WEB,
+            with_common_name: false,
+            key: &spki,
+        };
+        let leaf = issuer.sign(&subject, DAY, OffsetDateTime::now_utc()).unwrap();
+
+        let check = |cert: &str, key: &str, expected: &str| {
+            let err = load(&[("crt.pem", cert), ("key.pem", key)], &root).err().unwrap();
+            assert!(err.contains(expected), "{err} has no {expected}");
+        };
+        check(&foreign.certificate, &foreign.key, "UnknownIssuer");
+        check(&expired.certificate, &expired.key, "xpired");
+        check(&ca.certificate, &foreign.key, "is not that of the issuer's certificate");
+        check(&leaf.certificate.pem(), &key.serialize_pem(), "may not sign others");
+        check("", &ca.key, "holds no certificate");
+        check("-----BEGIN CERTIFICATE-----", &ca.key, "is not PEM");
+        check(&ca.certificate, "", "expected one private key");
+        let ed25519 = KeyPair::generate_for(&rcgen::PKCS_ED25519).unwrap();
+        check(&ca.certificate, &ed25519.serialize_pem(), "is not that of");
+        let twice = odd_issuer(&root, |params| {
+            params.distinguished_name.push(DnType::OrganizationName, "a");
+            let organization = DnType::CustomDnType(vec![2, 5, 4, 10]);
+            params.distinguished_name.push(organization, "b");
+        });
+        check(&twice.certificate, &twice.key, "expected each attribute once");
+        assert!(load(&[], &root).err().unwrap().contains("no issuer in"));
+        assert!(
+            load(&[("crt.pem", &ca.certificate)], &root)
+                .err()
+                .unwrap()
+                .contains("key.pem")
+        );
+    }
+}

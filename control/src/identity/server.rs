@@ -1,0 +1,220 @@
+//! Certify: a token and a signing request go in, a certificate comes out.
+
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use prost_types::Timestamp;
+use time::OffsetDateTime;
+use tonic::{Code, Request, Response, Status};
+use tracing::info;
+use tulle_core::identity::{self, Identity};
+use tulle_proto::identity as proto;
+
+use super::authority::Authority;
+use super::csr::{KeyError, MalformedError, NameError, SigningRequest};
+use super::issuer::{Issuer, SignError, Subject, Validity, rfc3339};
+use super::metrics::Metrics;
+use super::tokens::{Review, ReviewError, Reviewer};
+
+/// The identity service; clones share everything.
+#[derive(Clone)]
+pub struct IdentityService {
+    pub(super) authority: Arc<Authority>,
+    pub(super) reviewer: Arc<Reviewer>,
+    pub(super) naming: Arc<Naming>,
+    pub(super) validity: Validity,
+    pub(super) metrics: Metrics,
+}
+
+/// What identities are made of besides namespace and service account.
+pub(super) struct Naming {
+    pub(super) controller_namespace: String,
+    pub(super) trust_domain: String,
+}
+
+/// Why no certificate was given.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum CertifyError {
+    #[error("cert issuer not ready yet")]
+    NotReady,
+    #[error("the request has no {0}")]
+    Missing(&'static str),
+    #[error("{0:?} cannot stand in a certificate; expected a DNS name")]
+    Identity(String),
+    #[error(transparent)]
+    Malformed(MalformedError),
+    #[error("the issuer is not accepted by the trust anchors any more")]
+    Issuer(#[source] rustls::Error),
+    #[error(transparent)]
+    Names(NameError),
+    #[error("the token is refused: {0}")]
+    InvalidToken(String),
+    #[error("the token authenticates nobody: {0}")]
+    Unauthenticated(String),
+    #[error("the token could not be reviewed")]
+    Review(#[source] ReviewError),
+    #[error("the token is for {0:?}; expected system:serviceaccount:<namespace>:<name>")]
+    Username(String),
+    #[error("the token is for {proven}, and the request for {requested}")]
+    Mismatch { proven: String, requested: String },
+    #[error(transparent)]
+    Key(KeyError),
+    #[error(transparent)]
+    Sign(SignError),
+}
+
+#[tonic::async_trait]
+impl proto::identity_server::Identity for IdentityService {
+    async fn certify(&self, req: Request<proto::CertifyRequest>) -> Result<Response<proto::CertifyResponse>, Status> {
+        let req = req.into_inner();
+        match self.issue(&req, OffsetDateTime::now_utc()).await {
+            Ok(rsp) => {
+                self.metrics.certified("issued");
+                Ok(Response::new(rsp))
+            }
+            Err(err) => {
+                self.metrics.certified(err.outcome());
+                info!(
+                    identity = req.identity.chars().take(MAX_LOGGED).collect::<String>(),
+                    error = &err as &dyn std::error::Error,
+                    "certificate refused"
+                );
+                Err(Status::new(err.code(), with_causes(&err)))
+            }
+        }
+    }
+}
+
+impl IdentityService {
+    /// The steps of `Certify`, in the order in which their failures are told.
+    pub(super) async fn issue(
+        &self,
+        req: &proto::CertifyRequest,
+        now: OffsetDateTime,
+    ) -> Result<proto::CertifyResponse, CertifyError> {
+        let issuer = self.authority.issuer().ok_or(CertifyError::NotReady)?;
+        let csr = parse(req)?;
+        issuer.verify(now).map_err(CertifyError::Issuer)?;
+        csr.check_names(&req.identity).map_err(CertifyError::Names)?;
+        let username = self.authenticate(&req.token).await?;
+        self.naming.check(&username, &req.identity)?;
+        let key = csr.public_key().map_err(CertifyError::Key)?;
+        let subject = Subject {
+            identity: &req.identity,
+            with_common_name: csr.has_common_name(),
+            key: &key,
+        };
+        self.sign(&issuer, &subject, now).map_err(CertifyError::Sign)
+    }
+
+    /// Signs for a name that needs no proof, because it is ours.
+    pub(super) fn sign(
+        &self,
+        issuer: &Issuer,
+        subject: &Subject<'_>,
+        now: OffsetDateTime,
+    ) -> Result<proto::CertifyResponse, SignError> {
+        let issued = issuer.sign(subject, self.validity, now)?;
+        let valid_until = rfc3339(issued.valid_until);
+        info!(identity = subject.identity, valid_until, "certificate issued");
+        let ders = |certs: &[rustls::pki_types::CertificateDer<'_>]| certs.iter().map(|cert| cert.to_vec()).collect();
+        Ok(proto::CertifyResponse {
+            leaf_certificate: issued.certificate.der().to_vec(),
+            intermediate_certificates: ders(issuer.chain()),
+            valid_until: Some(Timestamp::from(SystemTime::from(issued.valid_until))),
+            trust_anchors: ders(issuer.anchors().certs()),
+        })
+    }
+
+    async fn authenticate(&self, token: &[u8]) -> Result<String, CertifyError> {
+        match self.reviewer.review(token).await.map_err(CertifyError::Review)? {
+            Review::Authenticated { username } => Ok(username),
+            Review::Unauthenticated { reason } => Err(CertifyError::Unauthenticated(reason)),
+            Review::Invalid { reason } => Err(CertifyError::InvalidToken(reason)),
+        }
+    }
+}
+
+impl Naming {
+    /// Checks that whoever this token belongs to is called so.
+    fn check(&self, username: &str, requested: &str) -> Result<(), CertifyError> {
+        let mut parts = username.split(':');
+        let (Some("system"), Some("serviceaccount"), Some(ns), Some(sa), None) =
+            (parts.next(), parts.next(), parts.next(), parts.next(), parts.next())
+        else {
+            return Err(CertifyError::Username(username.to_owned()));
+        };
+        if !crate::trust::is_label(ns) || !crate::trust::is_label(sa) {
+            return Err(CertifyError::Username(username.to_owned()));
+        }
+        let proven = identity::service_account(sa, ns, &self.controller_namespace, &self.trust_domain);
+        match proven == requested {
+            true => Ok(()),
+            false => Err(CertifyError::Mismatch {
+                proven,
+                requested: requested.to_owned(),
+            }),
+        }
+    }
+}
+
+impl CertifyError {
+    pub(super) fn code(&self) -> Code {
+        match self {
+            Self::NotReady => Code::Unavailable,
+            Self::Missing(_) | Self::Identity(_) | Self::Malformed(_) | Self::InvalidToken(_) => Code::InvalidArgument,
+            Self::Issuer(_) => Code::Unknown,
+            Self::Names(_) | Self::Unauthenticated(_) | Self::Username(_) | Self::Mismatch { .. } => {
+                Code::FailedPrecondition
+            }
+            Self::Review(_) | Self::Key(_) | Self::Sign(_) => Code::Internal,
+        }
+    }
+
+    fn outcome(&self) -> &'static str {
+        match self {
+            Self::NotReady => "not_ready",
+            Self::Missing(_) | Self::Identity(_) | Self::Malformed(_) => "bad_request",
+            Self::Issuer(_) => "bad_issuer",
+            Self::Names(_) => "wrong_names",
+            Self::InvalidToken(_) => "invalid_token",
+            Self::Unauthenticated(_) => "unauthenticated",
+            Self::Username(_) | Self::Mismatch { .. } => "wrong_identity",
+            Self::Review(_) => "review_failed",
+            Self::Key(_) => "wrong_key",
+            Self::Sign(_) => "signing_failed",
+        }
+    }
+}
+
+fn parse(req: &proto::CertifyRequest) -> Result<SigningRequest, CertifyError> {
+    if req.identity.is_empty() {
+        return Err(CertifyError::Missing("identity"));
+    }
+    if req.token.is_empty() {
+        return Err(CertifyError::Missing("token"));
+    }
+    if req.certificate_signing_request.is_empty() {
+        return Err(CertifyError::Missing("certificate signing request"));
+    }
+    match req.identity.parse() {
+        Ok(Identity::Dns(_)) => {}
+        Ok(Identity::Uri(_)) | Err(_) => return Err(CertifyError::Identity(req.identity.clone())),
+    }
+    SigningRequest::parse(&req.certificate_signing_request).map_err(CertifyError::Malformed)
+}
+
+/// The error and what caused it, on one line: the client has nothing else to go by.
+fn with_causes(err: &CertifyError) -> String {
+    let mut text = err.to_string();
+    let mut source = std::error::Error::source(err);
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}
+
+/// Peers choose what stands in the log; this much of it.
+const MAX_LOGGED: usize = 253;

@@ -1,0 +1,352 @@
+//! The whole room: files and requests go in, certificates and status codes come out.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use rcgen::{CertificateParams, DistinguishedName, KeyPair, SanType};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use tonic::{Code, Request};
+use tulle_core::drain;
+use tulle_core::ready::Readiness;
+use tulle_proto::identity as proto;
+use tulle_proto::identity::identity_server::Identity as _;
+
+use super::leaf::LeafKeeper;
+use super::tokens::StaticKeys;
+use super::*;
+use crate::tls::anchors::TrustAnchors;
+use crate::tls::creds::ServerCreds;
+use crate::trust::{self, CertificateAuthority, TokenKeys, TokenSubject};
+
+const WEB: &str = "web.shop.serviceaccount.identity.linkerd.cluster.local";
+const HOUR: Duration = Duration::from_secs(3600);
+
+/// Credentials in a directory, and a service that reads them.
+struct Room {
+    dir: tempfile::TempDir,
+    anchor: CertificateAuthority,
+    keys: TokenKeys,
+    registry: Registry,
+    service: IdentityService,
+    reload: Reload,
+}
+
+impl Room {
+    fn new() -> Self {
+        Self::with(|_| ())
+    }
+
+    /// A room whose files are changed before the service reads them.
+    fn with(change: impl FnOnce(&Path)) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for name in ["issuer", "keys"] {
+            fs::create_dir(at(name)).unwrap();
+        }
+        let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
+        anchor.write(&at("ca.crt"), &at("ca.key")).unwrap();
+        let issuer = trust::create_issuer("issuer", trust::ISSUER_LIFETIME, &anchor).unwrap();
+        issuer.write(&at("issuer/crt.pem"), &at("issuer/key.pem")).unwrap();
+        let keys = trust::create_token_keys().unwrap();
+        keys.write(&at("keys/join.pub"), &at("join.key")).unwrap();
+        change(dir.path());
+        let config = Config {
+            issuer: at("issuer"),
+            trust_anchors: at("ca.crt"),
+            controller_namespace: "linkerd".to_owned(),
+            trust_domain: "cluster.local".to_owned(),
+            validity: Validity {
+                lifetime: 24 * HOUR,
+                clock_skew: Duration::from_secs(20),
+            },
+        };
+        let registry = Registry::new();
+        let reviewer = Reviewer::StaticKeys(StaticKeys::open(at("keys")).unwrap());
+        let (service, reload) = IdentityService::new(&config, reviewer, &registry).unwrap();
+        Self {
+            dir,
+            anchor,
+            keys,
+            registry,
+            service,
+            reload,
+        }
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn token(&self, service_account: &str, namespace: &str) -> Vec<u8> {
+        let subject = TokenSubject {
+            service_account,
+            namespace,
+            lifetime: HOUR,
+        };
+        trust::create_token(&self.keys.private, &subject).unwrap().into_bytes()
+    }
+
+    fn good(&self) -> proto::CertifyRequest {
+        proto::CertifyRequest {
+            identity: WEB.to_owned(),
+            token: self.token("web", "shop"),
+            certificate_signing_request: csr(&[WEB], &KeyPair::generate().unwrap()),
+        }
+    }
+
+    async fn certify(&self, req: proto::CertifyRequest) -> Result<proto::CertifyResponse, tonic::Status> {
+        self.service
+            .certify(Request::new(req))
+            .await
+            .map(tonic::Response::into_inner)
+    }
+
+    async fn refused(&self, change: impl FnOnce(&mut proto::CertifyRequest), code: Code, message: &str) {
+        let mut req = self.good();
+        change(&mut req);
+        let status = self.certify(req).await.unwrap_err();
+        assert_eq!(status.code(), code, "{status}");
+        assert!(status.message().contains(message), "{status} has no {message}");
+    }
+}
+
+fn csr(names: &[&str], key: &KeyPair) -> Vec<u8> {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    params.subject_alt_names = names
+        .iter()
+        .map(|name| SanType::DnsName((*name).try_into().unwrap()))
+        .collect();
+    params.serialize_request(key).unwrap().der().to_vec()
+}
+
+#[tokio::test]
+async fn a_workload_that_proves_its_identity_gets_a_certificate_for_it() {
+    let room = Room::new();
+    let rsp = room.certify(room.good()).await.unwrap();
+    let anchors = TrustAnchors::read(&room.at("ca.crt")).unwrap();
+    let leaf = CertificateDer::from(rsp.leaf_certificate);
+    let chain: Vec<_> = rsp
+        .intermediate_certificates
+        .into_iter()
+        .map(CertificateDer::from)
+        .collect();
+    let name = ServerName::try_from(WEB).unwrap();
+    anchors.verify(&leaf, &chain, &name, UnixTime::now()).unwrap();
+    let bundle: Vec<_> = anchors.certs().iter().map(|cert| cert.to_vec()).collect();
+    assert_eq!(rsp.trust_anchors, bundle, "the anchors of now come along");
+
+    let valid_until = SystemTime::try_from(rsp.valid_until.unwrap()).unwrap();
+    let left = valid_until.duration_since(SystemTime::now()).unwrap();
+    assert!(
+        left <= 24 * HOUR + Duration::from_secs(20) && left > 24 * HOUR,
+        "{left:?}"
+    );
+    let metrics = room.registry.render();
+    assert!(
+        metrics.contains("certify_requests_total{outcome=\"issued\"} 1"),
+        "{metrics}"
+    );
+    let ttl = metrics
+        .lines()
+        .find_map(|line| line.strip_prefix("issuer_cert_ttl_seconds "))
+        .unwrap();
+    let days = ttl.parse::<f64>().unwrap() / 86400.0;
+    assert!((364.0..=365.0).contains(&days), "{days}");
+}
+
+#[tokio::test]
+async fn each_refusal_has_its_code_and_its_reason() {
+    use Code::{FailedPrecondition, Internal, InvalidArgument};
+    let room = Room::new();
+    let key = KeyPair::generate().unwrap();
+    let other = "api.shop.serviceaccount.identity.linkerd.cluster.local";
+
+    room.refused(|req| req.identity.clear(), InvalidArgument, "no identity")
+        .await;
+    room.refused(|req| req.token.clear(), InvalidArgument, "no token").await;
+    room.refused(
+        |req| req.certificate_signing_request.clear(),
+        InvalidArgument,
+        "no certificate signing request",
+    )
+    .await;
+    room.refused(
+        |req| req.identity = "a b".to_owned(),
+        InvalidArgument,
+        "expected a DNS name",
+    )
+    .await;
+    room.refused(
+        |req| req.identity = "spiffe://a/b".to_owned(),
+        InvalidArgument,
+        "expected a DNS name",
+    )
+    .await;
+    room.refused(
+        |req| req.certificate_signing_request = b"hello".to_vec(),
+        InvalidArgument,
+        "expected PKCS#10",
+    )
+    .await;
+    room.refused(
+        |req| req.certificate_signing_request = csr(&[WEB, other], &key),
+        FailedPrecondition,
+        "has 2 subject",
+    )
+    .await;
+    room.refused(
+        |req| req.certificate_signing_request = csr(&[other], &key),
+        FailedPrecondition,
+        "asks for the DNS name",
+    )
+    .await;
+    room.refused(
+        |req| req.token = b"a.b.c".to_vec(),
+        InvalidArgument,
+        "not a JSON Web Token",
+    )
+    .await;
+    let theirs = Room::new().token("web", "shop");
+    room.refused(|req| req.token = theirs, FailedPrecondition, "no key that we know")
+        .await;
+    let api = room.token("api", "shop");
+    room.refused(|req| req.token = api, FailedPrecondition, "the token is for api.shop.")
+        .await;
+    room.refused(
+        |req| {
+            req.identity = other.to_owned();
+            req.certificate_signing_request = csr(&[other], &key);
+        },
+        FailedPrecondition,
+        "and the request for api.shop.",
+    )
+    .await;
+    let rsa = KeyPair::generate_for(&rcgen::PKCS_RSA_SHA256).unwrap();
+    room.refused(
+        |req| req.certificate_signing_request = csr(&[WEB], &rsa),
+        Internal,
+        "expected ECDSA",
+    )
+    .await;
+
+    let metrics = room.registry.render();
+    for (outcome, n) in [("bad_request", 6), ("wrong_names", 2), ("wrong_identity", 2)] {
+        let line = format!("certify_requests_total{{outcome=\"{outcome}\"}} {n}\n");
+        assert!(metrics.contains(&line), "no {line} in {metrics}");
+    }
+}
+
+#[tokio::test]
+async fn a_subject_that_is_no_service_account_is_refused() {
+    let room = Room::new();
+    let sign = |sub: &str| {
+        let key = jsonwebtoken::EncodingKey::from_ec_pem(room.keys.private.as_bytes()).unwrap();
+        let exp = jsonwebtoken::get_current_timestamp() + 60;
+        let claims = serde_json::json!({"sub": sub, "aud": "identity.l5d.io", "exp": exp});
+        let header = jsonwebtoken::Header::new(jsonwebtoken::Algorithm::ES256);
+        jsonwebtoken::encode(&header, &claims, &key).unwrap().into_bytes()
+    };
+    for sub in [
+        "",
+        "web",
+        "system:node:shop:web",
+        "system:serviceaccount:shop",
+        "system:serviceaccount:shop:web:x",
+        "system:serviceaccount:shop:a.b",
+    ] {
+        room.refused(
+            |req| req.token = sign(sub),
+            Code::FailedPrecondition,
+            "expected system:serviceaccount",
+        )
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn without_an_issuer_or_keys_the_client_may_come_back() {
+    let room = Room::with(|dir| fs::remove_file(dir.join("issuer/crt.pem")).unwrap());
+    room.refused(|_| (), Code::Unavailable, "cert issuer not ready yet")
+        .await;
+    let room = Room::with(|dir| fs::remove_file(dir.join("keys/join.pub")).unwrap());
+    room.refused(|_| (), Code::Internal, "no public key in").await;
+}
+
+#[tokio::test]
+async fn an_issuer_that_expired_signs_nothing() {
+    let room = Room::new();
+    let later = time::OffsetDateTime::now_utc() + 2 * trust::ISSUER_LIFETIME;
+    let err = room.service.issue(&room.good(), later).await.unwrap_err();
+    assert_eq!(err.code(), Code::Unknown, "{err}");
+    assert!(err.to_string().contains("not accepted by the trust anchors"), "{err}");
+}
+
+#[tokio::test]
+async fn a_new_issuer_signs_at_once_and_a_bad_one_changes_nothing() {
+    let room = Room::new();
+    let (crt, key) = (room.at("issuer/crt.pem"), room.at("issuer/key.pem"));
+    let bundle = room.at("ca.crt");
+    let anchor = room.anchor.clone();
+    let service = room.service.clone();
+    let issuer = || service.authority.issuer().unwrap();
+    let first = issuer().chain()[0].clone();
+    let (signal, watch) = drain::channel();
+    let reload = tokio::spawn(room.reload.run(watch));
+
+    let second = trust::create_issuer("second", trust::ISSUER_LIFETIME, &anchor).unwrap();
+    fs::write(&key, &second.key).unwrap();
+    fs::write(&crt, &second.certificate).unwrap();
+    eventually(|| issuer().chain()[0] != first).await;
+
+    // A foreign issuer is refused until its anchor is trusted as well.
+    let other = trust::create_anchor("other", trust::ANCHOR_LIFETIME).unwrap();
+    let third = trust::create_issuer("third", trust::ISSUER_LIFETIME, &other).unwrap();
+    fs::write(&key, &third.key).unwrap();
+    fs::write(&crt, &third.certificate).unwrap();
+    let taken = issuer().chain()[0].clone();
+    service.authority.reload();
+    assert_eq!(issuer().chain()[0], taken);
+    fs::write(&bundle, [anchor.certificate, other.certificate].concat()).unwrap();
+    eventually(|| issuer().chain()[0] != taken).await;
+    assert_eq!(issuer().anchors().certs().len(), 2);
+
+    signal.drain().await;
+    reload.await.unwrap();
+}
+
+#[tokio::test]
+async fn the_service_signs_its_own_certificate_and_renews_it_when_the_issuer_changes() {
+    let room = Room::with(|dir| fs::rename(dir.join("issuer/crt.pem"), dir.join("later.pem")).unwrap());
+    let creds = Arc::new(ServerCreds::new(room.service.name().to_owned()));
+    let readiness = Readiness::new();
+    let (signal, watch) = drain::channel();
+    let keeper = LeafKeeper::here(creds.clone(), room.service.clone());
+    let keeper = tokio::spawn(keeper.run(readiness.latch("certificate"), watch));
+    assert!(!readiness.is_ready() && creds.current().is_none());
+
+    fs::rename(room.at("later.pem"), room.at("issuer/crt.pem")).unwrap();
+    room.service.authority.reload();
+    eventually(|| readiness.is_ready()).await;
+    let before = creds.current().unwrap();
+    let second = trust::create_issuer("second", trust::ISSUER_LIFETIME, &room.anchor).unwrap();
+    fs::write(room.at("issuer/key.pem"), second.key).unwrap();
+    fs::write(room.at("issuer/crt.pem"), second.certificate).unwrap();
+    room.service.authority.reload();
+    eventually(|| !Arc::ptr_eq(&before, &creds.current().unwrap())).await;
+    signal.drain().await;
+    keeper.await.unwrap();
+}
+
+/// Waits for a condition, at most 10 seconds.
+async fn eventually(mut condition: impl FnMut() -> bool) {
+    let waiting = async {
+        while !condition() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(10), waiting)
+        .await
+        .expect("the condition did not come true");
+}

@@ -1,0 +1,189 @@
+//! Log lines in the form of Linkerd's controllers: `time="…" level=… msg="…" key=value`.
+
+use std::fmt::{self, Write};
+
+use anyhow::{Context, Result, anyhow};
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
+use tracing::field::{Field, Visit};
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
+use tracing_subscriber::registry::LookupSpan;
+
+/// Writes an event as one plain line.
+pub(crate) struct Plain;
+
+impl<S, N> FormatEvent<S, N> for Plain
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(&self, _: &FmtContext<'_, S, N>, mut out: Writer<'_>, event: &Event<'_>) -> fmt::Result {
+        let now = OffsetDateTime::now_utc();
+        let now = now.replace_nanosecond(0).unwrap_or(now);
+        let time = now.format(&Rfc3339).unwrap_or_default();
+        let mut line = Line::default();
+        event.record(&mut line);
+        let level = level(*event.metadata().level());
+        writeln!(out, "time=\"{time}\" level={level} {}", line.finish())
+    }
+}
+
+/// Sends the logs of this process to standard error, once per process.
+///
+/// # Errors
+/// A filter that cannot be parsed, and a process that logs already.
+pub(crate) fn init(filter: &str) -> Result<()> {
+    // Filters for Linkerd's policy controller name its code `linkerd`; here they mean ours.
+    let filter = filter.replace("linkerd=", "tulle=");
+    let filter = EnvFilter::builder()
+        .parse(&filter)
+        .with_context(|| format!("-log-level={filter:?}; expected a level, or a filter such as warn,tulle=debug"))?;
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .event_format(Plain)
+        .with_writer(std::io::stderr)
+        .try_init()
+        .map_err(|err| anyhow!(err).context("starting logs"))
+}
+
+/// The filter behind `-log-level`: a level of Linkerd's controllers is that of our code, and `warn` for what we use.
+pub(crate) fn filter(level: &str) -> String {
+    match level {
+        "panic" | "fatal" | "error" => "error".to_owned(),
+        "warn" | "warning" => "warn".to_owned(),
+        "info" | "debug" | "trace" => format!("warn,tulle={level}"),
+        filter => filter.to_owned(),
+    }
+}
+
+fn level(level: Level) -> &'static str {
+    match level {
+        Level::ERROR => "error",
+        Level::WARN => "warning",
+        Level::INFO => "info",
+        Level::DEBUG => "debug",
+        Level::TRACE => "trace",
+    }
+}
+
+#[derive(Default)]
+struct Line {
+    message: String,
+    fields: String,
+}
+
+impl Line {
+    fn finish(self) -> String {
+        let mut line = String::from("msg=");
+        // Always quoted, because a message is a sentence.
+        let _ = write!(line, "{:?}", self.message);
+        line + &self.fields
+    }
+
+    fn add(&mut self, field: &Field, value: &str) {
+        if field.name() == "message" {
+            return self.message.push_str(value);
+        }
+        // Names of raw identifiers, such as `r#type`, are meant without the mark; writing to a string cannot fail.
+        let name = field.name().trim_start_matches("r#");
+        let _ = match is_plain(value) {
+            true => write!(self.fields, " {name}={value}"),
+            false => write!(self.fields, " {name}={value:?}"),
+        };
+    }
+}
+
+impl Visit for Line {
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.add(field, value);
+    }
+
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.add(field, &format!("{value:?}"));
+    }
+
+    /// An error with all that caused it: the line is all that an operator has.
+    fn record_error(&mut self, field: &Field, value: &(dyn std::error::Error + 'static)) {
+        let mut text = value.to_string();
+        let mut cause = value.source();
+        while let Some(err) = cause {
+            // Writing to a string cannot fail.
+            let _ = write!(text, ": {err}");
+            cause = err.source();
+        }
+        self.add(field, &text);
+    }
+}
+
+/// Whether a value can be read without quotes.
+fn is_plain(value: &str) -> bool {
+    let plain = |b: u8| b.is_ascii_alphanumeric() || b"-._/@^+:[]".contains(&b);
+    !value.is_empty() && value.bytes().all(plain)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::Arc;
+
+    use parking_lot::Mutex;
+    use tracing_subscriber::fmt::MakeWriter;
+
+    use super::*;
+
+    #[derive(Clone, Default)]
+    struct Sink(Arc<Mutex<Vec<u8>>>);
+
+    impl io::Write for Sink {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl MakeWriter<'_> for Sink {
+        type Writer = Self;
+
+        fn make_writer(&self) -> Self {
+            self.clone()
+        }
+    }
+
+    #[test]
+    fn a_line_has_time_level_message_and_fields() {
+        let sink = Sink::default();
+        let subscriber = tracing_subscriber::fmt()
+            .event_format(Plain)
+            .with_writer(sink.clone())
+            .finish();
+        tracing::subscriber::with_default(subscriber, || {
+            let addr = "127.0.0.1:8086";
+            let err = io::Error::other("a \"quoted\" cause");
+            tracing::info!(%addr, n = 3, name = "a b", "caches synced");
+            tracing::warn!(error = &err as &dyn std::error::Error, "no\nbreak");
+        });
+        let text = String::from_utf8(sink.0.lock().clone()).unwrap();
+        let lines: Vec<_> = text.lines().map(|line| line.split_once(" level=").unwrap()).collect();
+        assert_eq!(
+            lines[0].1,
+            "info msg=\"caches synced\" addr=127.0.0.1:8086 n=3 name=\"a b\""
+        );
+        assert_eq!(lines[1].1, r#"warning msg="no\nbreak" error="a \"quoted\" cause""#);
+        let time = lines[0].0.strip_prefix("time=\"").unwrap().strip_suffix("Z\"").unwrap();
+        assert_eq!(time.len(), "2025-05-31T12:00:00".len());
+    }
+
+    #[test]
+    fn levels_of_controllers_are_those_of_our_code() {
+        assert_eq!(filter("fatal"), "error");
+        assert_eq!(filter("debug"), "warn,tulle=debug");
+        assert_eq!(filter("linkerd=info,warn"), "linkerd=info,warn");
+    }
+}

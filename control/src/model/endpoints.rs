@@ -1,0 +1,102 @@
+//! Addresses behind a service port, and all that a client needs to know of each.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+/// The endpoints of one service port.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Endpoints {
+    pub existence: Existence,
+    pub scope: TrafficScope,
+    pub addresses: BTreeMap<SocketAddr, Arc<Endpoint>>,
+}
+
+/// Whether there is a service at all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Existence {
+    #[default]
+    Missing,
+    /// It is a DNS alias, which has no endpoints of its own.
+    ExternalName,
+    Present,
+}
+
+/// Which endpoints a client may use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TrafficScope {
+    #[default]
+    Cluster,
+    /// Those on the client's own node.
+    Node,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Endpoint {
+    pub addr: SocketAddr,
+    pub workload: Workload,
+    /// Metric labels; zones and their locality depend on the client and are added for it.
+    pub labels: BTreeMap<&'static str, String>,
+    pub node: Option<String>,
+    pub zone: Option<String>,
+    /// Zones whose clients should use this endpoint; none means all.
+    pub hint_zones: Vec<String>,
+    pub protocol: Option<ProtocolHint>,
+    /// The proxy's inbound port, when bytes go through it with a transport header.
+    pub opaque_transport: Option<u16>,
+    pub identity: Option<TlsIdentity>,
+    pub http2: Http2Params,
+}
+
+/// What runs at the address.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Workload {
+    Pod {
+        namespace: Arc<str>,
+        name: Arc<str>,
+    },
+    External {
+        namespace: Arc<str>,
+        name: Arc<str>,
+    },
+    /// An address and nothing more.
+    Unknown,
+}
+
+/// How a meshed endpoint wants to be spoken to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProtocolHint {
+    H2,
+    Opaque,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TlsIdentity {
+    Dns { name: String, server_name: String },
+    Uri { uri: String, server_name: String },
+}
+
+/// Whether the configured HTTP/2 client parameters go along.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Http2Params {
+    Configured,
+    Unset,
+}
+
+impl Endpoint {
+    /// An address that nothing is known about.
+    pub fn bare(addr: SocketAddr) -> Self {
+        Self {
+            addr,
+            workload: Workload::Unknown,
+            labels: BTreeMap::new(),
+            node: None,
+            zone: None,
+            hint_zones: Vec::new(),
+            protocol: None,
+            opaque_transport: None,
+            identity: None,
+            http2: Http2Params::Unset,
+        }
+    }
+}

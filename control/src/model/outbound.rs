@@ -1,0 +1,149 @@
+//! The client policy of one destination.
+
+use std::net::SocketAddr;
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use crate::model::reference::Reference;
+use crate::model::route::{Filter, GrpcMatch, HostMatch, HttpMatch};
+
+/// The answer to a policy lookup.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Outbound {
+    Policy(Box<Policy>),
+    /// Nothing to say about this address: the proxy forwards as it is told by the profile.
+    Unknown,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Policy {
+    pub reference: Reference,
+    pub protocol: Protocol,
+    pub accrual: Option<FailureAccrual>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub enum Protocol {
+    Detect {
+        timeout: Duration,
+        http: Vec<Route<HttpMatch>>,
+        opaque: OpaqueRoute,
+    },
+    Http1(Vec<Route<HttpMatch>>),
+    Http2(Vec<Route<HttpMatch>>),
+    Grpc(Vec<Route<GrpcMatch>>),
+    Opaque(OpaqueRoute),
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Route<M> {
+    pub reference: Reference,
+    pub hosts: Vec<HostMatch>,
+    pub rules: Vec<Rule<M>>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rule<M> {
+    pub matches: Vec<M>,
+    pub filters: Vec<Filter>,
+    pub backends: Distribution,
+    pub timeouts: Timeouts,
+    pub retry: Option<Retry>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct OpaqueRoute {
+    pub reference: Reference,
+    pub verdict: OpaqueVerdict,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub enum OpaqueVerdict {
+    Forward(Distribution),
+    Forbidden,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub enum Distribution {
+    FirstAvailable(Box<Backend>),
+    /// At least one weight is not 0.
+    Weighted(Vec<(Backend, u32)>),
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Backend {
+    pub reference: Reference,
+    pub target: BackendTarget,
+    pub filters: Vec<Filter>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub enum BackendTarget {
+    /// The endpoints that the destination service gives for this path.
+    Balance {
+        path: String,
+        load: Load,
+    },
+    Forward(SocketAddr),
+    /// No target: the filters answer.
+    Nothing,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Load {
+    PeakEwma,
+    /// Failures count as responses this slow.
+    Penalized {
+        penalty: Duration,
+        max_retry_after: Duration,
+    },
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Timeouts {
+    pub request: Option<Duration>,
+    pub response: Option<Duration>,
+    pub idle: Option<Duration>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Retry {
+    pub limit: u16,
+    pub timeout: Option<Duration>,
+    pub conditions: RetryConditions,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RetryConditions {
+    Http(Vec<RangeInclusive<u16>>),
+    Grpc {
+        cancelled: bool,
+        deadline_exceeded: bool,
+        internal: bool,
+        resource_exhausted: bool,
+        unavailable: bool,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum FailureAccrual {
+    Consecutive {
+        max_failures: u32,
+        backoff: Backoff,
+    },
+    Unified {
+        threshold: f64,
+        window: Duration,
+        min_requests: u32,
+        max_failures: u32,
+        backoff: Backoff,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Backoff {
+    pub min: Duration,
+    pub max: Duration,
+    pub jitter: f32,
+    pub honor_retry_after: bool,
+}

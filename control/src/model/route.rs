@@ -1,0 +1,94 @@
+//! What routes match and change; shared by both directions.
+
+/// A host by its full name or by a suffix of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum HostMatch {
+    Exact(String),
+    /// Labels from the right: `*.example.com` is `com`, `example`.
+    Suffix(Vec<String>),
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HttpMatch {
+    /// None matches every path.
+    pub path: Option<PathMatch>,
+    pub headers: Vec<NamedMatch>,
+    pub query_params: Vec<NamedMatch>,
+    pub method: Option<String>,
+}
+
+impl HttpMatch {
+    /// Matches every request, as a prefix, so that any other match is more specific.
+    pub fn everything() -> Self {
+        Self {
+            path: Some(PathMatch::Prefix("/".to_owned())),
+            ..Self::default()
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PathMatch {
+    Exact(String),
+    Prefix(String),
+    Regex(String),
+}
+
+/// A header or a query parameter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedMatch {
+    pub name: String,
+    pub value: ValueMatch,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ValueMatch {
+    Exact(String),
+    Regex(String),
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GrpcMatch {
+    pub service: Option<String>,
+    pub method: Option<String>,
+    pub headers: Vec<NamedMatch>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Filter {
+    RequestHeaders(HeaderModifier),
+    ResponseHeaders(HeaderModifier),
+    Redirect(Redirect),
+    /// Answers every request with this status.
+    FailHttp {
+        status: u16,
+        message: String,
+    },
+    /// Answers every call with this gRPC code.
+    FailGrpc {
+        code: u16,
+        message: String,
+    },
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HeaderModifier {
+    pub add: Vec<(String, String)>,
+    pub set: Vec<(String, String)>,
+    pub remove: Vec<String>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Redirect {
+    pub scheme: Option<String>,
+    pub host: Option<String>,
+    pub path: Option<PathModifier>,
+    pub port: Option<u16>,
+    pub status: Option<u16>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PathModifier {
+    Full(String),
+    Prefix(String),
+}

@@ -1,0 +1,381 @@
+//! The client policy of a destination as a message.
+
+use std::time::Duration;
+
+use tulle_proto::convert::wire_duration;
+use tulle_proto::destination::WeightedAddr;
+use tulle_proto::http_route::Timeouts;
+use tulle_proto::opaque_route::Forbidden;
+use tulle_proto::outbound::backend::balance_p2c::{Load, PeakEwma, PenaltyPeakEwma};
+use tulle_proto::outbound::backend::{BalanceP2c, EndpointDiscovery, endpoint_discovery};
+use tulle_proto::outbound::failure_accrual::{ConsecutiveFailures, Unified};
+use tulle_proto::outbound::{
+    Backend, ExponentialBackoff, FailureAccrual, GrpcRoute, HttpRoute, OpaqueRoute, OutboundPolicy, ProxyProtocol,
+    Queue, backend, failure_accrual, grpc_route, http_route, opaque_route, proxy_protocol,
+};
+
+use crate::model::outbound as model;
+use crate::model::outbound::{BackendTarget, Distribution, OpaqueVerdict, Policy, Protocol, RetryConditions};
+use crate::model::route::{Filter, GrpcMatch, HttpMatch};
+use crate::policy::translate::{
+    grpc_failure, grpc_match, host, http_failure, http_match, metadata, redirect, request_headers, response_headers,
+};
+use crate::policy::{Config, RequestHeaders};
+
+pub(in crate::policy) fn policy(policy: &Policy, config: Config) -> OutboundPolicy {
+    let accrual = || policy.accrual.as_ref().map(failure_accrual);
+    let http = |routes: &[model::Route<HttpMatch>]| -> Vec<_> {
+        routes.iter().map(|route| http_route(route, config)).collect()
+    };
+    let kind = match &policy.protocol {
+        Protocol::Detect {
+            timeout,
+            http: routes,
+            opaque,
+        } => {
+            let routes = http(routes);
+            proxy_protocol::Kind::Detect(proxy_protocol::Detect {
+                timeout: Some(wire_duration(*timeout)),
+                opaque: Some(proxy_protocol::Opaque {
+                    routes: vec![opaque_route(opaque)],
+                }),
+                http1: Some(proxy_protocol::Http1 {
+                    routes: routes.clone(),
+                    failure_accrual: accrual(),
+                }),
+                http2: Some(proxy_protocol::Http2 {
+                    routes,
+                    failure_accrual: accrual(),
+                }),
+            })
+        }
+        Protocol::Http1(routes) => proxy_protocol::Kind::Http1(proxy_protocol::Http1 {
+            routes: http(routes),
+            failure_accrual: accrual(),
+        }),
+        Protocol::Http2(routes) => proxy_protocol::Kind::Http2(proxy_protocol::Http2 {
+            routes: http(routes),
+            failure_accrual: accrual(),
+        }),
+        Protocol::Grpc(routes) => proxy_protocol::Kind::Grpc(proxy_protocol::Grpc {
+            routes: routes.iter().map(|route| grpc_route(route, config)).collect(),
+            failure_accrual: accrual(),
+        }),
+        Protocol::Opaque(route) => proxy_protocol::Kind::Opaque(proxy_protocol::Opaque {
+            routes: vec![opaque_route(route)],
+        }),
+    };
+    OutboundPolicy {
+        protocol: Some(ProxyProtocol { kind: Some(kind) }),
+        metadata: Some(metadata(&policy.reference)),
+    }
+}
+
+fn http_route(route: &model::Route<HttpMatch>, config: Config) -> HttpRoute {
+    let rule = |rule: &model::Rule<HttpMatch>| http_route::Rule {
+        matches: rule.matches.iter().map(http_match).collect(),
+        filters: rule.filters.iter().filter_map(http_filter).collect(),
+        backends: Some(http_distribution(&rule.backends)),
+        request_timeout: None,
+        timeouts: timeouts(rule.timeouts),
+        retry: rule.retry.as_ref().and_then(http_retry),
+        allow_l5d_request_headers: config.request_headers == RequestHeaders::Honour,
+    };
+    HttpRoute {
+        metadata: Some(metadata(&route.reference)),
+        hosts: route.hosts.iter().map(host).collect(),
+        rules: route.rules.iter().map(rule).collect(),
+    }
+}
+
+fn http_filter(filter: &Filter) -> Option<http_route::Filter> {
+    use http_route::filter::Kind;
+    let kind = match filter {
+        Filter::RequestHeaders(modifier) => Kind::RequestHeaderModifier(request_headers(modifier)),
+        Filter::ResponseHeaders(modifier) => Kind::ResponseHeaderModifier(response_headers(modifier)),
+        Filter::Redirect(to) => Kind::Redirect(redirect(to)),
+        Filter::FailHttp { status, message } => Kind::FailureInjector(http_failure(*status, message)),
+        Filter::FailGrpc { .. } => return None,
+    };
+    Some(http_route::Filter { kind: Some(kind) })
+}
+
+fn http_distribution(backends: &Distribution) -> http_route::Distribution {
+    use http_route::distribution::{FirstAvailable, Kind, RandomAvailable};
+    let route_backend = |backend: &model::Backend| http_route::RouteBackend {
+        backend: Some(self::backend(backend)),
+        filters: backend.filters.iter().filter_map(http_filter).collect(),
+        request_timeout: None,
+    };
+    let kind = match backends {
+        Distribution::FirstAvailable(backend) => Kind::FirstAvailable(FirstAvailable {
+            backends: vec![route_backend(backend)],
+        }),
+        Distribution::Weighted(backends) => {
+            let weighted = |(backend, weight): &(model::Backend, u32)| http_route::WeightedRouteBackend {
+                backend: Some(route_backend(backend)),
+                weight: *weight,
+            };
+            Kind::RandomAvailable(RandomAvailable {
+                backends: backends.iter().map(weighted).collect(),
+            })
+        }
+    };
+    http_route::Distribution { kind: Some(kind) }
+}
+
+fn http_retry(retry: &model::Retry) -> Option<http_route::Retry> {
+    let RetryConditions::Http(ranges) = &retry.conditions else {
+        return None;
+    };
+    let status_ranges = ranges.iter().map(|range| http_route::retry::conditions::StatusRange {
+        start: (*range.start()).into(),
+        end: (*range.end()).into(),
+    });
+    Some(http_route::Retry {
+        max_retries: retry.limit.into(),
+        max_request_bytes: RETRY_BYTES,
+        conditions: Some(http_route::retry::Conditions {
+            status_ranges: status_ranges.collect(),
+        }),
+        timeout: retry.timeout.map(wire_duration),
+        backoff: Some(retry_backoff()),
+    })
+}
+
+fn grpc_route(route: &model::Route<GrpcMatch>, config: Config) -> GrpcRoute {
+    let rule = |rule: &model::Rule<GrpcMatch>| grpc_route::Rule {
+        matches: rule.matches.iter().map(grpc_match).collect(),
+        filters: rule.filters.iter().filter_map(grpc_filter).collect(),
+        backends: Some(grpc_distribution(&rule.backends)),
+        request_timeout: None,
+        timeouts: timeouts(rule.timeouts),
+        retry: rule.retry.as_ref().and_then(grpc_retry),
+        allow_l5d_request_headers: config.request_headers == RequestHeaders::Honour,
+    };
+    GrpcRoute {
+        metadata: Some(metadata(&route.reference)),
+        hosts: route.hosts.iter().map(host).collect(),
+        rules: route.rules.iter().map(rule).collect(),
+    }
+}
+
+/// Nothing for filters that messages of gRPC routes cannot carry.
+fn grpc_filter(filter: &Filter) -> Option<grpc_route::Filter> {
+    use grpc_route::filter::Kind;
+    let kind = match filter {
+        Filter::RequestHeaders(modifier) => Kind::RequestHeaderModifier(request_headers(modifier)),
+        Filter::FailGrpc { code, message } => Kind::FailureInjector(grpc_failure(*code, message)),
+        Filter::ResponseHeaders(_) | Filter::Redirect(_) | Filter::FailHttp { .. } => return None,
+    };
+    Some(grpc_route::Filter { kind: Some(kind) })
+}
+
+fn grpc_distribution(backends: &Distribution) -> grpc_route::Distribution {
+    use grpc_route::distribution::{FirstAvailable, Kind, RandomAvailable};
+    let route_backend = |backend: &model::Backend| grpc_route::RouteBackend {
+        backend: Some(self::backend(backend)),
+        filters: backend.filters.iter().filter_map(grpc_filter).collect(),
+        request_timeout: None,
+    };
+    let kind = match backends {
+        Distribution::FirstAvailable(backend) => Kind::FirstAvailable(FirstAvailable {
+            backends: vec![route_backend(backend)],
+        }),
+        Distribution::Weighted(backends) => {
+            let weighted = |(backend, weight): &(model::Backend, u32)| grpc_route::WeightedRouteBackend {
+                backend: Some(route_backend(backend)),
+                weight: *weight,
+            };
+            Kind::RandomAvailable(RandomAvailable {
+                backends: backends.iter().map(weighted).collect(),
+            })
+        }
+    };
+    grpc_route::Distribution { kind: Some(kind) }
+}
+
+fn grpc_retry(retry: &model::Retry) -> Option<grpc_route::Retry> {
+    let RetryConditions::Grpc {
+        cancelled,
+        deadline_exceeded,
+        internal,
+        resource_exhausted,
+        unavailable,
+    } = retry.conditions
+    else {
+        return None;
+    };
+    Some(grpc_route::Retry {
+        max_retries: retry.limit.into(),
+        max_request_bytes: RETRY_BYTES,
+        conditions: Some(grpc_route::retry::Conditions {
+            cancelled,
+            deadine_exceeded: deadline_exceeded,
+            resource_exhausted,
+            internal,
+            unavailable,
+        }),
+        timeout: retry.timeout.map(wire_duration),
+        backoff: Some(retry_backoff()),
+    })
+}
+
+fn opaque_route(route: &model::OpaqueRoute) -> OpaqueRoute {
+    use opaque_route::distribution::{Empty, FirstAvailable, Kind, RandomAvailable};
+    use opaque_route::filter::Kind as FilterKind;
+    let route_backend = |backend: &model::Backend| opaque_route::RouteBackend {
+        backend: Some(self::backend(backend)),
+        filters: Vec::new(),
+    };
+    let (kind, filters) = match &route.verdict {
+        OpaqueVerdict::Forbidden => {
+            let forbidden = opaque_route::Filter {
+                kind: Some(FilterKind::Forbidden(Forbidden {})),
+            };
+            (Kind::Empty(Empty {}), vec![forbidden])
+        }
+        OpaqueVerdict::Forward(Distribution::FirstAvailable(backend)) => (
+            Kind::FirstAvailable(FirstAvailable {
+                backends: vec![route_backend(backend)],
+            }),
+            Vec::new(),
+        ),
+        OpaqueVerdict::Forward(Distribution::Weighted(backends)) => {
+            let weighted = |(backend, weight): &(model::Backend, u32)| opaque_route::WeightedRouteBackend {
+                backend: Some(route_backend(backend)),
+                weight: *weight,
+            };
+            let backends = backends.iter().map(weighted).collect();
+            (Kind::RandomAvailable(RandomAvailable { backends }), Vec::new())
+        }
+    };
+    let backends = Some(opaque_route::Distribution { kind: Some(kind) });
+    OpaqueRoute {
+        metadata: Some(metadata(&route.reference)),
+        rules: vec![opaque_route::Rule { backends, filters }],
+    }
+}
+
+fn backend(backend: &model::Backend) -> Backend {
+    let kind = match &backend.target {
+        BackendTarget::Balance { path, load } => Some(backend::Kind::Balancer(balancer(path, *load))),
+        BackendTarget::Forward(addr) => {
+            let forward = WeightedAddr {
+                addr: Some((*addr).into()),
+                weight: 1,
+                ..WeightedAddr::default()
+            };
+            Some(backend::Kind::Forward(forward))
+        }
+        BackendTarget::Nothing => None,
+    };
+    Backend {
+        metadata: Some(metadata(&backend.reference)),
+        queue: Some(queue()),
+        kind,
+    }
+}
+
+fn balancer(path: &str, load: model::Load) -> BalanceP2c {
+    let (default_rtt, decay) = (Some(wire_duration(DEFAULT_RTT)), Some(wire_duration(DECAY)));
+    let load = match load {
+        model::Load::PeakEwma => Load::PeakEwma(PeakEwma { default_rtt, decay }),
+        model::Load::Penalized {
+            penalty,
+            max_retry_after,
+        } => Load::PenaltyPeakEwma(PenaltyPeakEwma {
+            default_rtt,
+            decay,
+            penalty: Some(wire_duration(penalty)),
+            max_retry_after: Some(wire_duration(max_retry_after)),
+            penalty_decay: Some(wire_duration(DECAY)),
+        }),
+    };
+    let get = endpoint_discovery::DestinationGet { path: path.to_owned() };
+    BalanceP2c {
+        discovery: Some(EndpointDiscovery {
+            kind: Some(endpoint_discovery::Kind::Dst(get)),
+        }),
+        load: Some(load),
+    }
+}
+
+fn queue() -> Queue {
+    Queue {
+        capacity: 100,
+        failfast_timeout: Some(wire_duration(Duration::from_secs(3))),
+    }
+}
+
+fn timeouts(timeouts: model::Timeouts) -> Option<Timeouts> {
+    let model::Timeouts {
+        request,
+        response,
+        idle,
+    } = timeouts;
+    if request.is_none() && response.is_none() && idle.is_none() {
+        return None;
+    }
+    Some(Timeouts {
+        request: request.map(wire_duration),
+        response: response.map(wire_duration),
+        idle: idle.map(wire_duration),
+    })
+}
+
+fn failure_accrual(accrual: &model::FailureAccrual) -> FailureAccrual {
+    let kind = match *accrual {
+        model::FailureAccrual::Consecutive { max_failures, backoff } => {
+            failure_accrual::Kind::ConsecutiveFailures(ConsecutiveFailures {
+                max_failures,
+                backoff: Some(exponential_backoff(backoff)),
+            })
+        }
+        model::FailureAccrual::Unified {
+            threshold,
+            window,
+            min_requests,
+            max_failures,
+            backoff,
+        } => failure_accrual::Kind::Unified(Unified {
+            success_rate_threshold: threshold,
+            decay: Some(wire_duration(window)),
+            min_requests,
+            max_consecutive_failures: max_failures,
+            backoff: Some(exponential_backoff(backoff)),
+        }),
+    };
+    FailureAccrual {
+        kind: Some(kind),
+        ejection: None,
+    }
+}
+
+fn exponential_backoff(backoff: model::Backoff) -> ExponentialBackoff {
+    ExponentialBackoff {
+        min_backoff: Some(wire_duration(backoff.min)),
+        max_backoff: Some(wire_duration(backoff.max)),
+        jitter_ratio: backoff.jitter,
+        respect_retry_after_hint: backoff.honor_retry_after,
+    }
+}
+
+/// Between two tries of one request.
+fn retry_backoff() -> ExponentialBackoff {
+    exponential_backoff(model::Backoff {
+        min: Duration::from_millis(25),
+        max: Duration::from_millis(250),
+        jitter: 1.0,
+        honor_retry_after: false,
+    })
+}
+
+/// What an endpoint is assumed to need before it has answered.
+const DEFAULT_RTT: Duration = Duration::from_millis(30);
+
+/// How long latencies and penalties are remembered.
+const DECAY: Duration = Duration::from_secs(10);
+
+/// How much of a request body is kept for a second try, in bytes.
+const RETRY_BYTES: u32 = 65_536;

@@ -1,0 +1,140 @@
+//! Label selectors.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
+use serde::{Deserialize, Deserializer};
+
+/// A label selector whose operators are known to be valid. The empty selector matches everything.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Selector(Vec<Requirement>);
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Requirement {
+    key: String,
+    test: Test,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Test {
+    In(Vec<String>),
+    NotIn(Vec<String>),
+    Exists,
+    DoesNotExist,
+}
+
+impl Selector {
+    /// The selector of a Service: each label with its value.
+    pub fn exact(labels: &BTreeMap<String, String>) -> Self {
+        let requirement = |(key, value): (&String, &String)| Requirement {
+            key: key.clone(),
+            test: Test::In(vec![value.clone()]),
+        };
+        Self(labels.iter().map(requirement).collect())
+    }
+
+    pub fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
+        self.0.iter().all(|requirement| {
+            let value = labels.get(&requirement.key);
+            match &requirement.test {
+                Test::In(values) => value.is_some_and(|value| values.contains(value)),
+                Test::NotIn(values) => value.is_none_or(|value| !values.contains(value)),
+                Test::Exists => value.is_some(),
+                Test::DoesNotExist => value.is_none(),
+            }
+        })
+    }
+
+    fn from_kubernetes(selector: LabelSelector) -> Result<Self, String> {
+        let mut requirements = Vec::new();
+        for (key, value) in selector.match_labels.unwrap_or_default() {
+            requirements.push(Requirement {
+                key,
+                test: Test::In(vec![value]),
+            });
+        }
+        for expression in selector.match_expressions.unwrap_or_default() {
+            let values = expression.values.unwrap_or_default();
+            let test = match (expression.operator.as_str(), values.is_empty()) {
+                ("In", false) => Test::In(values),
+                ("NotIn", false) => Test::NotIn(values),
+                ("Exists", true) => Test::Exists,
+                ("DoesNotExist", true) => Test::DoesNotExist,
+                (operator, _) => {
+                    return Err(format!(
+                        "selector on {}: {operator} with {} values; In and NotIn take some, Exists and DoesNotExist none",
+                        expression.key,
+                        values.len()
+                    ));
+                }
+            };
+            requirements.push(Requirement {
+                key: expression.key,
+                test,
+            });
+        }
+        Ok(Self(requirements))
+    }
+}
+
+impl<'de> Deserialize<'de> for Selector {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let selector = LabelSelector::deserialize(deserializer)?;
+        Self::from_kubernetes(selector).map_err(serde::de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn labels(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+        pairs
+            .iter()
+            .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
+            .collect()
+    }
+
+    #[test]
+    fn selectors_match_as_in_kubernetes() {
+        let check = |yaml: &str, pairs: &[(&str, &str)], expected: bool| {
+            let selector: Selector = serde_yaml_ng::from_str(yaml).unwrap();
+            assert_eq!(selector.matches(&labels(pairs)), expected, "{yaml} on {pairs:?}");
+        };
+        check("{}", &[], true);
+        check("matchLabels: {app: web}", &[("app", "web"), ("tier", "x")], true);
+        check("matchLabels: {app: web}", &[("app", "api")], false);
+        check(
+            "matchExpressions: [{key: app, operator: In, values: [web, api]}]",
+            &[("app", "api")],
+            true,
+        );
+        check(
+            "matchExpressions: [{key: app, operator: NotIn, values: [web]}]",
+            &[],
+            true,
+        );
+        check(
+            "matchExpressions: [{key: app, operator: NotIn, values: [web]}]",
+            &[("app", "web")],
+            false,
+        );
+        check("matchExpressions: [{key: app, operator: Exists}]", &[("app", "")], true);
+        check(
+            "matchExpressions: [{key: app, operator: DoesNotExist}]",
+            &[("app", "")],
+            false,
+        );
+    }
+
+    #[test]
+    fn selectors_with_unknown_operators_are_refused() {
+        for yaml in [
+            "matchExpressions: [{key: app, operator: Near, values: [web]}]",
+            "matchExpressions: [{key: app, operator: In}]",
+            "matchExpressions: [{key: app, operator: Exists, values: [web]}]",
+        ] {
+            assert!(serde_yaml_ng::from_str::<Selector>(yaml).is_err(), "{yaml}");
+        }
+    }
+}

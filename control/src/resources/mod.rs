@@ -1,0 +1,196 @@
+//! Kubernetes types that we read, decoded and pruned to what we use.
+//!
+//! Objects enter through [`decode`] from any serde source, be it YAML of a directory or JSON of an API server, and leave
+//! as immutable values. Decoding applies the defaults of the API and refuses what admission refuses; nothing here knows
+//! where an object came from.
+
+pub mod annotations;
+pub mod event;
+pub mod go_duration;
+pub mod labels;
+pub mod meta;
+pub mod policy;
+pub mod route;
+pub mod route_admission;
+pub mod service;
+pub mod service_profile;
+pub mod workload;
+
+use std::sync::Arc;
+
+use serde::Deserializer;
+use serde::de::{DeserializeOwned, Error};
+
+use crate::resources::meta::Meta;
+use crate::resources::policy::authentication::{MeshTlsAuthentication, NetworkAuthentication};
+use crate::resources::policy::authorization::{AuthorizationPolicy, ServerAuthorization};
+use crate::resources::policy::egress_network::EgressNetwork;
+use crate::resources::policy::rate_limit::RateLimitPolicy;
+use crate::resources::policy::reference::{GATEWAY_GROUP, POLICY_GROUP};
+use crate::resources::policy::server::Server;
+use crate::resources::route::{Route, RouteKind};
+use crate::resources::service::{EndpointSlice, Endpoints, Service};
+use crate::resources::service_profile::ServiceProfile;
+use crate::resources::workload::{Bare, ExternalWorkload, Node, Pod};
+
+/// Writes the enum of kinds, the enum of objects and the table of kinds from one list.
+macro_rules! kinds {
+    ($($kind:ident($object:ty): $group:expr, $versions:expr, $name:literal, $metric:literal, $scope:ident;)*) => {
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum Kind { $($kind,)* }
+
+        /// An object of one of the kinds.
+        #[derive(Clone, Debug, PartialEq)]
+        pub enum Object { $($kind(Arc<$object>),)* }
+
+        impl Object {
+            pub fn kind(&self) -> Kind {
+                match self { $(Self::$kind(_) => Kind::$kind,)* }
+            }
+
+            pub fn meta(&self) -> &Meta {
+                match self { $(Self::$kind(object) => &object.meta,)* }
+            }
+
+            /// The metadata for a source that completes it, as an API server does.
+            pub fn meta_mut(&mut self) -> &mut Meta {
+                match self { $(Self::$kind(object) => &mut Arc::make_mut(object).meta,)* }
+            }
+        }
+
+        /// Every kind that we read.
+        pub const KINDS: &[KindInfo] = &[$(KindInfo {
+            kind: Kind::$kind,
+            group: $group,
+            versions: &$versions,
+            name: $name,
+            metric: $metric,
+            scope: Scope::$scope,
+        },)*];
+    };
+}
+
+/// What the API server knows about a kind.
+#[derive(Debug)]
+pub struct KindInfo {
+    pub kind: Kind,
+    pub group: &'static str,
+    pub versions: &'static [&'static str],
+    pub name: &'static str,
+    /// Its name in `<kind>_cache_size`.
+    pub metric: &'static str,
+    pub scope: Scope,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scope {
+    Namespaced,
+    Cluster,
+}
+
+kinds! {
+    Service(Service): "", ["v1"], "Service", "service", Namespaced;
+    Endpoints(Endpoints): "", ["v1"], "Endpoints", "endpoints", Namespaced;
+    EndpointSlice(EndpointSlice): "discovery.k8s.io", ["v1"], "EndpointSlice", "endpointslices", Namespaced;
+    Pod(Pod): "", ["v1"], "Pod", "pod", Namespaced;
+    Node(Node): "", ["v1"], "Node", "node", Cluster;
+    Namespace(Bare): "", ["v1"], "Namespace", "namespace", Cluster;
+    ReplicaSet(Bare): "apps", ["v1"], "ReplicaSet", "replicaset", Namespaced;
+    Job(Bare): "batch", ["v1"], "Job", "job", Namespaced;
+    ExternalWorkload(ExternalWorkload):
+        "workload.linkerd.io", ["v1beta1", "v1alpha1"], "ExternalWorkload", "externalworkload", Namespaced;
+    Server(Server): POLICY_GROUP, ["v1beta3", "v1beta2", "v1beta1", "v1alpha1"], "Server", "server", Namespaced;
+    ServerAuthorization(ServerAuthorization):
+        POLICY_GROUP, ["v1beta1", "v1alpha1"], "ServerAuthorization", "serverauthorization", Namespaced;
+    AuthorizationPolicy(AuthorizationPolicy):
+        POLICY_GROUP, ["v1alpha1"], "AuthorizationPolicy", "authorizationpolicy", Namespaced;
+    MeshTlsAuthentication(MeshTlsAuthentication):
+        POLICY_GROUP, ["v1alpha1"], "MeshTLSAuthentication", "meshtlsauthentication", Namespaced;
+    NetworkAuthentication(NetworkAuthentication):
+        POLICY_GROUP, ["v1alpha1"], "NetworkAuthentication", "networkauthentication", Namespaced;
+    RateLimitPolicy(RateLimitPolicy):
+        POLICY_GROUP, ["v1alpha1"], "HTTPLocalRateLimitPolicy", "httplocalratelimitpolicy", Namespaced;
+    EgressNetwork(EgressNetwork): POLICY_GROUP, ["v1alpha1"], "EgressNetwork", "egressnetwork", Namespaced;
+    PolicyHttpRoute(Route):
+        POLICY_GROUP, ["v1beta3", "v1beta2", "v1beta1", "v1alpha1"], "HTTPRoute", "policy_httproute", Namespaced;
+    GatewayHttpRoute(Route): GATEWAY_GROUP, ["v1", "v1beta1"], "HTTPRoute", "gateway_httproute", Namespaced;
+    GrpcRoute(Route): GATEWAY_GROUP, ["v1", "v1alpha2"], "GRPCRoute", "gateway_grpcroute", Namespaced;
+    ServiceProfile(ServiceProfile):
+        "linkerd.io", ["v1alpha2", "v1alpha1"], "ServiceProfile", "serviceprofile", Namespaced;
+}
+
+impl Kind {
+    pub fn info(self) -> &'static KindInfo {
+        // The macro writes the table in the order of the enum.
+        &KINDS[self as usize]
+    }
+
+    /// The kind that a manifest's `apiVersion` and `kind` name.
+    pub fn find(api_version: &str, kind: &str) -> Option<Self> {
+        let (group, version) = api_version.split_once('/').unwrap_or(("", api_version));
+        let found = KINDS
+            .iter()
+            .find(|info| info.group == group && info.name == kind && info.versions.contains(&version));
+        found.map(|info| info.kind)
+    }
+}
+
+/// Decodes one object of a known kind.
+///
+/// # Errors
+/// What does not have the shape of the kind, and what admission would refuse, with the reason.
+pub fn decode<'de, D: Deserializer<'de>>(kind: Kind, from: D) -> Result<Object, D::Error> {
+    let mut object = decode_kind(kind, from)?;
+    if kind.info().scope == Scope::Cluster {
+        object.meta_mut().name.namespace = "".into();
+    }
+    Ok(object)
+}
+
+fn decode_kind<'de, D: Deserializer<'de>>(kind: Kind, from: D) -> Result<Object, D::Error> {
+    match kind {
+        Kind::Service => build(from, Service::from_kubernetes, Object::Service),
+        Kind::Endpoints => build(from, Endpoints::from_kubernetes, Object::Endpoints),
+        Kind::EndpointSlice => build(from, EndpointSlice::from_kubernetes, Object::EndpointSlice),
+        Kind::Pod => build(from, Pod::from_kubernetes, Object::Pod),
+        Kind::Node => build(from, Node::from_kubernetes, Object::Node),
+        Kind::Namespace => build(from, Bare::from_raw, Object::Namespace),
+        Kind::ReplicaSet => build(from, Bare::from_raw, Object::ReplicaSet),
+        Kind::Job => build(from, Bare::from_raw, Object::Job),
+        Kind::ExternalWorkload => build(from, ExternalWorkload::from_raw, Object::ExternalWorkload),
+        Kind::Server => build(from, Server::from_raw, Object::Server),
+        Kind::ServerAuthorization => build(from, ServerAuthorization::from_raw, Object::ServerAuthorization),
+        Kind::AuthorizationPolicy => build(from, AuthorizationPolicy::from_raw, Object::AuthorizationPolicy),
+        Kind::MeshTlsAuthentication => build(from, MeshTlsAuthentication::from_raw, Object::MeshTlsAuthentication),
+        Kind::NetworkAuthentication => build(from, NetworkAuthentication::from_raw, Object::NetworkAuthentication),
+        Kind::RateLimitPolicy => build(from, RateLimitPolicy::from_raw, Object::RateLimitPolicy),
+        Kind::EgressNetwork => build(from, EgressNetwork::from_raw, Object::EgressNetwork),
+        Kind::PolicyHttpRoute => build(
+            from,
+            |raw| Route::from_raw_http(raw, RouteKind::PolicyHttp),
+            Object::PolicyHttpRoute,
+        ),
+        Kind::GatewayHttpRoute => build(
+            from,
+            |raw| Route::from_raw_http(raw, RouteKind::GatewayHttp),
+            Object::GatewayHttpRoute,
+        ),
+        Kind::GrpcRoute => build(from, Route::from_raw_grpc, Object::GrpcRoute),
+        Kind::ServiceProfile => build(from, ServiceProfile::from_raw, Object::ServiceProfile),
+    }
+}
+
+fn build<'de, D, R, T>(
+    from: D,
+    check: impl FnOnce(R) -> Result<T, String>,
+    wrap: impl FnOnce(Arc<T>) -> Object,
+) -> Result<Object, D::Error>
+where
+    D: Deserializer<'de>,
+    R: DeserializeOwned,
+{
+    let raw = R::deserialize(from)?;
+    check(raw)
+        .map(|object| wrap(Arc::new(object)))
+        .map_err(D::Error::custom)
+}

@@ -1,0 +1,215 @@
+//! `AuthorizationPolicy` and `ServerAuthorization`: who may use a server, a route or a namespace.
+
+use std::sync::Arc;
+
+use serde::Deserialize;
+use tulle_core::nets::NetworkMatch;
+
+use crate::resources::labels::Selector;
+use crate::resources::meta::{Meta, Name};
+use crate::resources::policy::reference::{
+    GATEWAY_GROUP, MeshClient, POLICY_GROUP, Raw, RawNetwork, Reference, networks,
+};
+use crate::resources::route::RouteKind;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AuthorizationPolicy {
+    pub meta: Meta,
+    pub target: AuthorizationTarget,
+    pub network: Option<Name>,
+    pub client: Option<RequiredClient>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AuthorizationTarget {
+    Server(Arc<str>),
+    /// Every server of the policy's namespace.
+    Namespace,
+    Route(RouteKind, Arc<str>),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RequiredClient {
+    MeshTls(Name),
+    ServiceAccount(Name),
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub(in crate::resources) struct PolicySpec {
+    target_ref: Reference,
+    required_authentication_refs: Vec<Reference>,
+}
+
+impl AuthorizationPolicy {
+    pub(in crate::resources) fn from_raw(raw: Raw<PolicySpec>) -> Result<Self, String> {
+        let meta = Meta::from_kubernetes(raw.metadata)?;
+        let target = target(&raw.spec.target_ref, meta.namespace())?;
+        let mut network = None;
+        let mut client = None;
+        for reference in &raw.spec.required_authentication_refs {
+            let name = reference.resolve(meta.namespace());
+            let taken = if reference.is(POLICY_GROUP, "NetworkAuthentication") {
+                network.replace(name).is_some()
+            } else if reference.is(POLICY_GROUP, "MeshTLSAuthentication") {
+                client.replace(RequiredClient::MeshTls(name)).is_some()
+            } else if reference.is("", "ServiceAccount") {
+                client.replace(RequiredClient::ServiceAccount(name)).is_some()
+            } else {
+                return Err(reference.refused(
+                    "spec.requiredAuthenticationRefs",
+                    "MeshTLSAuthentication, NetworkAuthentication, ServiceAccount",
+                ));
+            };
+            if taken {
+                return Err(
+                    "spec.requiredAuthenticationRefs may name one NetworkAuthentication, and one of \
+                            MeshTLSAuthentication and ServiceAccount"
+                        .to_owned(),
+                );
+            }
+        }
+        Ok(Self {
+            meta,
+            target,
+            network,
+            client,
+        })
+    }
+}
+
+fn target(reference: &Reference, namespace: &Arc<str>) -> Result<AuthorizationTarget, String> {
+    let name = Arc::from(reference.name.as_str());
+    if reference.is(POLICY_GROUP, "Server") {
+        Ok(AuthorizationTarget::Server(name))
+    } else if reference.is("", "Namespace") {
+        if name != *namespace {
+            return Err(format!(
+                "spec.targetRef names the namespace {name}; only its own, {namespace}, is accepted"
+            ));
+        }
+        Ok(AuthorizationTarget::Namespace)
+    } else if reference.is(POLICY_GROUP, "HTTPRoute") {
+        Ok(AuthorizationTarget::Route(RouteKind::PolicyHttp, name))
+    } else if reference.is(GATEWAY_GROUP, "HTTPRoute") {
+        Ok(AuthorizationTarget::Route(RouteKind::GatewayHttp, name))
+    } else if reference.is(GATEWAY_GROUP, "GRPCRoute") {
+        Ok(AuthorizationTarget::Route(RouteKind::Grpc, name))
+    } else {
+        Err(reference.refused("spec.targetRef", "Server, Namespace, HTTPRoute, GRPCRoute"))
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServerAuthorization {
+    pub meta: Meta,
+    pub servers: Servers,
+    /// None stands for the networks of the cluster.
+    pub networks: Option<Vec<NetworkMatch>>,
+    pub client: ServerClient,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Servers {
+    Named(Arc<str>),
+    Selected(Selector),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ServerClient {
+    Unauthenticated,
+    /// TLS is required, an identity is not.
+    UnauthenticatedTls,
+    Meshed(Vec<MeshClient>),
+    /// Says nothing, and admits nobody.
+    Nobody,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub(in crate::resources) struct ServerSpec {
+    server: RawServer,
+    client: RawClient,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawServer {
+    name: Option<String>,
+    selector: Option<Selector>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawClient {
+    networks: Option<Vec<RawNetwork>>,
+    #[serde(default)]
+    unauthenticated: bool,
+    #[serde(rename = "meshTLS")]
+    mesh_tls: Option<RawMeshTls>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawMeshTls {
+    #[serde(rename = "unauthenticatedTLS", default)]
+    unauthenticated_tls: bool,
+    #[serde(default)]
+    identities: Vec<String>,
+    #[serde(rename = "serviceAccounts", default)]
+    service_accounts: Vec<RawServiceAccount>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawServiceAccount {
+    name: String,
+    namespace: Option<String>,
+}
+
+impl ServerAuthorization {
+    pub(in crate::resources) fn from_raw(raw: Raw<ServerSpec>) -> Result<Self, String> {
+        let meta = Meta::from_kubernetes(raw.metadata)?;
+        let servers = match (raw.spec.server.name, raw.spec.server.selector) {
+            (Some(name), None) => Servers::Named(name.into()),
+            (None, Some(selector)) => Servers::Selected(selector),
+            _ => return Err("spec.server needs exactly one of name and selector".to_owned()),
+        };
+        let RawClient {
+            networks: raw_networks,
+            unauthenticated,
+            mesh_tls,
+        } = raw.spec.client;
+        let client = match (unauthenticated, mesh_tls) {
+            (true, Some(_)) => return Err("spec.client takes one of unauthenticated and meshTLS".to_owned()),
+            (true, None) => ServerClient::Unauthenticated,
+            (false, None) => ServerClient::Nobody,
+            (false, Some(mesh_tls)) => mesh_client(mesh_tls, meta.namespace())?,
+        };
+        Ok(Self {
+            servers,
+            networks: raw_networks.map(networks).transpose()?,
+            client,
+            meta,
+        })
+    }
+}
+
+fn mesh_client(raw: RawMeshTls, namespace: &Arc<str>) -> Result<ServerClient, String> {
+    let mut clients = Vec::new();
+    for identity in &raw.identities {
+        clients.push(MeshClient::parse(identity)?);
+    }
+    for RawServiceAccount { name, namespace: other } in raw.service_accounts {
+        let namespace = other.map_or_else(|| namespace.clone(), Arc::from);
+        clients.push(MeshClient::ServiceAccount(Name::new(namespace, name)));
+    }
+    match (raw.unauthenticated_tls, clients.is_empty()) {
+        (true, true) => Ok(ServerClient::UnauthenticatedTls),
+        (false, false) => Ok(ServerClient::Meshed(clients)),
+        (true, false) => {
+            Err("spec.client.meshTLS takes unauthenticatedTLS or identities and serviceAccounts, not both".to_owned())
+        }
+        (false, true) => Ok(ServerClient::Nobody),
+    }
+}

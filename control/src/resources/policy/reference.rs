@@ -1,0 +1,187 @@
+//! References between objects, the identities and networks that policies name.
+
+use std::sync::Arc;
+
+use ipnet::IpNet;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use serde::Deserialize;
+use tulle_core::identity::Identity;
+use tulle_core::nets::NetworkMatch;
+
+use crate::resources::meta::Name;
+
+pub const POLICY_GROUP: &str = "policy.linkerd.io";
+pub const GATEWAY_GROUP: &str = "gateway.networking.k8s.io";
+
+/// A custom resource before its metadata and spec are checked.
+#[derive(Deserialize)]
+pub(in crate::resources) struct Raw<S> {
+    pub(in crate::resources) metadata: ObjectMeta,
+    pub(in crate::resources) spec: S,
+}
+
+/// A reference to an object as manifests write it.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Reference {
+    #[serde(default)]
+    pub(super) group: String,
+    pub(super) kind: String,
+    pub(super) name: String,
+    pub(super) namespace: Option<String>,
+}
+
+impl Reference {
+    pub(super) fn is(&self, group: &str, kind: &str) -> bool {
+        same_kind(&self.group, &self.kind, group, kind)
+    }
+
+    pub(super) fn resolve(&self, namespace: &Arc<str>) -> Name {
+        Name::new(
+            self.namespace.as_deref().map_or_else(|| namespace.clone(), Arc::from),
+            self.name.as_str(),
+        )
+    }
+
+    pub(super) fn refused(&self, field: &str, accepted: &str) -> String {
+        let group = if self.group.is_empty() { "core" } else { &self.group };
+        format!("{field} names a {} of group {group}; accepted: {accepted}", self.kind)
+    }
+}
+
+/// Compares groups and kinds without case; the empty group is `core`.
+pub fn same_kind(group: &str, kind: &str, expected_group: &str, expected_kind: &str) -> bool {
+    let group = if group.is_empty() { "core" } else { group };
+    let expected_group = if expected_group.is_empty() {
+        "core"
+    } else {
+        expected_group
+    };
+    group.eq_ignore_ascii_case(expected_group) && kind.eq_ignore_ascii_case(expected_kind)
+}
+
+/// Meshed clients that an authorization admits.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum MeshClient {
+    /// Exactly this identity.
+    Identity(String),
+    /// Any identity below these labels; none at all admits every identity.
+    Suffix(Vec<String>),
+    ServiceAccount(Name),
+    /// Every service account of a namespace.
+    Namespace(Arc<str>),
+}
+
+impl MeshClient {
+    /// Reads a name, `*`, `*.suffix` or a SPIFFE URI.
+    pub(super) fn parse(text: &str) -> Result<Self, String> {
+        let refused = || format!("identity {text:?} is none of: `*`, `*.<suffix>`, a DNS name, a SPIFFE URI");
+        if text.starts_with("spiffe://") {
+            return text
+                .parse::<Identity>()
+                .map(|_| Self::Identity(text.to_owned()))
+                .map_err(|_| refused());
+        }
+        let (wildcard, labels) = match text.strip_prefix('*') {
+            Some("") => return Ok(Self::Suffix(Vec::new())),
+            Some(rest) => (true, rest.strip_prefix('.').ok_or_else(refused)?),
+            None => (false, text),
+        };
+        if !labels.split('.').all(is_dns_label) {
+            return Err(refused());
+        }
+        Ok(if wildcard {
+            Self::Suffix(labels.split('.').map(str::to_owned).collect())
+        } else {
+            Self::Identity(text.to_owned())
+        })
+    }
+}
+
+fn is_dns_label(label: &str) -> bool {
+    let alphanumeric = |byte: &u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
+    let bytes = label.as_bytes();
+    bytes.first().is_some_and(alphanumeric)
+        && bytes.last().is_some_and(alphanumeric)
+        && bytes.iter().all(|byte| alphanumeric(byte) || *byte == b'-')
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct RawNetwork {
+    cidr: String,
+    #[serde(default)]
+    except: Vec<String>,
+}
+
+/// Checks that every exception lies inside its network and leaves something of it.
+pub(super) fn networks(raw: Vec<RawNetwork>) -> Result<Vec<NetworkMatch>, String> {
+    let mut networks = Vec::with_capacity(raw.len());
+    for RawNetwork { cidr, except } in raw {
+        let net = network(&cidr)?;
+        let mut exceptions = Vec::with_capacity(except.len());
+        for text in except {
+            let exception = network(&text)?;
+            if exception == net {
+                return Err(format!("except {text} leaves nothing of {cidr}"));
+            }
+            if !net.contains(&exception) {
+                return Err(format!("except {text} is not inside {cidr}"));
+            }
+            exceptions.push(exception);
+        }
+        networks.push(NetworkMatch {
+            net,
+            except: exceptions,
+        });
+    }
+    Ok(networks)
+}
+
+fn network(text: &str) -> Result<IpNet, String> {
+    let net = text
+        .parse::<IpNet>()
+        .or_else(|_| text.parse::<std::net::IpAddr>().map(IpNet::from));
+    net.map(|net| net.trunc())
+        .map_err(|_| format!("{text:?} is neither a network (10.0.0.0/8) nor an IP address"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn identities_are_names_wildcards_or_spiffe_uris() {
+        let suffix = |labels: &[&str]| MeshClient::Suffix(labels.iter().map(|label| (*label).to_owned()).collect());
+        assert_eq!(MeshClient::parse("*"), Ok(suffix(&[])));
+        assert_eq!(MeshClient::parse("*.a.b"), Ok(suffix(&["a", "b"])));
+        assert_eq!(
+            MeshClient::parse("web.ns"),
+            Ok(MeshClient::Identity("web.ns".to_owned()))
+        );
+        assert!(MeshClient::parse("spiffe://root.local/web").is_ok());
+        for refused in ["", "*a", "a..b", "Web", "-a", "a-", "web.*", "*.", "spiffe://"] {
+            assert!(MeshClient::parse(refused).is_err(), "{refused}");
+        }
+    }
+
+    #[test]
+    fn network_exceptions_lie_inside_and_leave_something() {
+        let check = |cidr: &str, except: &[&str]| {
+            let except = except.iter().map(|net| (*net).to_owned()).collect();
+            networks(vec![RawNetwork {
+                cidr: cidr.to_owned(),
+                except,
+            }])
+        };
+        assert!(check("10.0.0.0/8", &["10.1.0.0/16"]).is_ok());
+        assert!(check("10.0.0.1", &[]).is_ok());
+        for (cidr, except) in [
+            ("10.0.0.0/8", "10.0.0.0/8"),
+            ("10.0.0.0/8", "11.0.0.0/16"),
+            ("x", "10.0.0.0/8"),
+        ] {
+            assert!(check(cidr, &[except]).is_err(), "{cidr} except {except}");
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! What makes a route unacceptable before anybody looks at its parents.
+
+use http::header::{HeaderName, HeaderValue};
+use regex::Regex;
+
+use crate::resources::annotations;
+use crate::resources::route::{
+    Filter, GrpcMatch, HeaderModifier, HttpMatch, NamedMatch, ParentKind, PathKind, PathModifier, Redirect, Route,
+    RouteKind, Rule, Rules, ValueKind,
+};
+
+/// Refuses what admission refuses for the kind of the route.
+///
+/// # Errors
+/// The first offence, with its value and what would be accepted.
+pub fn admit(route: &Route) -> Result<(), String> {
+    at_most("spec.parentRefs", route.parents.len(), 32)?;
+    at_most("spec.hostnames", route.hostnames.len(), 16)?;
+    for parent in &route.parents {
+        if parent.kind == ParentKind::EgressNetwork && parent.port.is_none() {
+            return Err(format!(
+                "parentRef {} is an EgressNetwork and needs a port",
+                parent.name
+            ));
+        }
+    }
+    let outbound = |kind| matches!(kind, ParentKind::Service | ParentKind::EgressNetwork);
+    if route.parents.iter().any(|parent| outbound(parent.kind)) {
+        annotations::http_retry(&route.meta.annotations)?;
+        annotations::grpc_retry(&route.meta.annotations)?;
+        annotations::timeouts(&route.meta.annotations)?;
+    }
+    for hostname in &route.hostnames {
+        let name = hostname.strip_prefix("*.").unwrap_or(hostname);
+        if name.is_empty() || name.contains('*') || name.parse::<std::net::IpAddr>().is_ok() {
+            return Err(format!("hostname {hostname:?} is neither a name nor `*.` and a suffix"));
+        }
+    }
+    match &route.rules {
+        Rules::Http(rules) => at_most("spec.rules", rules.len(), 16),
+        Rules::Grpc(rules) => at_most("spec.rules", rules.len(), 16),
+    }?;
+    match &route.rules {
+        Rules::Http(rules) => rules.iter().try_for_each(|rule| {
+            rule.matches.iter().flatten().try_for_each(http_match)?;
+            admit_rule(rule, route.kind)
+        }),
+        Rules::Grpc(rules) => rules.iter().try_for_each(|rule| {
+            rule.matches.iter().flatten().try_for_each(grpc_match)?;
+            admit_rule(rule, route.kind)
+        }),
+    }
+}
+
+fn at_most(field: &str, n_entries: usize, limit: usize) -> Result<(), String> {
+    if n_entries > limit {
+        Err(format!("{field} has {n_entries} entries; at most {limit} are accepted"))
+    } else {
+        Ok(())
+    }
+}
+
+fn admit_rule<M>(rule: &Rule<M>, kind: RouteKind) -> Result<(), String> {
+    at_most("rules[].matches", rule.matches.iter().flatten().count(), MATCHES)?;
+    at_most("rules[].backendRefs", rule.backend_refs.len(), 16)?;
+    if let (Some(request), Some(backend)) = (rule.timeouts.request, rule.timeouts.backend_request)
+        && !request.is_zero()
+        && backend > request
+    {
+        return Err(format!(
+            "timeouts.backendRequest of {backend:?} is longer than timeouts.request of {request:?}"
+        ));
+    }
+    rule.filters.iter().try_for_each(|admitted| filter(admitted, kind))?;
+    for backend in &rule.backend_refs {
+        backend.filters.iter().try_for_each(|admitted| filter(admitted, kind))?;
+        if kind != RouteKind::PolicyHttp && backend.is_service() && backend.port.is_none() {
+            return Err(format!("backendRef {} is a Service and needs a port", backend.name));
+        }
+    }
+    Ok(())
+}
+
+fn http_match(matched: &HttpMatch) -> Result<(), String> {
+    if let Some(path) = &matched.path {
+        if path.kind == PathKind::RegularExpression {
+            regex(&path.value)?;
+        } else {
+            absolute(&path.value)?;
+        }
+    }
+    if let Some(method) = &matched.method {
+        http::Method::from_bytes(method.as_bytes()).map_err(|_| format!("{method:?} is not an HTTP method"))?;
+    }
+    matched.headers.iter().try_for_each(header_match)?;
+    matched.query_params.iter().try_for_each(value_match)
+}
+
+fn grpc_match(matched: &GrpcMatch) -> Result<(), String> {
+    if matched
+        .method
+        .as_ref()
+        .is_some_and(|method| method.kind == ValueKind::RegularExpression)
+    {
+        return Err("gRPC methods are matched by type Exact only".to_owned());
+    }
+    matched.headers.iter().try_for_each(header_match)
+}
+
+fn header_match(matched: &NamedMatch) -> Result<(), String> {
+    header_name(&matched.name)?;
+    value_match(matched)
+}
+
+fn value_match(matched: &NamedMatch) -> Result<(), String> {
+    if matched.kind == ValueKind::RegularExpression {
+        regex(&matched.value)
+    } else {
+        Ok(())
+    }
+}
+
+fn regex(text: &str) -> Result<(), String> {
+    Regex::new(text)
+        .map(|_| ())
+        .map_err(|error| format!("regular expression {text:?}: {error}"))
+}
+
+fn absolute(path: &str) -> Result<(), String> {
+    if path.starts_with('/') {
+        Ok(())
+    } else {
+        Err(format!("path {path:?} does not start with /"))
+    }
+}
+
+fn filter(admitted: &Filter, kind: RouteKind) -> Result<(), String> {
+    match admitted {
+        Filter::RequestHeaders(modifier) | Filter::ResponseHeaders(modifier) => header_modifier(modifier),
+        Filter::Redirect(redirect) => admit_redirect(redirect, kind),
+        // Gateway routes may carry filters for others; such a route is admitted, and not served by us.
+        Filter::Unsupported(name) if kind == RouteKind::PolicyHttp => Err(format!(
+            "filter {name:?} is none of: RequestHeaderModifier, ResponseHeaderModifier, RequestRedirect"
+        )),
+        Filter::Unsupported(_) => Ok(()),
+    }
+}
+
+fn header_modifier(modifier: &HeaderModifier) -> Result<(), String> {
+    for header in modifier.add.iter().chain(&modifier.set) {
+        header_name(&header.name)?;
+        HeaderValue::from_str(&header.value)
+            .map_err(|_| format!("header {}: {:?} is not a header value", header.name, header.value))?;
+    }
+    modifier.remove.iter().try_for_each(|name| header_name(name))
+}
+
+fn header_name(name: &str) -> Result<(), String> {
+    HeaderName::from_bytes(name.as_bytes())
+        .map(|_| ())
+        .map_err(|_| format!("{name:?} is not a header name"))
+}
+
+fn admit_redirect(redirect: &Redirect, kind: RouteKind) -> Result<(), String> {
+    if let Some(PathModifier::ReplaceFullPath { path } | PathModifier::ReplacePrefixMatch { prefix: path }) =
+        &redirect.path
+    {
+        absolute(path)?;
+    }
+    if let Some(scheme) = &redirect.scheme {
+        http::uri::Scheme::try_from(scheme.as_str()).map_err(|_| format!("{scheme:?} is not a URI scheme"))?;
+    }
+    if redirect.port == Some(0) {
+        return Err("redirect to port 0; accepted: 1-65535".to_owned());
+    }
+    match redirect.status_code {
+        Some(code) if kind == RouteKind::PolicyHttp && !matches!(code, 301 | 302) => {
+            Err(format!("redirect status {code}; accepted: 301, 302"))
+        }
+        Some(code) if !(300..=399).contains(&code) => Err(format!("redirect status {code}; accepted: 300-399")),
+        _ => Ok(()),
+    }
+}
+
+/// The Gateway API raised its limit of 8 in a later version, and API servers check it before we do.
+const MATCHES: usize = 64;

@@ -1,0 +1,334 @@
+//! Services, and the addresses behind them: Endpoints and EndpointSlices in one shape.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::{
+    Endpoints as KubernetesEndpoints, ObjectReference, Service as KubernetesService,
+    ServicePort as KubernetesServicePort,
+};
+use k8s_openapi::api::discovery::v1::{Endpoint as KubernetesEndpoint, EndpointSlice as KubernetesSlice};
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+use tulle_core::names::label;
+
+use crate::resources::meta::{Meta, Name};
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Service {
+    pub meta: Meta,
+    /// Empty for headless services.
+    pub cluster_ips: Vec<IpAddr>,
+    pub kind: ServiceKind,
+    pub ports: Vec<ServicePort>,
+    pub selector: BTreeMap<String, String>,
+    pub traffic: InternalTraffic,
+    /// Empty when the manifest names none, which stands for both.
+    pub families: Vec<Family>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ServiceKind {
+    ClusterIp,
+    Headless,
+    ExternalName,
+    /// A service whose address has not been assigned.
+    Unassigned,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum InternalTraffic {
+    #[default]
+    Cluster,
+    /// Only endpoints on the client's node.
+    Local,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Family {
+    V4,
+    V6,
+}
+
+impl Family {
+    pub fn of(ip: &IpAddr) -> Self {
+        if ip.is_ipv4() { Self::V4 } else { Self::V6 }
+    }
+}
+
+/// A TCP port of a service.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServicePort {
+    pub name: String,
+    pub port: u16,
+    pub target: PortRef,
+    pub app_protocol: Option<String>,
+}
+
+/// A port by number or by its name in the workload.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum PortRef {
+    Number(u16),
+    Name(String),
+}
+
+impl PortRef {
+    pub fn from_kubernetes(port: IntOrString) -> Result<Self, String> {
+        match port {
+            IntOrString::Int(number) => port_number(number).map(Self::Number),
+            IntOrString::String(text) => match text.parse::<i32>() {
+                Ok(number) => port_number(number).map(Self::Number),
+                Err(_) if text.is_empty() => Err("port name is empty".to_owned()),
+                Err(_) => Ok(Self::Name(text)),
+            },
+        }
+    }
+}
+
+/// A port number, or why it is none.
+pub fn port_number(number: i32) -> Result<u16, String> {
+    match u16::try_from(number) {
+        Ok(port) if port > 0 => Ok(port),
+        _ => Err(format!("port {number} is not in 1-65535")),
+    }
+}
+
+pub fn is_tcp(protocol: Option<&str>) -> bool {
+    protocol.is_none_or(|protocol| protocol.eq_ignore_ascii_case("TCP"))
+}
+
+impl Service {
+    pub fn from_kubernetes(service: KubernetesService) -> Result<Self, String> {
+        let meta = Meta::from_kubernetes(service.metadata)?;
+        let spec = service.spec.unwrap_or_default();
+        let mut addresses = spec.cluster_ips.unwrap_or_default();
+        if addresses.is_empty() {
+            addresses.extend(spec.cluster_ip);
+        }
+        let headless = addresses.iter().any(|address| address == "None");
+        let mut cluster_ips = Vec::new();
+        for address in addresses
+            .iter()
+            .filter(|address| !address.is_empty() && *address != "None")
+        {
+            cluster_ips.push(parse_ip(address, "spec.clusterIP")?);
+        }
+        let kind = match (spec.type_.as_deref(), headless, cluster_ips.is_empty()) {
+            (Some("ExternalName"), _, _) => ServiceKind::ExternalName,
+            (_, true, _) => ServiceKind::Headless,
+            (_, false, true) => ServiceKind::Unassigned,
+            (_, false, false) => ServiceKind::ClusterIp,
+        };
+        let ports = spec
+            .ports
+            .unwrap_or_default()
+            .into_iter()
+            .filter(|port| is_tcp(port.protocol.as_deref()))
+            .map(ServicePort::from_kubernetes)
+            .collect::<Result<_, _>>()?;
+        let traffic = match spec.internal_traffic_policy.as_deref() {
+            Some("Local") => InternalTraffic::Local,
+            _ => InternalTraffic::Cluster,
+        };
+        let families = spec.ip_families.unwrap_or_default();
+        let families = families
+            .iter()
+            .map(|family| if family == "IPv6" { Family::V6 } else { Family::V4 })
+            .collect();
+        Ok(Self {
+            meta,
+            cluster_ips,
+            kind,
+            ports,
+            selector: spec.selector.unwrap_or_default(),
+            traffic,
+            families,
+        })
+    }
+
+    pub fn port(&self, number: u16) -> Option<&ServicePort> {
+        self.ports.iter().find(|port| port.port == number)
+    }
+}
+
+impl ServicePort {
+    fn from_kubernetes(port: KubernetesServicePort) -> Result<Self, String> {
+        let number = port_number(port.port)?;
+        let target = match port.target_port {
+            None | Some(IntOrString::Int(0)) => PortRef::Number(number),
+            Some(target) => PortRef::from_kubernetes(target)?,
+        };
+        Ok(Self {
+            name: port.name.unwrap_or_default(),
+            port: number,
+            target,
+            app_protocol: port.app_protocol,
+        })
+    }
+}
+
+/// Addresses that share their ports.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Subset {
+    pub ports: Vec<SubsetPort>,
+    pub addresses: Vec<Address>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SubsetPort {
+    /// The name of the service's port; empty when that has none.
+    pub name: String,
+    pub port: u16,
+}
+
+/// One ready or unready address of a service.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Address {
+    pub ip: IpAddr,
+    pub ready: Readiness,
+    pub hostname: Option<String>,
+    pub node: Option<String>,
+    pub zone: Option<String>,
+    pub hint_zones: Vec<String>,
+    pub target: Target,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Readiness {
+    Ready,
+    NotReady,
+}
+
+/// What an address belongs to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Target {
+    Pod(Name),
+    ExternalWorkload(Name),
+    Nothing,
+    /// A kind that we do not serve; its address is left out.
+    Other,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Endpoints {
+    pub meta: Meta,
+    pub subsets: Vec<Subset>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EndpointSlice {
+    pub meta: Meta,
+    /// The service it belongs to; a slice without one serves nobody.
+    pub service: Option<Name>,
+    pub subset: Subset,
+}
+
+impl Endpoints {
+    pub fn from_kubernetes(endpoints: KubernetesEndpoints) -> Result<Self, String> {
+        let meta = Meta::from_kubernetes(endpoints.metadata)?;
+        let mut subsets = Vec::new();
+        for subset in endpoints.subsets.unwrap_or_default() {
+            let mut ports = Vec::new();
+            for port in subset.ports.unwrap_or_default() {
+                if is_tcp(port.protocol.as_deref()) {
+                    ports.push(SubsetPort {
+                        name: port.name.unwrap_or_default(),
+                        port: port_number(port.port)?,
+                    });
+                }
+            }
+            let mut addresses = Vec::new();
+            for address in subset.addresses.unwrap_or_default() {
+                addresses.push(Address {
+                    ip: parse_ip(&address.ip, "subsets[].addresses[].ip")?,
+                    ready: Readiness::Ready,
+                    hostname: address.hostname.filter(|hostname| !hostname.is_empty()),
+                    node: address.node_name,
+                    zone: None,
+                    hint_zones: Vec::new(),
+                    target: Target::from_kubernetes(address.target_ref, meta.namespace()),
+                });
+            }
+            subsets.push(Subset { ports, addresses });
+        }
+        Ok(Self { meta, subsets })
+    }
+}
+
+impl EndpointSlice {
+    pub fn from_kubernetes(slice: KubernetesSlice) -> Result<Self, String> {
+        let meta = Meta::from_kubernetes(slice.metadata)?;
+        let owner = meta
+            .owner
+            .as_ref()
+            .filter(|owner| owner.kind == "Service")
+            .map(|owner| owner.name.as_str());
+        let service = meta.label(label::SERVICE_NAME).or(owner);
+        let service = service.map(|service| Name::new(meta.namespace().clone(), service));
+        let mut ports = Vec::new();
+        for port in slice.ports.unwrap_or_default() {
+            // A slice port without a number stands for "all ports", which no service of ours has.
+            if let (true, Some(number)) = (is_tcp(port.protocol.as_deref()), port.port) {
+                ports.push(SubsetPort {
+                    name: port.name.unwrap_or_default(),
+                    port: port_number(number)?,
+                });
+            }
+        }
+        let mut addresses = Vec::new();
+        // Names (address type FQDN) are not dialled by proxies, so such slices are empty for us.
+        if slice.address_type != "FQDN" {
+            for endpoint in slice.endpoints {
+                push_addresses(&mut addresses, endpoint, meta.namespace())?;
+            }
+        }
+        Ok(Self {
+            meta,
+            service,
+            subset: Subset { ports, addresses },
+        })
+    }
+}
+
+fn push_addresses(
+    addresses: &mut Vec<Address>,
+    endpoint: KubernetesEndpoint,
+    namespace: &Arc<str>,
+) -> Result<(), String> {
+    let ready = match endpoint.conditions.and_then(|conditions| conditions.ready) {
+        None | Some(true) => Readiness::Ready,
+        Some(false) => Readiness::NotReady,
+    };
+    let zones = endpoint.hints.and_then(|hints| hints.for_zones).unwrap_or_default();
+    let target = Target::from_kubernetes(endpoint.target_ref, namespace);
+    for address in &endpoint.addresses {
+        addresses.push(Address {
+            ip: parse_ip(address, "endpoints[].addresses[]")?,
+            ready,
+            hostname: endpoint.hostname.clone().filter(|hostname| !hostname.is_empty()),
+            node: endpoint.node_name.clone(),
+            zone: endpoint.zone.clone(),
+            hint_zones: zones.iter().map(|zone| zone.name.clone()).collect(),
+            target: target.clone(),
+        });
+    }
+    Ok(())
+}
+
+impl Target {
+    fn from_kubernetes(target: Option<ObjectReference>, namespace: &Arc<str>) -> Self {
+        let Some(target) = target else { return Self::Nothing };
+        let namespace = target.namespace.map_or_else(|| namespace.clone(), Arc::from);
+        let name = Name::new(namespace, target.name.unwrap_or_default());
+        match target.kind.as_deref() {
+            Some("Pod") => Self::Pod(name),
+            Some("ExternalWorkload") => Self::ExternalWorkload(name),
+            _ => Self::Other,
+        }
+    }
+}
+
+pub fn parse_ip(text: &str, field: &str) -> Result<IpAddr, String> {
+    text.parse()
+        .map_err(|_| format!("{field}: {text:?} is not an IP address"))
+}

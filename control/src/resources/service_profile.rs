@@ -1,0 +1,322 @@
+//! `ServiceProfile`: routes, retry budget and traffic split of one service name.
+
+use std::time::Duration;
+
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use serde::Deserialize;
+
+use crate::resources::go_duration;
+use crate::resources::meta::Meta;
+use crate::resources::policy::reference::Raw;
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct ServiceProfile {
+    pub meta: Meta,
+    pub routes: Vec<ProfileRoute>,
+    pub retry_budget: Option<RetryBudget>,
+    pub overrides: Vec<Override>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct ProfileRoute {
+    pub name: String,
+    pub condition: RequestMatch,
+    pub response_classes: Vec<ResponseClass>,
+    pub is_retryable: bool,
+    pub timeout: Option<Duration>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RequestMatch {
+    All(Vec<Self>),
+    Any(Vec<Self>),
+    Not(Box<Self>),
+    PathRegex(String),
+    Method(String),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ResponseClass {
+    pub condition: ResponseMatch,
+    pub is_failure: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ResponseMatch {
+    All(Vec<Self>),
+    Any(Vec<Self>),
+    Not(Box<Self>),
+    /// Both ends included; 0 stands for no bound.
+    Status {
+        min: u32,
+        max: u32,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RetryBudget {
+    pub ratio: f32,
+    pub min_per_second: u32,
+    pub ttl: Duration,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Override {
+    pub authority: String,
+    /// Ten thousandths of the quantity that was written: `500m` is 5000.
+    pub weight: u32,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub(super) struct Spec {
+    #[serde(default)]
+    routes: Vec<RawRoute>,
+    retry_budget: Option<RawBudget>,
+    #[serde(default)]
+    dst_overrides: Vec<RawOverride>,
+    #[serde(default)]
+    opaque_ports: Vec<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct RawRoute {
+    name: String,
+    condition: RawRequestMatch,
+    #[serde(default)]
+    response_classes: Vec<RawResponseClass>,
+    #[serde(default)]
+    is_retryable: bool,
+    timeout: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct RawRequestMatch {
+    all: Option<Vec<Self>>,
+    any: Option<Vec<Self>>,
+    not: Option<Box<Self>>,
+    path_regex: Option<String>,
+    method: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct RawResponseClass {
+    condition: RawResponseMatch,
+    #[serde(default)]
+    is_failure: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawResponseMatch {
+    all: Option<Vec<Self>>,
+    any: Option<Vec<Self>>,
+    not: Option<Box<Self>>,
+    status: Option<RawStatus>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawStatus {
+    #[serde(default)]
+    min: u32,
+    #[serde(default)]
+    max: u32,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct RawBudget {
+    retry_ratio: f32,
+    min_retries_per_second: u32,
+    ttl: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawOverride {
+    authority: String,
+    weight: Quantity,
+}
+
+impl ServiceProfile {
+    pub(super) fn from_raw(raw: Raw<Spec>) -> Result<Self, String> {
+        let Spec {
+            routes: raw_routes,
+            retry_budget,
+            dst_overrides,
+            opaque_ports,
+        } = raw.spec;
+        let meta = Meta::from_kubernetes(raw.metadata)?;
+        if !opaque_ports.is_empty() {
+            return Err(
+                "spec.opaquePorts is not read; annotate the Service with config.linkerd.io/opaque-ports".to_owned(),
+            );
+        }
+        let mut routes = Vec::new();
+        for route in raw_routes {
+            let name = route.name.clone();
+            routes.push(ProfileRoute::from_raw(route).map_err(|error| format!("route {name:?}: {error}"))?);
+        }
+        let mut overrides = Vec::new();
+        for RawOverride { authority, weight } in dst_overrides {
+            overrides.push(Override {
+                weight: override_weight(&weight.0)?,
+                authority,
+            });
+        }
+        Ok(Self {
+            meta,
+            routes,
+            retry_budget: retry_budget.map(RetryBudget::from_raw).transpose()?,
+            overrides,
+        })
+    }
+}
+
+impl ProfileRoute {
+    fn from_raw(raw: RawRoute) -> Result<Self, String> {
+        if raw.name.is_empty() {
+            return Err("name is empty".to_owned());
+        }
+        let timeout = raw.timeout.as_deref().map(go_duration::parse).transpose();
+        let mut response_classes = Vec::new();
+        for class in raw.response_classes {
+            let condition = ResponseMatch::from_raw(class.condition)?;
+            response_classes.push(ResponseClass {
+                condition,
+                is_failure: class.is_failure,
+            });
+        }
+        Ok(Self {
+            condition: RequestMatch::from_raw(raw.condition)?,
+            name: raw.name,
+            response_classes,
+            is_retryable: raw.is_retryable,
+            timeout: timeout.map_err(|error| format!("timeout: {error}"))?,
+        })
+    }
+}
+
+impl RequestMatch {
+    /// Several fields of one condition must all match.
+    fn from_raw(raw: RawRequestMatch) -> Result<Self, String> {
+        let mut matches = Vec::new();
+        if let Some(all) = raw.all {
+            matches.push(Self::All(
+                all.into_iter().map(Self::from_raw).collect::<Result<_, _>>()?,
+            ));
+        }
+        if let Some(any) = raw.any {
+            matches.push(Self::Any(
+                any.into_iter().map(Self::from_raw).collect::<Result<_, _>>()?,
+            ));
+        }
+        if let Some(method) = raw.method {
+            matches.push(Self::Method(method));
+        }
+        if let Some(not) = raw.not {
+            matches.push(Self::Not(Box::new(Self::from_raw(*not)?)));
+        }
+        if let Some(path) = raw.path_regex {
+            matches.push(Self::PathRegex(path));
+        }
+        match (matches.pop(), matches.is_empty()) {
+            (None, _) => Err("condition sets none of all, any, not, pathRegex, method".to_owned()),
+            (Some(only), true) => Ok(only),
+            (Some(last), false) => {
+                matches.push(last);
+                Ok(Self::All(matches))
+            }
+        }
+    }
+}
+
+impl ResponseMatch {
+    fn from_raw(raw: RawResponseMatch) -> Result<Self, String> {
+        let mut matches = Vec::new();
+        if let Some(all) = raw.all {
+            matches.push(Self::All(
+                all.into_iter().map(Self::from_raw).collect::<Result<_, _>>()?,
+            ));
+        }
+        if let Some(any) = raw.any {
+            matches.push(Self::Any(
+                any.into_iter().map(Self::from_raw).collect::<Result<_, _>>()?,
+            ));
+        }
+        if let Some(RawStatus { min, max }) = raw.status {
+            for bound in [min, max] {
+                if bound != 0 && !(100..=599).contains(&bound) {
+                    return Err(format!("response status {bound} is not in 100-599"));
+                }
+            }
+            if max != 0 && max < min {
+                return Err(format!("response status range ends at {max}, before its start {min}"));
+            }
+            matches.push(Self::Status { min, max });
+        }
+        if let Some(not) = raw.not {
+            matches.push(Self::Not(Box::new(Self::from_raw(*not)?)));
+        }
+        match (matches.pop(), matches.is_empty()) {
+            (None, _) => Err("response condition sets none of all, any, not, status".to_owned()),
+            (Some(only), true) => Ok(only),
+            (Some(last), false) => {
+                matches.push(last);
+                Ok(Self::All(matches))
+            }
+        }
+    }
+}
+
+impl RetryBudget {
+    fn from_raw(raw: RawBudget) -> Result<Self, String> {
+        if raw.retry_ratio.is_nan() || raw.retry_ratio < 0.0 {
+            return Err(format!("spec.retryBudget.retryRatio {} is negative", raw.retry_ratio));
+        }
+        let ttl = go_duration::parse(&raw.ttl).map_err(|error| format!("spec.retryBudget.ttl: {error}"))?;
+        Ok(Self {
+            ratio: raw.retry_ratio,
+            min_per_second: raw.min_retries_per_second,
+            ttl,
+        })
+    }
+}
+
+/// A Kubernetes quantity without a unit or in thousandths, which is what weights are written in.
+fn override_weight(text: &str) -> Result<u32, String> {
+    let refused = || format!("weight {text:?} is not a number such as 1, 0.5 or 500m");
+    let (number, per_unit) = match text.strip_suffix('m') {
+        Some(number) => (number, 10.0),
+        None => (text, 10_000.0),
+    };
+    let weight = number.parse::<f64>().map_err(|_| refused())? * per_unit;
+    if !(0.0..=f64::from(u32::MAX)).contains(&weight) {
+        return Err(refused());
+    }
+    #[allow(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "the range was checked above"
+    )]
+    Ok(weight.round() as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_are_quantities_in_ten_thousandths() {
+        assert_eq!(override_weight("500m"), Ok(5000));
+        assert_eq!(override_weight("1"), Ok(10_000));
+        assert_eq!(override_weight("0.5"), Ok(5000));
+        for refused in ["", "m", "-1", "1Gi", "NaN", "1e9"] {
+            assert!(override_weight(refused).is_err(), "{refused}");
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! Real sockets, our own client, and OpenSSL's.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::process::Stdio;
+
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, ExtendedKeyUsagePurpose, IsCa, KeyPair,
+    KeyUsagePurpose,
+};
+use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
+use time::OffsetDateTime;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::process::Command;
+use tokio::task::JoinHandle;
+use tonic::Status;
+use tulle_core::addr::Addr;
+use tulle_core::drain::{self, Signal};
+use tulle_core::metrics::Registry;
+use tulle_proto::identity as proto;
+use tulle_proto::identity::identity_client::IdentityClient;
+use tulle_proto::identity::identity_server::{Identity, IdentityServer};
+
+use super::*;
+use crate::tls::anchors::TrustAnchors;
+use crate::tls::client::{self, Channel, Peer};
+use crate::tls::creds::Leaf;
+
+const NAME: &str = "linkerd-identity.linkerd.serviceaccount.identity.linkerd.cluster.local";
+const WEB: &str = "web.shop.serviceaccount.identity.linkerd.cluster.local";
+
+type Ca = CertifiedIssuer<'static, KeyPair>;
+
+/// Answers with the name it was asked for, as the leaf.
+struct Echo;
+
+#[tonic::async_trait]
+impl Identity for Echo {
+    async fn certify(
+        &self,
+        req: tonic::Request<proto::CertifyRequest>,
+    ) -> Result<tonic::Response<proto::CertifyResponse>, Status> {
+        Ok(tonic::Response::new(proto::CertifyResponse {
+            leaf_certificate: req.into_inner().identity.into_bytes(),
+            ..proto::CertifyResponse::default()
+        }))
+    }
+}
+
+/// A served port, and the authority that its clients trust.
+struct Port {
+    ca: Ca,
+    addr: SocketAddr,
+    creds: Arc<ServerCreds>,
+    registry: Registry,
+    signal: Signal,
+    server: JoinHandle<()>,
+}
+
+impl Port {
+    async fn start() -> Self {
+        let port = Self::without_certificate().await;
+        port.creds.install(day(&port.ca, NAME), &anchors(&port.ca)).unwrap();
+        port
+    }
+
+    async fn without_certificate() -> Self {
+        let creds = Arc::new(ServerCreds::new(NAME.to_owned()));
+        let registry = Registry::new();
+        let server = server(creds.clone(), &registry);
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let addr = listener.local_addr().unwrap();
+        let (signal, watch) = drain::channel();
+        let server = tokio::spawn(server.serve(listener, watch));
+        Self {
+            ca: ca(),
+            addr,
+            creds,
+            registry,
+            signal,
+            server,
+        }
+    }
+
+    async fn connect(&self, name: &str, leaf: Option<Leaf>) -> Result<Channel, client::Error> {
+        let anchors = anchors(&self.ca);
+        let peer = Peer {
+            addr: &Addr::Socket(self.addr),
+            name,
+            anchors: &anchors,
+        };
+        client::connect(&peer, leaf).await
+    }
+
+    async fn openssl(&self, args: &[&str]) -> String {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), self.ca.pem()).unwrap();
+        let output = Command::new("openssl")
+            .args(["s_client", "-connect", &self.addr.to_string(), "-CAfile"])
+            .arg(file.path())
+            .args(args)
+            .stdin(Stdio::null())
+            .output()
+            .await
+            .unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        text(&output.stdout) + &text(&output.stderr)
+    }
+}
+
+fn server(creds: Arc<ServerCreds>, registry: &Registry) -> Server {
+    Server {
+        creds,
+        routes: Routes::new(IdentityServer::new(Echo)),
+        metrics: GrpcMetrics::new(registry),
+    }
+}
+
+fn ca() -> Ca {
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+    CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap()
+}
+
+fn anchors(ca: &Ca) -> TrustAnchors {
+    TrustAnchors::parse(ca.pem().as_bytes(), &PathBuf::from("roots.pem")).unwrap()
+}
+
+/// A leaf from an hour ago until this many hours from now.
+fn leaf(ca: &Ca, name: &str, hours: i64) -> Leaf {
+    let mut params = CertificateParams::new([name.to_owned()]).unwrap();
+    params.distinguished_name = DistinguishedName::new();
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+    let now = OffsetDateTime::now_utc();
+    params.not_before = now - time::Duration::days(2);
+    params.not_after = now + time::Duration::hours(hours);
+    let key = KeyPair::generate().unwrap();
+    let cert = params.signed_by(&key, ca).unwrap();
+    Leaf {
+        chain: vec![cert.der().clone()],
+        key: PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der())),
+    }
+}
+
+fn day(ca: &Ca, name: &str) -> Leaf {
+    leaf(ca, name, 24)
+}
+
+async fn ask(channel: Channel) -> Result<String, Status> {
+    let req = proto::CertifyRequest {
+        identity: "hello".to_owned(),
+        ..proto::CertifyRequest::default()
+    };
+    let rsp = IdentityClient::new(channel).certify(req).await?.into_inner();
+    Ok(String::from_utf8(rsp.leaf_certificate).unwrap())
+}
+
+#[tokio::test]
+async fn a_client_certificate_is_optional_and_verified_if_sent() {
+    let port = Port::start().await;
+    for client in [None, Some(day(&port.ca, WEB))] {
+        let channel = port.connect(NAME, client).await.unwrap();
+        assert_eq!(ask(channel).await.unwrap(), "hello");
+    }
+    for client in [day(&ca(), WEB), leaf(&port.ca, WEB, -1)] {
+        // In TLS 1.3 the client is done before the server has judged its certificate.
+        let asked = match port.connect(NAME, Some(client)).await {
+            Ok(channel) => ask(channel).await.map_err(|_| ()),
+            Err(_) => Err(()),
+        };
+        asked.unwrap_err();
+    }
+    let metrics = port.registry.render();
+    let started = "grpc_server_started_total{grpc_type=\"unary\",\
+                   grpc_service=\"io.linkerd.proxy.identity.Identity\",grpc_method=\"Certify\"} 2\n";
+    assert!(metrics.contains(started), "{metrics}");
+    assert!(metrics.contains("grpc_code=\"OK\""), "{metrics}");
+}
+
+#[tokio::test]
+async fn the_certificate_is_shown_to_those_who_ask_for_its_name() {
+    let port = Port::start().await;
+    port.connect(&NAME.to_uppercase(), None).await.unwrap();
+    for other in [WEB, "127.0.0.1"] {
+        let err = port.connect(other, None).await.err().unwrap();
+        assert!(
+            matches!(&err, client::Error::Handshake { name, .. } if name == other),
+            "{err:?}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_client_refuses_a_server_that_others_signed() {
+    let port = Port::start().await;
+    port.creds.install(day(&ca(), NAME), &anchors(&port.ca)).unwrap();
+    assert!(matches!(
+        port.connect(NAME, None).await,
+        Err(client::Error::Handshake { .. })
+    ));
+}
+
+#[tokio::test]
+async fn a_new_certificate_is_shown_from_the_next_handshake_on() {
+    let port = Port::without_certificate().await;
+    assert!(port.connect(NAME, None).await.is_err());
+    port.creds.install(day(&port.ca, NAME), &anchors(&port.ca)).unwrap();
+    let old = port.connect(NAME, None).await.unwrap();
+    port.creds.install(day(&port.ca, NAME), &anchors(&port.ca)).unwrap();
+    for channel in [port.connect(NAME, None).await.unwrap(), old] {
+        assert_eq!(ask(channel).await.unwrap(), "hello");
+    }
+    let mut mixed = day(&port.ca, NAME);
+    mixed.key = day(&port.ca, NAME).key;
+    assert!(port.creds.install(mixed, &anchors(&port.ca)).is_err());
+    port.connect(NAME, None).await.unwrap();
+}
+
+#[tokio::test]
+async fn plaintext_is_served_to_this_machine_only() {
+    let port = Port::without_certificate().await;
+    let channel = client::connect_plaintext(&Addr::Socket(port.addr)).await.unwrap();
+    assert_eq!(ask(channel).await.unwrap(), "hello");
+
+    let server = server(port.creds.clone(), &Registry::new());
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+    client.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+    let (tcp, _) = listener.accept().await.unwrap();
+    let elsewhere = "10.0.0.1:5000".parse().unwrap();
+    let (_signal, watch) = drain::channel();
+    let refused = server.handle(tcp, elsewhere, watch).await;
+    assert!(matches!(refused, Err(ConnectionError::Plaintext)), "{refused:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_does_not_get_on_with_it_is_closed() {
+    let port = Port::start().await;
+    // A handshake record that announces 256 bytes and never sends them.
+    for start in [&b""[..], &[0x16, 3, 1, 1, 0]] {
+        let mut client = TcpStream::connect(port.addr).await.unwrap();
+        client.write_all(start).await.unwrap();
+        let closed = timeout(2 * HANDSHAKE_LIMIT, client.read_to_end(&mut Vec::new())).await;
+        assert!(closed.is_ok(), "{start:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_request_that_is_too_long_is_refused() {
+    let port = Port::start().await;
+    let mut client = IdentityClient::new(port.connect(NAME, None).await.unwrap());
+    let req = proto::CertifyRequest {
+        token: vec![0; MAX_REQUEST + 1],
+        ..proto::CertifyRequest::default()
+    };
+    client.certify(req).await.unwrap_err();
+    client.certify(proto::CertifyRequest::default()).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_drain_says_goodbye_and_ends() {
+    let port = Port::start().await;
+    let channel = port.connect(NAME, None).await.unwrap();
+    ask(channel.clone()).await.unwrap();
+    timeout(DRAIN_LIMIT, port.signal.drain()).await.unwrap();
+    port.server.await.unwrap();
+    ask(channel).await.unwrap_err();
+    assert!(TcpStream::connect(port.addr).await.is_err());
+}
+
+#[tokio::test]
+async fn openssl_sees_tls_1_3_without_alpn() {
+    let port = Port::start().await;
+    let text = port
+        .openssl(&["-servername", NAME, "-verify_hostname", NAME, "-alpn", "h2"])
+        .await;
+    for line in ["Verify return code: 0 (ok)", "TLSv1.3", "No ALPN negotiated"] {
+        assert!(text.contains(line), "no {line} in {text}");
+    }
+    let text = port.openssl(&["-servername", NAME, "-tls1_2"]).await;
+    assert!(text.contains("alert protocol version"), "{text}");
+    for args in [&["-servername", WEB][..], &["-noservername"]] {
+        let text = port.openssl(args).await;
+        assert!(text.contains("no peer certificate available"), "{text}");
+    }
+}

@@ -1,0 +1,163 @@
+//! Trust anchors: the roots that we accept, read from a PEM bundle.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustls::RootCertStore;
+use rustls::client::WebPkiServerVerifier;
+use rustls::client::danger::ServerCertVerifier;
+use rustls::pki_types::pem::{self, PemObject};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::VerifierBuilderError;
+
+/// A bundle of roots, cheap to clone.
+#[derive(Clone)]
+pub struct TrustAnchors {
+    certs: Arc<[CertificateDer<'static>]>,
+    roots: Arc<RootCertStore>,
+    verifier: Arc<WebPkiServerVerifier>,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    #[error("reading trust anchors from {path:?}")]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("the trust anchors in {path:?} are not PEM certificates")]
+    Pem {
+        path: PathBuf,
+        #[source]
+        source: pem::Error,
+    },
+    #[error("{path:?} holds no certificate; expected a PEM bundle of trust anchors")]
+    Empty { path: PathBuf },
+    #[error("certificate {number} in {path:?} cannot be a trust anchor")]
+    Anchor {
+        path: PathBuf,
+        /// Counted from one.
+        number: usize,
+        #[source]
+        source: rustls::Error,
+    },
+    #[error("preparing the verification by {path:?}")]
+    Verifier {
+        path: PathBuf,
+        #[source]
+        source: VerifierBuilderError,
+    },
+}
+
+impl TrustAnchors {
+    /// Reads a PEM bundle; one bad certificate refuses it all, because half a bundle fails half of the mesh.
+    ///
+    /// # Errors
+    /// A file without certificates, or with one that cannot be used.
+    pub fn read(path: &Path) -> Result<Self, Error> {
+        let pem = std::fs::read(path).map_err(|source| Error::Read {
+            path: path.to_owned(),
+            source,
+        })?;
+        Self::parse(&pem, path)
+    }
+
+    /// As [`read`](Self::read); `path` is where the text came from, for errors.
+    pub(crate) fn parse(pem: &[u8], path: &Path) -> Result<Self, Error> {
+        let certs = CertificateDer::pem_slice_iter(pem)
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(|source| Error::Pem {
+                path: path.to_owned(),
+                source,
+            })?;
+        if certs.is_empty() {
+            return Err(Error::Empty { path: path.to_owned() });
+        }
+        let mut roots = RootCertStore::empty();
+        for (i, cert) in certs.iter().enumerate() {
+            roots.add(cert.clone()).map_err(|source| Error::Anchor {
+                path: path.to_owned(),
+                number: i + 1,
+                source,
+            })?;
+        }
+        let roots = Arc::new(roots);
+        let verifier = WebPkiServerVerifier::builder_with_provider(roots.clone(), super::provider())
+            .build()
+            .map_err(|source| Error::Verifier {
+                path: path.to_owned(),
+                source,
+            })?;
+        Ok(Self {
+            certs: certs.into(),
+            roots,
+            verifier,
+        })
+    }
+
+    pub fn certs(&self) -> &[CertificateDer<'static>] {
+        &self.certs
+    }
+
+    pub(crate) fn roots(&self) -> Arc<RootCertStore> {
+        self.roots.clone()
+    }
+
+    /// Whether a peer that trusts these anchors would accept this leaf for this name at this time.
+    pub(crate) fn verify(
+        &self,
+        leaf: &CertificateDer<'_>,
+        chain: &[CertificateDer<'_>],
+        name: &ServerName<'_>,
+        now: UnixTime,
+    ) -> Result<(), rustls::Error> {
+        self.verifier.verify_server_cert(leaf, chain, name, &[], now)?;
+        Ok(())
+    }
+}
+
+impl fmt::Debug for TrustAnchors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "TrustAnchors({})", self.certs.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trust;
+
+    #[test]
+    fn a_bundle_is_taken_whole_or_refused_with_the_reason() {
+        let path = Path::new("roots.pem");
+        let anchor = || {
+            trust::create_anchor("root", trust::ANCHOR_LIFETIME)
+                .unwrap()
+                .certificate
+        };
+        let bundle = [anchor(), anchor()].concat();
+        assert_eq!(TrustAnchors::parse(bundle.as_bytes(), path).unwrap().certs().len(), 2);
+        let check = |text: &str, expected: &str| {
+            let err = TrustAnchors::parse(text.as_bytes(), path).unwrap_err().to_string();
+            assert!(err.starts_with(expected), "{err}");
+        };
+        check("", "\"roots.pem\" holds no certificate");
+        check(
+            &bundle[..bundle.len() - 40],
+            "the trust anchors in \"roots.pem\" are not PEM",
+        );
+        let nonsense = "-----BEGIN CERTIFICATE-----\naGVsbG8=\n-----END CERTIFICATE-----\n";
+        check(
+            &format!("{bundle}{nonsense}"),
+            "certificate 3 in \"roots.pem\" cannot be",
+        );
+        assert!(matches!(
+            TrustAnchors::read(Path::new("/does/not/exist")),
+            Err(Error::Read { .. })
+        ));
+    }
+}

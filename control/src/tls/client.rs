@@ -1,0 +1,251 @@
+//! A gRPC channel over one HTTP/2 connection: mTLS by server name, or plaintext on this machine.
+//!
+//! It offers no ALPN, as the control plane and its proxies expect; tonic's own TLS insists on `h2`.
+//! A channel that broke stays broken: callers dial again, with their own backoff.
+
+use std::future::Future;
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use hickory_resolver::TokioResolver;
+use http::uri::{Authority, InvalidUri, Scheme};
+use http::{Request, Response, Uri};
+use hyper::body::Incoming;
+use hyper::client::conn::http2::{self, SendRequest};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use rustls::ClientConfig;
+use rustls::client::Resumption;
+use rustls::pki_types::{InvalidDnsNameError, ServerName};
+use rustls::version::TLS13;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+use tokio::task::AbortHandle;
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tonic::body::Body;
+use tracing::debug;
+use tulle_core::addr::Addr;
+
+use super::anchors::TrustAnchors;
+use super::creds::Leaf;
+
+/// A connection to one server; clones share it, and it ends with the last of them.
+#[derive(Clone)]
+pub struct Channel {
+    sender: SendRequest<Body>,
+    scheme: Scheme,
+    authority: Authority,
+    _connection: Arc<Connection>,
+}
+
+/// The server that is to be reached, and how it proves who it is.
+pub struct Peer<'a> {
+    pub addr: &'a Addr,
+    /// What its certificate must say, sent as SNI.
+    pub name: &'a str,
+    pub anchors: &'a TrustAnchors,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    #[error("looking up {addr}")]
+    Lookup {
+        addr: Addr,
+        #[source]
+        source: hickory_resolver::net::NetError,
+    },
+    #[error("{addr} has no address")]
+    NoAddress { addr: Addr },
+    #[error("dialling {addr}")]
+    Dial {
+        addr: SocketAddr,
+        #[source]
+        source: io::Error,
+    },
+    #[error("TLS with {name} at {addr}")]
+    Handshake {
+        name: String,
+        addr: SocketAddr,
+        #[source]
+        source: io::Error,
+    },
+    #[error("connecting to {addr} took longer than {limit:?}")]
+    Timeout { addr: Addr, limit: Duration },
+    #[error("{name:?} is not a TLS server name")]
+    Name {
+        name: String,
+        #[source]
+        source: InvalidDnsNameError,
+    },
+    #[error("{name:?} is not an authority")]
+    Authority {
+        name: String,
+        #[source]
+        source: InvalidUri,
+    },
+    #[error("preparing TLS")]
+    Config(#[source] rustls::Error),
+    #[error("starting HTTP/2 with {authority}")]
+    Http {
+        authority: String,
+        #[source]
+        source: hyper::Error,
+    },
+}
+
+/// Connects with TLS; the server must prove its name, and gets our certificate if there is one.
+///
+/// # Errors
+/// Everything that can go wrong on the way, within 10 seconds.
+pub async fn connect(peer: &Peer<'_>, leaf: Option<Leaf>) -> Result<Channel, Error> {
+    let name = ServerName::try_from(peer.name.to_owned()).map_err(|source| Error::Name {
+        name: peer.name.to_owned(),
+        source,
+    })?;
+    let connector = TlsConnector::from(Arc::new(client_config(peer.anchors, leaf)?));
+    within(peer.addr, async {
+        let (tcp, addr) = dial(peer.addr).await?;
+        let tls = connector.connect(name, tcp).await.map_err(|source| Error::Handshake {
+            name: peer.name.to_owned(),
+            addr,
+            source,
+        })?;
+        Channel::start(tls, Scheme::HTTPS, peer.name).await
+    })
+    .await
+}
+
+/// Connects in plaintext, which the control plane allows from its own machine only.
+///
+/// # Errors
+/// As [`connect`].
+pub async fn connect_plaintext(addr: &Addr) -> Result<Channel, Error> {
+    within(addr, async {
+        let (tcp, _) = dial(addr).await?;
+        Channel::start(tcp, Scheme::HTTP, &addr.to_string()).await
+    })
+    .await
+}
+
+impl Channel {
+    async fn start<I>(io: I, scheme: Scheme, authority: &str) -> Result<Self, Error>
+    where
+        I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let authority: Authority = authority.parse().map_err(|source| Error::Authority {
+            name: authority.to_owned(),
+            source,
+        })?;
+        let (sender, connection) = http2::Builder::new(TokioExecutor::new())
+            .timer(TokioTimer::new())
+            .handshake(TokioIo::new(io))
+            .await
+            .map_err(|source| Error::Http {
+                authority: authority.to_string(),
+                source,
+            })?;
+        let task = tokio::spawn(async move {
+            if let Err(err) = connection.await {
+                debug!(%err, "a control-plane connection ended");
+            }
+        });
+        Ok(Self {
+            sender,
+            scheme,
+            authority,
+            _connection: Arc::new(Connection(task.abort_handle())),
+        })
+    }
+}
+
+impl tower::Service<Request<Body>> for Channel {
+    type Response = Response<Incoming>;
+    type Error = hyper::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        Poll::Ready(Ok(()))
+    }
+
+    /// Completes the URI, of which generated clients know the path only.
+    fn call(&mut self, mut req: Request<Body>) -> Self::Future {
+        let mut uri = std::mem::take(req.uri_mut()).into_parts();
+        uri.scheme = Some(self.scheme.clone());
+        uri.authority = Some(self.authority.clone());
+        // A path is always there: an empty URI has the path "/".
+        *req.uri_mut() = Uri::from_parts(uri).unwrap_or_default();
+        Box::pin(self.sender.send_request(req))
+    }
+}
+
+/// The task that moves the bytes of a channel.
+struct Connection(AbortHandle);
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+fn client_config(anchors: &TrustAnchors, leaf: Option<Leaf>) -> Result<ClientConfig, Error> {
+    let builder = ClientConfig::builder_with_provider(super::provider())
+        .with_protocol_versions(&[&TLS13])
+        .map_err(Error::Config)?
+        .with_root_certificates(anchors.roots());
+    let mut config = match leaf {
+        Some(leaf) => builder
+            .with_client_auth_cert(leaf.chain, leaf.key)
+            .map_err(Error::Config)?,
+        None => builder.with_no_client_auth(),
+    };
+    config.resumption = Resumption::disabled();
+    Ok(config)
+}
+
+async fn within<T>(addr: &Addr, connecting: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+    timeout(CONNECT_LIMIT, connecting).await.unwrap_or_else(|_| {
+        Err(Error::Timeout {
+            addr: addr.clone(),
+            limit: CONNECT_LIMIT,
+        })
+    })
+}
+
+/// Dials the addresses behind a name one after the other; the last error is the one to tell.
+async fn dial(addr: &Addr) -> Result<(TcpStream, SocketAddr), Error> {
+    let mut last = Error::NoAddress { addr: addr.clone() };
+    for socket in lookup(addr).await? {
+        match TcpStream::connect(socket).await {
+            Ok(tcp) => {
+                // Requests are small and latency is all that matters; a socket that refuses the option works as well.
+                let _ = tcp.set_nodelay(true);
+                return Ok((tcp, socket));
+            }
+            Err(source) => last = Error::Dial { addr: socket, source },
+        }
+    }
+    Err(last)
+}
+
+async fn lookup(addr: &Addr) -> Result<Vec<SocketAddr>, Error> {
+    let name = match addr {
+        Addr::Socket(socket) => return Ok(vec![*socket]),
+        Addr::Name(name) => name,
+    };
+    let failed = |source| Error::Lookup {
+        addr: addr.clone(),
+        source,
+    };
+    let resolver = TokioResolver::builder_tokio()
+        .and_then(|builder| builder.build())
+        .map_err(failed)?;
+    let found = resolver.lookup_ip(name.name.to_string()).await.map_err(failed)?;
+    Ok(found.iter().map(|ip| SocketAddr::new(ip, name.port)).collect())
+}
+
+const CONNECT_LIMIT: Duration = Duration::from_secs(10);

@@ -1,0 +1,118 @@
+//! What a TLS server shows and whom it believes, swapped as one.
+
+use std::fmt;
+use std::sync::Arc;
+
+use arc_swap::ArcSwapOption;
+use rustls::ServerConfig;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::{
+    ClientHello, NoServerSessionStorage, ResolvesServerCert, VerifierBuilderError, WebPkiClientVerifier,
+};
+use rustls::sign::CertifiedKey;
+use rustls::version::TLS13;
+
+use super::anchors::TrustAnchors;
+
+/// A certificate with its chain and private key.
+pub struct Leaf {
+    /// The leaf first, then its issuers.
+    pub chain: Vec<CertificateDer<'static>>,
+    pub key: PrivateKeyDer<'static>,
+}
+
+/// The credentials of one server name; empty until the first certificate is there.
+pub struct ServerCreds {
+    name: String,
+    current: ArcSwapOption<ServerConfig>,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    #[error("the private key and the certificate of {name} do not go together")]
+    Key {
+        name: String,
+        #[source]
+        source: rustls::Error,
+    },
+    #[error("preparing TLS for {name}")]
+    Config {
+        name: String,
+        #[source]
+        source: rustls::Error,
+    },
+    #[error("preparing the verification of clients of {name}")]
+    Verifier {
+        name: String,
+        #[source]
+        source: VerifierBuilderError,
+    },
+}
+
+impl ServerCreds {
+    /// Credentials for this TLS server name, which clients ask for by SNI.
+    pub fn new(name: String) -> Self {
+        Self {
+            name,
+            current: ArcSwapOption::empty(),
+        }
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Shows this certificate and believes these anchors, from the next handshake on.
+    ///
+    /// # Errors
+    /// A key that is not the certificate's; what was there before stays.
+    pub fn install(&self, leaf: Leaf, anchors: &TrustAnchors) -> Result<(), Error> {
+        let name = || self.name.clone();
+        let certified = CertifiedKey::from_der(leaf.chain, leaf.key, &super::provider())
+            .map_err(|source| Error::Key { name: name(), source })?;
+        // Without hints every client sends what it has, and a foreign certificate is refused instead of withheld.
+        let verifier = WebPkiClientVerifier::builder_with_provider(anchors.roots(), super::provider())
+            .allow_unauthenticated()
+            .clear_root_hint_subjects()
+            .build()
+            .map_err(|source| Error::Verifier { name: name(), source })?;
+        let mut config = ServerConfig::builder_with_provider(super::provider())
+            .with_protocol_versions(&[&TLS13])
+            .map_err(|source| Error::Config { name: name(), source })?
+            .with_client_cert_verifier(verifier)
+            .with_cert_resolver(Arc::new(ForName {
+                name: name(),
+                certified: Arc::new(certified),
+            }));
+        config.send_tls13_tickets = 0;
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        self.current.store(Some(Arc::new(config)));
+        Ok(())
+    }
+
+    /// What the next handshake uses, if there is a certificate yet.
+    pub(crate) fn current(&self) -> Option<Arc<ServerConfig>> {
+        self.current.load_full()
+    }
+}
+
+impl fmt::Debug for ServerCreds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ServerCreds({})", self.name)
+    }
+}
+
+/// Shows a certificate to those who ask for its name, and nothing to others.
+#[derive(Debug)]
+struct ForName {
+    name: String,
+    certified: Arc<CertifiedKey>,
+}
+
+impl ResolvesServerCert for ForName {
+    fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        let asked = hello.server_name()?;
+        asked.eq_ignore_ascii_case(&self.name).then(|| self.certified.clone())
+    }
+}

@@ -1,0 +1,382 @@
+//! Making credentials: trust anchors, issuers and join tokens, for meshes that no other authority serves.
+//!
+//! Nothing that exists is overwritten, and private keys are readable by their owner only.
+
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use jsonwebtoken::{Algorithm, EncodingKey, Header};
+use rcgen::{BasicConstraints, CertificateParams, DistinguishedName, DnType, IsCa, Issuer, KeyPair, KeyUsagePurpose};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use serde::Serialize;
+use time::OffsetDateTime;
+use tulle_core::names::TOKEN_AUDIENCE;
+
+/// A certificate authority: its certificate and its private key, both PEM.
+#[derive(Clone)]
+pub struct CertificateAuthority {
+    pub certificate: String,
+    pub key: String,
+}
+
+/// A key pair that signs join tokens, both halves PEM.
+#[derive(Clone)]
+pub struct TokenKeys {
+    /// Belongs into the directory that the control plane reads token keys from.
+    pub public: String,
+    pub private: String,
+}
+
+/// What a join token says.
+#[derive(Clone, Debug)]
+pub struct TokenSubject<'a> {
+    pub service_account: &'a str,
+    pub namespace: &'a str,
+    pub lifetime: Duration,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    #[error("{path:?} exists already, and credentials are never overwritten; choose another place or remove it")]
+    Exists { path: PathBuf },
+    #[error("writing {path:?}")]
+    Write {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("reading {path:?}")]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{what} is not usable; expected PEM, as this program writes it")]
+    Pem {
+        what: &'static str,
+        #[source]
+        source: rustls::pki_types::pem::Error,
+    },
+    #[error("the trust anchor's certificate cannot be read")]
+    Anchor(#[source] x509_parser::error::X509Error),
+    #[error("the trust anchor expired at {0}")]
+    AnchorExpired(OffsetDateTime),
+    #[error("the trust anchor's private key is not the key of its certificate")]
+    AnchorKey,
+    #[error("{what} {value:?} is not a DNS label; expected letters, digits and '-', at most 63")]
+    Label { what: &'static str, value: String },
+    #[error("a lifetime of {0:?} ends after the year 9999")]
+    Lifetime(Duration),
+    #[error("making a certificate")]
+    Certificate(#[source] rcgen::Error),
+    #[error("signing a join token; expected an ECDSA P-256 key as PKCS#8 PEM")]
+    Token(#[source] jsonwebtoken::errors::Error),
+}
+
+/// A self-signed ECDSA P-256 authority, which every member of the mesh trusts.
+///
+/// # Errors
+/// A lifetime that no certificate can state.
+pub fn create_anchor(common_name: &str, lifetime: Duration) -> Result<CertificateAuthority, Error> {
+    let key = KeyPair::generate().map_err(Error::Certificate)?;
+    let params = authority(common_name, BasicConstraints::Unconstrained, not_after(lifetime)?);
+    let certificate = params.self_signed(&key).map_err(Error::Certificate)?;
+    Ok(CertificateAuthority {
+        certificate: certificate.pem(),
+        key: key.serialize_pem(),
+    })
+}
+
+/// An ECDSA P-256 authority for the identity service, signed by a trust anchor.
+///
+/// It lives no longer than its anchor, and signs leaves only.
+///
+/// # Errors
+/// An anchor that is not one, or has expired.
+pub fn create_issuer(
+    common_name: &str,
+    lifetime: Duration,
+    anchor: &CertificateAuthority,
+) -> Result<CertificateAuthority, Error> {
+    let pem = |what| move |source| Error::Pem { what, source };
+    let anchor_cert =
+        CertificateDer::from_pem_slice(anchor.certificate.as_bytes()).map_err(pem("the trust anchor's certificate"))?;
+    let anchor_key =
+        PrivateKeyDer::from_pem_slice(anchor.key.as_bytes()).map_err(pem("the trust anchor's private key"))?;
+    let anchor_key = KeyPair::try_from(&anchor_key).map_err(Error::Certificate)?;
+    let (anchor_end, anchor_spki) = {
+        let (_, parsed) = x509_parser::parse_x509_certificate(&anchor_cert).map_err(|err| Error::Anchor(err.into()))?;
+        (
+            parsed.validity().not_after.to_datetime(),
+            parsed.public_key().raw.to_vec(),
+        )
+    };
+    if rcgen::PublicKeyData::subject_public_key_info(&anchor_key) != anchor_spki {
+        return Err(Error::AnchorKey);
+    }
+    if anchor_end <= OffsetDateTime::now_utc() {
+        return Err(Error::AnchorExpired(anchor_end));
+    }
+    let signer = Issuer::from_ca_cert_der(&anchor_cert, anchor_key).map_err(Error::Certificate)?;
+    let key = KeyPair::generate().map_err(Error::Certificate)?;
+    let end = not_after(lifetime)?.min(anchor_end);
+    let params = authority(common_name, BasicConstraints::Constrained(0), end);
+    let certificate = params.signed_by(&key, &signer).map_err(Error::Certificate)?;
+    Ok(CertificateAuthority {
+        certificate: certificate.pem(),
+        key: key.serialize_pem(),
+    })
+}
+
+/// A new ECDSA P-256 key pair for join tokens.
+///
+/// # Errors
+/// No randomness.
+pub fn create_token_keys() -> Result<TokenKeys, Error> {
+    let key = KeyPair::generate().map_err(Error::Certificate)?;
+    Ok(TokenKeys {
+        public: key.public_key_pem(),
+        private: key.serialize_pem(),
+    })
+}
+
+/// A join token: an ES256 JWT that the identity service takes for this service account's.
+///
+/// # Errors
+/// Names that no service account has, and a key that is none.
+pub fn create_token(private_key: &str, subject: &TokenSubject<'_>) -> Result<String, Error> {
+    for (what, value) in [
+        ("service account", subject.service_account),
+        ("namespace", subject.namespace),
+    ] {
+        if !is_label(value) {
+            return Err(Error::Label {
+                what,
+                value: value.to_owned(),
+            });
+        }
+    }
+    let key = EncodingKey::from_ec_pem(private_key.as_bytes()).map_err(Error::Token)?;
+    let claims = Claims {
+        sub: format!(
+            "system:serviceaccount:{}:{}",
+            subject.namespace, subject.service_account
+        ),
+        aud: [TOKEN_AUDIENCE],
+        iat: OffsetDateTime::now_utc().unix_timestamp(),
+        exp: not_after(subject.lifetime)?.unix_timestamp(),
+    };
+    jsonwebtoken::encode(&Header::new(Algorithm::ES256), &claims, &key).map_err(Error::Token)
+}
+
+impl CertificateAuthority {
+    /// Reads an authority that was written before.
+    ///
+    /// # Errors
+    /// Files that cannot be read.
+    pub fn read(certificate: &Path, key: &Path) -> Result<Self, Error> {
+        Ok(Self {
+            certificate: read(certificate)?,
+            key: read(key)?,
+        })
+    }
+
+    /// Writes both files, the key with mode 0600.
+    ///
+    /// # Errors
+    /// A file that exists or cannot be written; then neither is there afterwards.
+    pub fn write(&self, certificate: &Path, key: &Path) -> Result<(), Error> {
+        write_pair((certificate, &self.certificate), (key, &self.key))
+    }
+}
+
+impl TokenKeys {
+    /// Writes both files, the private one with mode 0600.
+    ///
+    /// # Errors
+    /// A file that exists or cannot be written; then neither is there afterwards.
+    pub fn write(&self, public: &Path, private: &Path) -> Result<(), Error> {
+        write_pair((public, &self.public), (private, &self.private))
+    }
+}
+
+/// Writes a secret, such as a token, with mode 0600.
+///
+/// # Errors
+/// A file that exists or cannot be written.
+pub fn write_secret(path: &Path, text: &str) -> Result<(), Error> {
+    write_new(path, text, 0o600)
+}
+
+#[derive(Serialize)]
+struct Claims {
+    sub: String,
+    aud: [&'static str; 1],
+    iat: i64,
+    exp: i64,
+}
+
+fn authority(common_name: &str, constraints: BasicConstraints, not_after: OffsetDateTime) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    params.distinguished_name.push(DnType::CommonName, common_name);
+    params.is_ca = IsCa::Ca(constraints);
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    params.use_authority_key_identifier_extension = true;
+    params.not_before = OffsetDateTime::now_utc() - CLOCK_SKEW;
+    params.not_after = not_after;
+    params
+}
+
+fn not_after(lifetime: Duration) -> Result<OffsetDateTime, Error> {
+    time::Duration::try_from(lifetime)
+        .ok()
+        .and_then(|lifetime| OffsetDateTime::now_utc().checked_add(lifetime))
+        .ok_or(Error::Lifetime(lifetime))
+}
+
+/// Whether this is one label of a DNS name, as the names of namespaces and service accounts are.
+pub(crate) fn is_label(text: &str) -> bool {
+    let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
+    (1..=63).contains(&text.len()) && text.bytes().all(inner) && !text.starts_with('-') && !text.ends_with('-')
+}
+
+fn read(path: &Path) -> Result<String, Error> {
+    fs::read_to_string(path).map_err(|source| Error::Read {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// The key goes first, so that a certificate without its key never lies about.
+fn write_pair(public: (&Path, &str), private: (&Path, &str)) -> Result<(), Error> {
+    for (path, _) in [public, private] {
+        if path.exists() {
+            return Err(Error::Exists { path: path.to_owned() });
+        }
+    }
+    write_new(private.0, private.1, 0o600)?;
+    write_new(public.0, public.1, 0o644).inspect_err(|_| {
+        // The first error is the one to tell; a key that stays behind is refused as existing next time.
+        let _ = fs::remove_file(private.0);
+    })
+}
+
+fn write_new(path: &Path, text: &str, mode: u32) -> Result<(), Error> {
+    let written = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(mode)
+        .open(path)
+        .and_then(|mut file| file.write_all(text.as_bytes()));
+    written.map_err(|source| match source.kind() {
+        io::ErrorKind::AlreadyExists => Error::Exists { path: path.to_owned() },
+        _ => Error::Write {
+            path: path.to_owned(),
+            source,
+        },
+    })
+}
+
+/// How long the clocks of those who read a new certificate may be behind ours.
+const CLOCK_SKEW: Duration = Duration::from_secs(60);
+
+/// How long a trust anchor lives unless told otherwise: 10 years.
+pub const ANCHOR_LIFETIME: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+/// How long an issuer lives unless told otherwise: 1 year.
+pub const ISSUER_LIFETIME: Duration = Duration::from_secs(365 * 24 * 3600);
+/// How long a join token lives unless told otherwise: 1 day.
+pub const TOKEN_LIFETIME: Duration = Duration::from_secs(24 * 3600);
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn an_issuer_ends_with_its_anchor_at_the_latest() {
+        let anchor = create_anchor("root", Duration::from_secs(3600)).unwrap();
+        let issuer = create_issuer("issuer", ISSUER_LIFETIME, &anchor).unwrap();
+        let ends = [&anchor, &issuer].map(|authority| {
+            let der = CertificateDer::from_pem_slice(authority.certificate.as_bytes()).unwrap();
+            let (_, parsed) = x509_parser::parse_x509_certificate(&der).unwrap();
+            assert!(parsed.is_ca());
+            parsed.validity().not_after.timestamp()
+        });
+        assert_eq!(ends[0], ends[1]);
+    }
+
+    #[test]
+    fn an_issuer_needs_an_anchor_with_its_own_key() {
+        let (one, other) = (
+            create_anchor("one", ANCHOR_LIFETIME).unwrap(),
+            create_anchor("other", ANCHOR_LIFETIME).unwrap(),
+        );
+        let mixed = CertificateAuthority {
+            key: other.key,
+            ..one.clone()
+        };
+        assert!(matches!(
+            create_issuer("x", ISSUER_LIFETIME, &mixed),
+            Err(Error::AnchorKey)
+        ));
+        let broken = CertificateAuthority {
+            certificate: "hello".to_owned(),
+            ..one
+        };
+        let err = create_issuer("x", ISSUER_LIFETIME, &broken).err().unwrap();
+        assert!(
+            err.to_string()
+                .starts_with("the trust anchor's certificate is not usable"),
+            "{err}"
+        );
+        assert!(matches!(create_anchor("x", Duration::MAX), Err(Error::Lifetime(_))));
+    }
+
+    #[test]
+    fn keys_are_private_and_nothing_is_overwritten() {
+        let dir = tempfile::tempdir().unwrap();
+        let (crt, key) = (dir.path().join("ca.crt"), dir.path().join("ca.key"));
+        let anchor = create_anchor("root", ANCHOR_LIFETIME).unwrap();
+        anchor.write(&crt, &key).unwrap();
+        assert_eq!(fs::metadata(&key).unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(CertificateAuthority::read(&crt, &key).unwrap().key, anchor.key);
+        let other = dir.path().join("other.key");
+        let err = anchor.write(&crt, &other).unwrap_err();
+        assert!(matches!(&err, Error::Exists { path } if *path == crt), "{err}");
+        assert!(!other.exists());
+        assert!(matches!(write_secret(&key, "x"), Err(Error::Exists { .. })));
+    }
+
+    #[test]
+    fn tokens_are_made_for_labels_only() {
+        let keys = create_token_keys().unwrap();
+        let token = |service_account, namespace| {
+            let lifetime = TOKEN_LIFETIME;
+            create_token(
+                &keys.private,
+                &TokenSubject {
+                    service_account,
+                    namespace,
+                    lifetime,
+                },
+            )
+        };
+        assert_eq!(token("web", "shop").unwrap().split('.').count(), 3);
+        for (sa, ns) in [("", "shop"), ("web", "a:b"), ("We", "shop"), ("-web", "shop")] {
+            assert!(matches!(token(sa, ns), Err(Error::Label { .. })), "{sa} {ns}");
+        }
+        let public_only = TokenSubject {
+            service_account: "web",
+            namespace: "shop",
+            lifetime: TOKEN_LIFETIME,
+        };
+        assert!(matches!(create_token(&keys.public, &public_only), Err(Error::Token(_))));
+    }
+}

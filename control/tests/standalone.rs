@@ -1,0 +1,430 @@
+//! A whole control plane without Kubernetes, as its clients see it: in process, and as the program that is shipped.
+#![allow(clippy::unwrap_used, clippy::expect_used)] // helpers of tests are tests
+
+use std::ffi::OsString;
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use rcgen::{CertificateParams, DistinguishedName, KeyPair};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, Lines};
+use tokio::net::TcpStream;
+use tokio::process::{Child, ChildStderr, Command};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, timeout};
+use tonic::{Code, Streaming};
+use tulle_control::app::{Addrs, App};
+use tulle_control::config::Config;
+use tulle_control::tls::anchors::TrustAnchors;
+use tulle_control::tls::client::{self, Channel, Peer};
+use tulle_control::tls::creds::Leaf;
+use tulle_control::trust::{self, TokenKeys, TokenSubject};
+use tulle_core::addr::Addr;
+use tulle_proto::destination::destination_client::DestinationClient;
+use tulle_proto::destination::{GetDestination, Update, update};
+use tulle_proto::identity::CertifyRequest;
+use tulle_proto::identity::identity_client::IdentityClient;
+use tulle_proto::inbound::PortSpec;
+use tulle_proto::inbound::inbound_server_policies_client::InboundServerPoliciesClient;
+use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
+use tulle_proto::outbound::{TrafficSpec, traffic_spec};
+
+const WEB: &str = "web.shop.serviceaccount.identity.linkerd.cluster.local";
+const IDENTITY: &str = "linkerd-identity.linkerd.serviceaccount.identity.linkerd.cluster.local";
+const DESTINATION: &str = "linkerd-destination.linkerd.serviceaccount.identity.linkerd.cluster.local";
+
+const SERVICE: &str = "\
+apiVersion: v1
+kind: Service
+metadata: {name: web, namespace: shop}
+spec:
+  clusterIP: 10.96.0.10
+  selector: {app: web}
+  ports: [{name: http, port: 80, targetPort: 8080}]
+";
+
+/// Everything that a control plane is started with.
+struct Files {
+    dir: tempfile::TempDir,
+    keys: TokenKeys,
+}
+
+impl Files {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let keys = trust::create_token_keys().unwrap();
+        let files = Self { dir, keys };
+        for name in ["issuer", "keys", "manifests"] {
+            fs::create_dir(files.at(name)).unwrap();
+        }
+        let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
+        anchor.write(&files.at("ca.crt"), &files.at("ca.key")).unwrap();
+        let issuer = trust::create_issuer("issuer", trust::ISSUER_LIFETIME, &anchor).unwrap();
+        issuer
+            .write(&files.at("issuer/crt.pem"), &files.at("issuer/key.pem"))
+            .unwrap();
+        files
+            .keys
+            .write(&files.at("keys/join.pub"), &files.at("join.key"))
+            .unwrap();
+        files.write("manifests/service.yaml", SERVICE);
+        files.write("manifests/web-1.yaml", &workload("web-1", "10.77.0.11"));
+        files
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        fs::write(self.at(name), text).unwrap();
+    }
+
+    fn token(&self, service_account: &str, namespace: &str) -> String {
+        let subject = TokenSubject {
+            service_account,
+            namespace,
+            lifetime: Duration::from_secs(3600),
+        };
+        trust::create_token(&self.keys.private, &subject).unwrap()
+    }
+
+    fn anchors(&self) -> TrustAnchors {
+        TrustAnchors::read(&self.at("ca.crt")).unwrap()
+    }
+
+    /// A command line on free ports of this machine.
+    fn line(&self, services: &str, more: &[&str]) -> Vec<OsString> {
+        let mut line: Vec<OsString> = services.split(' ').map(OsString::from).collect();
+        for (flag, name) in [
+            ("--manifests", "manifests"),
+            ("--trust-anchors", "ca.crt"),
+            ("--issuer", "issuer"),
+            ("--token-keys", "keys"),
+        ] {
+            line.extend([flag.into(), self.at(name).into()]);
+        }
+        for flag in ["destination", "identity", "grpc", "metrics", "admin"] {
+            line.push(format!("-{flag}-addr=127.0.0.1:0").into());
+        }
+        line.extend(more.iter().map(OsString::from));
+        line
+    }
+
+    async fn connect(&self, addr: Option<SocketAddr>, name: &str, leaf: Option<Leaf>) -> Channel {
+        let anchors = self.anchors();
+        let peer = Peer {
+            addr: &Addr::Socket(addr.unwrap()),
+            name,
+            anchors: &anchors,
+        };
+        // The certificate may still be on its way.
+        eventually(async || client::connect(&peer, leaf.as_ref().map(copy)).await.ok()).await
+    }
+}
+
+fn copy(leaf: &Leaf) -> Leaf {
+    Leaf {
+        chain: leaf.chain.clone(),
+        key: leaf.key.clone_key(),
+    }
+}
+
+fn workload(name: &str, ip: &str) -> String {
+    format!(
+        "\
+apiVersion: workload.linkerd.io/v1beta1
+kind: ExternalWorkload
+metadata: {{name: {name}, namespace: shop, labels: {{app: web}}}}
+spec:
+  meshTLS: {{identity: {WEB}, serverName: {WEB}}}
+  workloadIPs: [{{ip: {ip}}}]
+  ports: [{{name: http, port: 8080}}]
+"
+    )
+}
+
+/// A control plane in this process.
+struct Running {
+    addrs: Addrs,
+    end: tokio::sync::oneshot::Sender<()>,
+    task: JoinHandle<()>,
+}
+
+impl Running {
+    async fn start(files: &Files) -> Self {
+        let line = std::iter::once("tulle-control".into()).chain(files.line("all-in-one", &[]));
+        let command = tulle_control::cmd::Command::parse_from_line(line).unwrap();
+        let mut app = App::build(Config::new(&command).unwrap()).await.unwrap();
+        let addrs = app.addrs();
+        let (end, ended) = tokio::sync::oneshot::channel();
+        let task = tokio::spawn(async move {
+            let end = async {
+                ended.await.unwrap();
+                Ok(())
+            };
+            app.run_until(end).await.unwrap();
+            app.drain().await;
+        });
+        Self { addrs, end, task }
+    }
+
+    async fn ready(&self) {
+        eventually(async || (get(self.addrs.metrics, "/ready").await == (200, "ok\n".to_owned())).then_some(())).await;
+    }
+}
+
+/// A certificate for `web`, as its proxy would get it.
+async fn certify(files: &Files, identity: Channel) -> Leaf {
+    let key = KeyPair::generate().unwrap();
+    let mut params = CertificateParams::new([WEB.to_owned()]).unwrap();
+    params.distinguished_name = DistinguishedName::new();
+    let req = CertifyRequest {
+        identity: WEB.to_owned(),
+        token: files.token("web", "shop").into_bytes(),
+        certificate_signing_request: params.serialize_request(&key).unwrap().der().to_vec(),
+    };
+    let rsp = IdentityClient::new(identity).certify(req).await.unwrap().into_inner();
+    let bundle: Vec<_> = files.anchors().certs().iter().map(|cert| cert.to_vec()).collect();
+    assert_eq!(rsp.trust_anchors, bundle);
+    let chain = std::iter::once(rsp.leaf_certificate).chain(rsp.intermediate_certificates);
+    Leaf {
+        chain: chain.map(CertificateDer::from).collect(),
+        key: PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der())),
+    }
+}
+
+fn target() -> GetDestination {
+    GetDestination {
+        path: "web.shop.svc.cluster.local:80".to_owned(),
+        ..GetDestination::default()
+    }
+}
+
+/// The ports of the endpoints that the next message adds.
+async fn added(updates: &mut Streaming<Update>) -> Vec<u32> {
+    let update = timeout(LIMIT, updates.message()).await.unwrap().unwrap().unwrap();
+    match update.update {
+        Some(update::Update::Add(set)) => set.addrs.into_iter().map(|addr| addr.addr.unwrap().port).collect(),
+        other => panic!("expected an addition, got {other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn a_workload_joins_and_learns_of_its_peers() {
+    let files = Files::new();
+    let running = Running::start(&files).await;
+    running.ready().await;
+
+    let identity = files.connect(running.addrs.identity, IDENTITY, None).await;
+    let leaf = certify(&files, identity).await;
+    let destination = files
+        .connect(running.addrs.destination, DESTINATION, Some(copy(&leaf)))
+        .await;
+    let mut updates = DestinationClient::new(destination)
+        .get(target())
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!(added(&mut updates).await, [8080]);
+    files.write("manifests/web-2.yaml", &workload("web-2", "10.77.0.12"));
+    assert_eq!(added(&mut updates).await, [8080]);
+
+    let policy = files.connect(running.addrs.policy, DESTINATION, Some(leaf)).await;
+    let spec = PortSpec {
+        workload: r#"{"ns":"shop","external_workload":"web-1"}"#.to_owned(),
+        port: 8080,
+    };
+    let server = InboundServerPoliciesClient::new(policy.clone()).get_port(spec).await;
+    assert!(!server.unwrap().into_inner().authorizations.is_empty());
+    let spec = TrafficSpec {
+        source_workload: r#"{"ns":"shop","external_workload":"web-1"}"#.to_owned(),
+        target: Some(traffic_spec::Target::Authority(target().path)),
+    };
+    let outbound = OutboundPoliciesClient::new(policy).get(spec).await.unwrap();
+    assert!(outbound.into_inner().protocol.is_some());
+
+    let (status, metrics) = get(running.addrs.metrics, "/metrics").await;
+    assert_eq!(status, 200);
+    for line in [
+        "certify_requests_total{outcome=\"issued\"} 1",
+        "issuer_cert_ttl_seconds ",
+        "grpc_server_msg_sent_total{grpc_type=\"server_stream\",grpc_service=\"io.linkerd.proxy.destination.Destination\",\
+         grpc_method=\"Get\"} 2",
+        "process_cpu_seconds_total",
+    ] {
+        assert!(metrics.contains(line), "no {line} in {metrics}");
+    }
+    running.end.send(()).unwrap();
+    timeout(LIMIT, running.task).await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn a_bad_manifest_is_reported_and_what_was_there_stays() {
+    let files = Files::new();
+    let running = Running::start(&files).await;
+    running.ready().await;
+    assert_eq!(get(running.addrs.admin, "/ping").await, (200, "pong\n".to_owned()));
+    assert_eq!(
+        get(running.addrs.metrics, "/manifest-errors").await,
+        (200, String::new())
+    );
+
+    files.write("manifests/web-1.yaml", "kind: [");
+    let errors = eventually(async || {
+        let (_, errors) = get(running.addrs.metrics, "/manifest-errors").await;
+        (!errors.is_empty()).then_some(errors)
+    })
+    .await;
+    assert!(errors.contains("web-1.yaml:"), "{errors}");
+    // Plaintext is for this machine, as port-forwards are.
+    let addr = Addr::Socket(running.addrs.destination.unwrap());
+    let plain = client::connect_plaintext(&addr).await.unwrap();
+    let mut updates = DestinationClient::new(plain).get(target()).await.unwrap().into_inner();
+    assert_eq!(added(&mut updates).await, [8080]);
+
+    // A drain ends streams instead of waiting for them.
+    let started_at = Instant::now();
+    running.end.send(()).unwrap();
+    running.task.await.unwrap();
+    let took = started_at.elapsed();
+    assert!(took < Duration::from_secs(5), "{took:?}");
+    let last = updates.message().await;
+    assert!(
+        matches!(&last, Ok(None)) || matches!(&last, Err(status) if status.code() == Code::Unavailable),
+        "{last:?}"
+    );
+}
+
+/// The shipped program.
+struct Process {
+    child: Child,
+    log: Lines<BufReader<ChildStderr>>,
+}
+
+impl Process {
+    fn start(line: &[OsString]) -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_tulle-control"))
+            .args(line)
+            .stdin(Stdio::null())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap();
+        let log = BufReader::new(child.stderr.take().unwrap()).lines();
+        Self { child, log }
+    }
+
+    /// The address that the log names for a service.
+    async fn addr(&mut self, what: &str) -> SocketAddr {
+        let line = self.line(what).await;
+        let addr = line.split(" addr=").nth(1).unwrap();
+        addr.split(' ').next().unwrap().parse().unwrap()
+    }
+
+    /// The first line from here on that contains this.
+    async fn line(&mut self, part: &str) -> String {
+        let find = async {
+            let mut seen = Vec::new();
+            while let Some(line) = self.log.next_line().await.unwrap() {
+                if line.contains(part) {
+                    return line;
+                }
+                seen.push(line);
+            }
+            panic!("no {part} in {seen:#?}");
+        };
+        timeout(LIMIT, find).await.expect(part)
+    }
+
+    async fn end(mut self) -> Option<i32> {
+        let pid = self.child.id().unwrap().to_string();
+        Command::new("kill").args(["-TERM", &pid]).status().await.unwrap();
+        timeout(Duration::from_secs(5), self.child.wait())
+            .await
+            .unwrap()
+            .unwrap()
+            .code()
+    }
+}
+
+#[tokio::test]
+async fn services_run_in_processes_of_their_own() {
+    let files = Files::new();
+    let mut identity = Process::start(&files.line("identity", &[]));
+    let addr = identity.addr("service=identity").await;
+
+    files.write("token", &format!("{}\n", files.token("linkerd-destination", "linkerd")));
+    let token = files.at("token");
+    let more = [
+        "--identity-svc-addr",
+        &addr.to_string(),
+        "--identity-token",
+        token.to_str().unwrap(),
+        "-log-level=debug",
+    ];
+    let mut answers = Process::start(&files.line("destination policy", &more));
+    let destination = answers.addr("service=destination").await;
+    let channel = files.connect(Some(destination), DESTINATION, None).await;
+    let mut updates = DestinationClient::new(channel)
+        .get(target())
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!(added(&mut updates).await, [8080]);
+    assert_eq!(answers.end().await, Some(0), "with a stream open");
+    let issued = format!("level=info msg=\"certificate issued\" identity={DESTINATION}");
+    identity.line(&issued).await;
+    assert_eq!(identity.end().await, Some(0));
+}
+
+#[tokio::test]
+async fn a_start_that_cannot_succeed_says_why() {
+    let files = Files::new();
+    let check = async |line: &[OsString], expected: &str| {
+        let mut process = Process::start(line);
+        process.line(expected).await;
+        let status = timeout(LIMIT, process.child.wait()).await.unwrap().unwrap();
+        assert!(!status.success());
+    };
+    check(&["policy".into()], "--manifests is missing").await;
+    let missing = Path::new("/does/not/exist");
+    let with = |flag: &str| {
+        let mut line = files.line("all-in-one", &[]);
+        let at = line.iter().position(|arg| arg == flag).unwrap();
+        line[at + 1] = missing.into();
+        line
+    };
+    check(&with("--manifests"), "/does/not/exist is not a directory of manifests").await;
+    check(&with("--token-keys"), "--token-keys: reading token keys from").await;
+    check(&with("--issuer"), "watching \\\"/does/not/exist\\\" for changes").await;
+}
+
+/// One request to an admin server: status and body.
+async fn get(addr: Option<SocketAddr>, path: &str) -> (u16, String) {
+    let mut tcp = TcpStream::connect(addr.unwrap()).await.unwrap();
+    let req = format!("GET {path} HTTP/1.1\r\nhost: admin\r\nconnection: close\r\n\r\n");
+    tcp.write_all(req.as_bytes()).await.unwrap();
+    let mut rsp = String::new();
+    tcp.read_to_string(&mut rsp).await.unwrap();
+    let (head, body) = rsp.split_once("\r\n\r\n").unwrap();
+    (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+}
+
+/// Waits until there is something, at most 10 seconds.
+async fn eventually<T>(mut attempt: impl AsyncFnMut() -> Option<T>) -> T {
+    let waiting = async {
+        loop {
+            if let Some(found) = attempt().await {
+                return found;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(LIMIT, waiting).await.expect("it did not come true")
+}
+
+const LIMIT: Duration = Duration::from_secs(10);

@@ -1,0 +1,301 @@
+//! What happens to the mesh when files change, break, move and go.
+
+use std::os::unix::fs::symlink;
+
+use crate::harness::{Mesh, eventually, mesh, next, short};
+
+fn service(name: &str, pods: &str) -> String {
+    format!(
+        "apiVersion: v1\nkind: Service\nmetadata: {{name: {name}}}\n\
+         spec: {{clusterIP: None, selector: {{app: {pods}}}, ports: [{{port: 80}}]}}\n"
+    )
+}
+
+fn pod(name: &str, ip: &str) -> String {
+    format!(
+        "---\napiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, labels: {{app: web}}}}\n\
+         spec: {{containers: []}}\nstatus: {{podIP: {ip}}}\n"
+    )
+}
+
+const WEB: &str = "web.default.svc.cluster.local:80";
+
+async fn endpoints(mesh: &Mesh) -> String {
+    short(&next(&mut mesh.get(WEB).await.unwrap()).await)
+}
+
+/// The errors of the report without the directory.
+fn errors(mesh: &Mesh) -> Vec<String> {
+    let dir = format!("{}/", mesh.path().display());
+    mesh.report
+        .errors()
+        .iter()
+        .map(|error| error.to_string().replace(&dir, ""))
+        .collect()
+}
+
+#[tokio::test]
+async fn a_broken_file_keeps_its_last_good_objects_and_is_reported_until_it_is_mended() {
+    let mesh = mesh("").await;
+    let good = format!("{}{}", service("web", "web"), pod("web-1", "10.1.0.1"));
+    mesh.write("web.yaml", &good);
+    eventually(|| mesh.registry.render().contains("pod_cache_size{cluster=\"local\"} 1")).await;
+    mesh.write("web.yaml", &good.replace("10.1.0.1", "10.1.0"));
+    eventually(|| !mesh.report.errors().is_empty()).await;
+    assert_eq!(errors(&mesh).len(), 1);
+    assert!(errors(&mesh)[0].starts_with("web.yaml:6: "), "{:?}", errors(&mesh));
+    assert!(
+        errors(&mesh)[0].contains("\"10.1.0\" is not an IP address"),
+        "{:?}",
+        errors(&mesh)
+    );
+    assert!(mesh.registry.render().contains("manifest_errors 1"));
+    assert_eq!(endpoints(&mesh).await, "+10.1.0.1:80");
+    mesh.write("web.yaml", &good.replace("10.1.0.1", "10.1.0.2"));
+    eventually(|| mesh.report.errors().is_empty()).await;
+    assert!(mesh.registry.render().contains("manifest_errors 0"));
+    assert_eq!(endpoints(&mesh).await, "+10.1.0.2:80");
+}
+
+#[tokio::test]
+async fn a_file_that_is_broken_from_the_start_hides_no_other() {
+    let mesh = mesh(&format!("{}{}", service("web", "web"), pod("web-1", "10.1.0.1"))).await;
+    mesh.write("broken.yml", "kind: [");
+    eventually(|| mesh.report.errors().len() == 1).await;
+    assert_eq!(endpoints(&mesh).await, "+10.1.0.1:80");
+}
+
+#[tokio::test]
+async fn files_in_subdirectories_count_and_their_deletion_deletes() {
+    let mesh = mesh(&service("web", "web")).await;
+    let mut stream = mesh.get(WEB).await.unwrap();
+    assert_eq!(short(&next(&mut stream).await), "1");
+    std::fs::create_dir_all(mesh.path().join("a/b")).unwrap();
+    std::fs::write(mesh.path().join("a/b/pods.yaml"), pod("web-1", "10.1.0.1")).unwrap();
+    assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:80");
+    std::fs::remove_dir_all(mesh.path().join("a")).unwrap();
+    assert_eq!(short(&next(&mut stream).await), "-10.1.0.1:80");
+}
+
+#[tokio::test]
+async fn an_object_that_moves_to_another_file_never_goes() {
+    let mesh = mesh(&service("web", "web")).await;
+    mesh.write("a.yaml", &pod("web-1", "10.1.0.1"));
+    let mut stream = mesh.get(WEB).await.unwrap();
+    // The stream may have begun before the file was read.
+    if short(&next(&mut stream).await) == "1" {
+        assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:80");
+    }
+    std::fs::rename(mesh.path().join("a.yaml"), mesh.path().join("b.yaml")).unwrap();
+    mesh.write("c.yaml", &pod("web-2", "10.1.0.2"));
+    assert_eq!(short(&next(&mut stream).await), "+10.1.0.2:80");
+}
+
+#[tokio::test]
+async fn a_swapped_link_changes_everything_behind_it_at_once() {
+    let mesh = mesh(&service("web", "web")).await;
+    let version = |version: &str, ip: &str| {
+        let dir = mesh.path().join(version);
+        std::fs::create_dir(&dir).unwrap();
+        std::fs::write(dir.join("pods.yaml"), pod("web-1", ip)).unwrap();
+        symlink(version, mesh.path().join("..new")).unwrap();
+        std::fs::rename(mesh.path().join("..new"), mesh.path().join("..data")).unwrap();
+    };
+    version("..1", "10.1.0.1");
+    symlink("..data/pods.yaml", mesh.path().join("pods.yaml")).unwrap();
+    let mut stream = mesh.get(WEB).await.unwrap();
+    if short(&next(&mut stream).await) == "1" {
+        assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:80");
+    }
+    version("..2", "10.1.0.2");
+    assert_eq!(short(&next(&mut stream).await), "+10.1.0.2:80");
+    assert_eq!(short(&next(&mut stream).await), "-10.1.0.1:80");
+}
+
+#[tokio::test]
+async fn of_two_objects_with_one_name_the_first_file_s_holds() {
+    let mesh = mesh(&service("web", "web")).await;
+    mesh.write("a.yaml", &pod("web-1", "10.1.0.1"));
+    mesh.write("b.yaml", &pod("web-1", "10.1.0.9"));
+    eventually(|| !mesh.report.errors().is_empty()).await;
+    assert!(
+        errors(&mesh)[0].starts_with("b.yaml:2: Pod default/web-1 is already in "),
+        "{:?}",
+        errors(&mesh)
+    );
+    assert_eq!(endpoints(&mesh).await, "+10.1.0.1:80");
+}
+
+#[tokio::test]
+async fn endpoints_that_are_given_stand_for_slices() {
+    let endpoints = "apiVersion: v1\nkind: Endpoints\nmetadata: {name: web}\n\
+        subsets: [{addresses: [{ip: 10.9.0.1}], notReadyAddresses: [{ip: 10.9.0.2}], ports: [{port: 8080}]}]\n";
+    let mesh = mesh(&format!("{}---\n{endpoints}", service("web", "web"))).await;
+    assert_eq!(self::endpoints(&mesh).await, "+10.9.0.1:8080");
+}
+
+#[tokio::test]
+async fn manifests_that_admission_refuses_are_refused_with_their_reason() {
+    let policy = |kind: &str, version: &str, spec: &str| {
+        format!("apiVersion: {version}\nkind: {kind}\nmetadata: {{name: x}}\nspec: {{{spec}}}\n")
+    };
+    let authorization = |spec: &str| policy("AuthorizationPolicy", "policy.linkerd.io/v1alpha1", spec);
+    let mesh_tls = |spec: &str| policy("MeshTLSAuthentication", "policy.linkerd.io/v1alpha1", spec);
+    let server = |spec: &str| policy("Server", "policy.linkerd.io/v1beta3", spec);
+    let saz = |spec: &str| policy("ServerAuthorization", "policy.linkerd.io/v1beta1", spec);
+    let route = |spec: &str| policy("HTTPRoute", "policy.linkerd.io/v1beta3", spec);
+    let gateway = |spec: &str| policy("HTTPRoute", "gateway.networking.k8s.io/v1", spec);
+    let limit = |spec: &str| policy("HTTPLocalRateLimitPolicy", "policy.linkerd.io/v1alpha1", spec);
+    let profile = |spec: &str| policy("ServiceProfile", "linkerd.io/v1alpha2", spec);
+    let web = "targetRef: {group: policy.linkerd.io, kind: Server, name: web}";
+    let refused = [
+        (
+            authorization("targetRef: {kind: Pod, name: a}, requiredAuthenticationRefs: []"),
+            "accepted: Server",
+        ),
+        (
+            authorization("targetRef: {kind: Namespace, name: a}, requiredAuthenticationRefs: []"),
+            "only its own",
+        ),
+        (
+            authorization(&format!(
+                "{web}, requiredAuthenticationRefs: [{{kind: Secret, name: a}}]"
+            )),
+            "Secret",
+        ),
+        (
+            authorization(&format!(
+                "{web}, requiredAuthenticationRefs: [{{kind: ServiceAccount, name: a}}, {{kind: ServiceAccount, name: b}}]"
+            )),
+            "may name one",
+        ),
+        (authorization(web), "requiredAuthenticationRefs"),
+        (mesh_tls("identities: [\"a.*\"]"), "a.*"),
+        (mesh_tls("identities: []"), "exactly one of"),
+        (
+            mesh_tls("identities: [a], identityRefs: [{kind: ServiceAccount, name: a}]"),
+            "exactly one of",
+        ),
+        (
+            mesh_tls("identityRefs: [{kind: Namespace, name: a, namespace: b}]"),
+            "no namespace of its own",
+        ),
+        (
+            policy("NetworkAuthentication", "policy.linkerd.io/v1alpha1", "networks: []"),
+            "empty",
+        ),
+        (
+            policy(
+                "NetworkAuthentication",
+                "policy.linkerd.io/v1alpha1",
+                "networks: [{cidr: 10.0.0.0/8, except: [11.0.0.0/8]}]",
+            ),
+            "not inside",
+        ),
+        (
+            policy(
+                "EgressNetwork",
+                "policy.linkerd.io/v1alpha1",
+                "trafficPolicy: Allow, networks: []",
+            ),
+            "empty",
+        ),
+        (
+            policy("EgressNetwork", "policy.linkerd.io/v1alpha1", "trafficPolicy: Maybe"),
+            "Maybe",
+        ),
+        (
+            server("podSelector: {}, port: 80, accessPolicy: some"),
+            "\"some\" is no default policy",
+        ),
+        (server("podSelector: {}, port: 80, proxyProtocol: SMTP"), "SMTP"),
+        (server("podSelector: {}, port: 80, colour: red"), "colour"),
+        (
+            server("podSelector: {matchExpressions: [{key: a, operator: Like}]}, port: 80"),
+            "Like",
+        ),
+        (
+            server("podSelector: {}, externalWorkloadSelector: {}, port: 80"),
+            "exactly one of",
+        ),
+        (server("podSelector: {}, port: 65536"), "65536"),
+        (
+            saz("server: {name: web}, client: {unauthenticated: true, meshTLS: {identities: [a]}}"),
+            "one of",
+        ),
+        (
+            saz("server: {name: web}, client: {meshTLS: {unauthenticatedTLS: true, identities: [a]}}"),
+            "not both",
+        ),
+        (saz("server: {}, client: {unauthenticated: true}"), "exactly one of"),
+        (route("parentRefs: [{kind: EgressNetwork, name: a}]"), "needs a port"),
+        (
+            route("rules: [{matches: [{path: {value: a}}]}]"),
+            "does not start with /",
+        ),
+        (
+            route("rules: [{matches: [{path: {type: RegularExpression, value: \"(\"}}]}]"),
+            "regular expression",
+        ),
+        (
+            route("rules: [{timeouts: {request: 1s, backendRequest: 2s}}]"),
+            "longer than",
+        ),
+        (route("rules: [{timeouts: {request: -1s}}]"), "-1s"),
+        (route("rules: [{filters: [{type: URLRewrite}]}]"), "URLRewrite"),
+        (
+            route("rules: [{filters: [{type: RequestRedirect, requestRedirect: {statusCode: 307}}]}]"),
+            "301, 302",
+        ),
+        (
+            route(
+                "rules: [{filters: [{type: RequestHeaderModifier, requestHeaderModifier: {set: [{name: \"a b\", value: c}]}}]}]",
+            ),
+            "not a header name",
+        ),
+        (gateway("rules: [{backendRefs: [{name: web}]}]"), "needs a port"),
+        (limit("targetRef: {kind: Service, name: web}"), "accepted: Server"),
+        (limit(&format!("{web}, total: {{requestsPerSecond: 0}}")), "0"),
+        (
+            limit(&format!(
+                "{web}, total: {{requestsPerSecond: 5}}, identity: {{requestsPerSecond: 6}}"
+            )),
+            "above the total",
+        ),
+        (
+            limit(&format!(
+                "{web}, overrides: [{{requestsPerSecond: 5, clientRefs: [{{kind: Pod, name: a}}]}}]"
+            )),
+            "accepted: ServiceAccount",
+        ),
+        (profile("routes: [{name: a}]"), "condition"),
+        (profile("routes: [{name: a, condition: {}}]"), "sets none of"),
+        (
+            profile("routes: [{name: a, condition: {method: GET}, timeout: soon}]"),
+            "soon",
+        ),
+        (
+            profile(
+                "routes: [{name: a, condition: {method: GET}, responseClasses: [{condition: {status: {min: 99}}}]}]",
+            ),
+            "99",
+        ),
+        (
+            profile("retryBudget: {retryRatio: -1, minRetriesPerSecond: 1, ttl: 10s}"),
+            "negative",
+        ),
+        (profile("retryBudget: {retryRatio: 1, minRetriesPerSecond: 1}"), "ttl"),
+        (
+            "apiVersion: v1\nkind: Node\nmetadata: {name: A_B}\n".to_owned(),
+            "lower-case",
+        ),
+    ];
+    let mesh = mesh("").await;
+    for (index, (text, _)) in refused.iter().enumerate() {
+        mesh.write(&format!("{index:02}.yaml"), text);
+    }
+    eventually(|| mesh.report.errors().len() == refused.len()).await;
+    for (error, (text, reason)) in errors(&mesh).iter().zip(&refused) {
+        assert!(error.contains(reason), "{error} does not say {reason:?} of\n{text}");
+    }
+}

@@ -1,0 +1,368 @@
+//! Manifests to the messages of Get.
+
+use tonic::Code;
+use tulle_control::cluster::{Config, EndpointsFrom, Ipv6, TransportMode};
+use tulle_proto::destination::protocol_hint::Protocol;
+use tulle_proto::destination::tls_identity::Strategy;
+use tulle_proto::destination::{WeightedAddr, update};
+
+use crate::harness::{added, mesh, mesh_with, next, short, soon};
+
+const WEB: &str = "
+apiVersion: v1
+kind: Service
+metadata: {name: web, namespace: shop}
+spec:
+  clusterIP: 10.96.0.10
+  selector: {app: web}
+  ports:
+  - {name: http, port: 80, targetPort: 8080}
+  - {name: bytes, port: 5432, targetPort: data}
+";
+
+fn pod(name: &str, ip: &str, more: &str) -> String {
+    format!(
+        "
+---
+apiVersion: v1
+kind: Pod
+metadata:
+  name: {name}
+  namespace: shop
+  labels: {{app: web, linkerd.io/control-plane-ns: linkerd}}
+  {more}
+spec:
+  serviceAccountName: web
+  containers:
+  - name: web
+    ports: [{{name: data, containerPort: 5000}}]
+status: {{podIP: {ip}}}
+"
+    )
+}
+
+const HTTP: &str = "web.shop.svc.cluster.local:80";
+const BYTES: &str = "web.shop.svc.cluster.local:5432";
+
+fn label<'a>(addr: &'a WeightedAddr, key: &str) -> Option<&'a str> {
+    addr.metric_labels.get(key).map(String::as_str)
+}
+
+#[tokio::test]
+async fn pods_behind_a_service_are_meshed_endpoints() {
+    let mesh = mesh(&format!("{WEB}{}", pod("web-1", "10.1.0.1", ""))).await;
+    let update = next(&mut mesh.get(HTTP).await.unwrap()).await;
+    let Some(update::Update::Add(set)) = update.update else {
+        panic!("no addition")
+    };
+    assert_eq!(set.metric_labels["service"], "web");
+    assert_eq!(set.metric_labels["namespace"], "shop");
+    let [addr] = &*set.addrs else { panic!("{:?}", set.addrs) };
+    let socket = std::net::SocketAddr::try_from(addr.addr.unwrap()).unwrap();
+    assert_eq!(socket.to_string(), "10.1.0.1:8080");
+    assert_eq!(addr.weight, 10_000);
+    let expected = [
+        ("pod", "web-1"),
+        ("serviceaccount", "web"),
+        ("control_plane_ns", "linkerd"),
+    ];
+    for (key, value) in expected.into_iter().chain([("zone", ""), ("zone_locality", "unknown")]) {
+        assert_eq!(label(addr, key), Some(value), "{key}");
+    }
+    let hint = addr.protocol_hint.unwrap();
+    assert!(matches!(hint.protocol, Some(Protocol::H2(_))));
+    assert_eq!(hint.opaque_transport, None);
+    let tls = addr.tls_identity.as_ref().unwrap();
+    let name = "web.shop.serviceaccount.identity.linkerd.cluster.local";
+    assert!(matches!(&tls.strategy, Some(Strategy::DnsLikeIdentity(identity)) if identity.name == name));
+    assert_eq!(tls.server_name.as_ref().unwrap().name, name);
+}
+
+#[tokio::test]
+async fn named_target_ports_are_found_in_the_pod() {
+    let mesh = mesh(&format!("{WEB}{}", pod("web-1", "10.1.0.1", ""))).await;
+    assert_eq!(
+        short(&next(&mut mesh.get(BYTES).await.unwrap()).await),
+        "+10.1.0.1:5000"
+    );
+    // A port that the service does not list stands for itself.
+    let unlisted = mesh.get("web.shop.svc.cluster.local:9999").await;
+    assert_eq!(short(&next(&mut unlisted.unwrap()).await), "+10.1.0.1:9999");
+}
+
+#[tokio::test]
+async fn opaque_ports_come_with_a_transport_header() {
+    let opaque = "annotations: {config.linkerd.io/opaque-ports: \"data\"}";
+    let mesh = mesh(&format!("{WEB}{}", pod("web-1", "10.1.0.1", opaque))).await;
+    let addrs = added(next(&mut mesh.get(BYTES).await.unwrap()).await);
+    let hint = addrs[0].protocol_hint.unwrap();
+    assert!(matches!(hint.protocol, Some(Protocol::Opaque(_))));
+    assert_eq!(hint.opaque_transport.unwrap().inbound_port, 4143);
+    let addrs = added(next(&mut mesh.get(HTTP).await.unwrap()).await);
+    assert!(matches!(
+        addrs[0].protocol_hint.unwrap().protocol,
+        Some(Protocol::H2(_))
+    ));
+}
+
+#[tokio::test]
+async fn an_opaque_server_makes_its_port_opaque_and_back() {
+    let mesh = mesh(&format!("{WEB}{}", pod("web-1", "10.1.0.1", ""))).await;
+    let mut stream = mesh.get(HTTP).await.unwrap();
+    let is_opaque =
+        |addrs: &[WeightedAddr]| matches!(addrs[0].protocol_hint.unwrap().protocol, Some(Protocol::Opaque(_)));
+    assert!(!is_opaque(&added(next(&mut stream).await)));
+    let server = "apiVersion: policy.linkerd.io/v1beta3\nkind: Server\nmetadata: {name: web, namespace: shop}\n\
+        spec: {podSelector: {}, port: 8080, proxyProtocol: opaque}\n";
+    mesh.write("server.yaml", server);
+    assert!(is_opaque(&added(next(&mut stream).await)));
+    mesh.remove("server.yaml");
+    assert!(!is_opaque(&added(next(&mut stream).await)));
+}
+
+#[tokio::test]
+async fn pods_without_a_mesh_label_and_skipped_ports_are_plain() {
+    let skipped = "annotations: {config.linkerd.io/skip-inbound-ports: \"8000-8100\"}";
+    let plain = pod("web-1", "10.1.0.1", "").replace(", linkerd.io/control-plane-ns: linkerd", "");
+    for pod in [plain, pod("web-1", "10.1.0.1", skipped)] {
+        let mesh = mesh(&format!("{WEB}{pod}")).await;
+        let addrs = added(next(&mut mesh.get(HTTP).await.unwrap()).await);
+        assert_eq!((&addrs[0].tls_identity, addrs[0].protocol_hint), (&None, None));
+        assert_eq!(label(&addrs[0], "pod"), Some("web-1"));
+    }
+}
+
+#[tokio::test]
+async fn a_sidecar_that_hides_its_ports_takes_its_pod_out() {
+    let broken = pod("web-2", "10.1.0.2", "").replace("  - name: web\n", "  - name: linkerd-proxy\n");
+    let mesh = mesh(&format!("{WEB}{}{broken}", pod("web-1", "10.1.0.1", ""))).await;
+    assert_eq!(short(&next(&mut mesh.get(HTTP).await.unwrap()).await), "+10.1.0.1:8080");
+}
+
+#[tokio::test]
+async fn forced_transport_headers_go_to_every_meshed_port() {
+    let config = Config {
+        transport: TransportMode::TransportHeader,
+        ..Config::default()
+    };
+    let mesh = mesh_with(&format!("{WEB}{}", pod("web-1", "10.1.0.1", "")), config).await;
+    let hint = added(next(&mut mesh.get(HTTP).await.unwrap()).await)[0]
+        .protocol_hint
+        .unwrap();
+    assert_eq!(hint.opaque_transport.unwrap().inbound_port, 4143);
+    let admin = mesh.get("web.shop.svc.cluster.local:4191").await;
+    let hint = added(next(&mut admin.unwrap()).await)[0].protocol_hint.unwrap();
+    assert_eq!(hint.opaque_transport, None);
+}
+
+#[tokio::test]
+async fn additions_come_before_removals_and_emptiness_is_said_at_once() {
+    let mesh = mesh(&format!("{WEB}{}", pod("web-1", "10.1.0.1", ""))).await;
+    let mut stream = mesh.get(HTTP).await.unwrap();
+    assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:8080");
+    mesh.write("mesh.yaml", &format!("{WEB}{}", pod("web-2", "10.1.0.2", "")));
+    assert_eq!(short(&next(&mut stream).await), "+10.1.0.2:8080");
+    assert_eq!(short(&next(&mut stream).await), "-10.1.0.1:8080");
+    mesh.write("mesh.yaml", WEB);
+    assert_eq!(short(&next(&mut stream).await), "-10.1.0.2:8080");
+    assert_eq!(short(&next(&mut stream).await), "1");
+    mesh.write("mesh.yaml", "");
+    assert_eq!(short(&next(&mut stream).await), "0");
+    mesh.write("mesh.yaml", &format!("{WEB}{}", pod("web-3", "10.1.0.3", "")));
+    assert_eq!(short(&next(&mut stream).await), "+10.1.0.3:8080");
+}
+
+#[tokio::test]
+async fn an_empty_service_is_empty_from_the_first_message() {
+    let mesh = mesh(WEB).await;
+    assert_eq!(short(&next(&mut mesh.get(HTTP).await.unwrap()).await), "1");
+}
+
+#[tokio::test]
+async fn pods_that_are_not_ready_or_over_are_left_out() {
+    let status = |status: &str| pod("web-2", "10.1.0.2", "").replace("{podIP: 10.1.0.2}", status);
+    for status in [
+        status("{podIP: 10.1.0.2, phase: Succeeded}"),
+        status("{podIP: 10.1.0.2, phase: Running, conditions: [{type: Ready, status: \"False\"}]}"),
+    ] {
+        let mesh = mesh(&format!("{WEB}{}{status}", pod("web-1", "10.1.0.1", ""))).await;
+        assert_eq!(short(&next(&mut mesh.get(HTTP).await.unwrap()).await), "+10.1.0.1:8080");
+    }
+}
+
+#[tokio::test]
+async fn lookups_that_cannot_be_answered_have_their_code_and_message() {
+    let alias = "---\napiVersion: v1\nkind: Service\nmetadata: {name: alias, namespace: shop}\n\
+        spec: {type: ExternalName, externalName: example.org}\n";
+    let mesh = mesh(&format!("{WEB}{alias}")).await;
+    let cases = [
+        (
+            "web.shop.svc.cluster.local:http",
+            Code::InvalidArgument,
+            "Invalid authority: web.shop.svc.cluster.local:http",
+        ),
+        (
+            "example.org:80",
+            Code::InvalidArgument,
+            "Invalid authority: example.org:80",
+        ),
+        (
+            "10.1.0.1:80",
+            Code::InvalidArgument,
+            "IP queries not supported by Get API: host=10.1.0.1",
+        ),
+        (
+            "gone.shop.svc.cluster.local:80",
+            Code::NotFound,
+            "Service gone.shop not found",
+        ),
+        (
+            "alias.shop.svc.cluster.local:80",
+            Code::InvalidArgument,
+            "Invalid authority: alias.shop.svc.cluster.local:80",
+        ),
+    ];
+    for (path, code, message) in cases {
+        let status = mesh.get(path).await.unwrap_err();
+        assert_eq!((status.code(), status.message()), (code, message), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn external_workloads_are_endpoints_with_their_own_identity() {
+    let workload = |identity: &str| {
+        format!(
+            "---\napiVersion: workload.linkerd.io/v1beta1\nkind: ExternalWorkload\n\
+             metadata: {{name: vm, namespace: shop, labels: {{app: web}}}}\n\
+             spec:\n  meshTLS: {{identity: \"{identity}\", serverName: vm.shop}}\n  \
+             ports: [{{port: 8080}}, {{name: linkerd-proxy, port: 4243}}]\n  workloadIPs: [{{ip: 10.2.0.1}}]\n"
+        )
+    };
+    let config = || Config {
+        transport: TransportMode::TransportHeader,
+        ..Config::default()
+    };
+    let mesh = mesh_with(&format!("{WEB}{}", workload("spiffe://root/vm")), config()).await;
+    let mut stream = mesh.get(HTTP).await.unwrap();
+    let addrs = added(next(&mut stream).await);
+    assert_eq!(label(&addrs[0], "external_workload"), Some("vm"));
+    assert_eq!(
+        addrs[0].protocol_hint.unwrap().opaque_transport.unwrap().inbound_port,
+        4243
+    );
+    let tls = addrs[0].tls_identity.as_ref().unwrap();
+    assert!(matches!(&tls.strategy, Some(Strategy::UriLikeIdentity(uri)) if uri.uri == "spiffe://root/vm"));
+    assert_eq!(tls.server_name.as_ref().unwrap().name, "vm.shop");
+    mesh.write("mesh.yaml", &format!("{WEB}{}", workload("vm.shop.example")));
+    let addrs = added(next(&mut stream).await);
+    let tls = addrs[0].tls_identity.as_ref().unwrap();
+    assert!(matches!(&tls.strategy, Some(Strategy::DnsLikeIdentity(name)) if name.name == "vm.shop.example"));
+    // The port that carries no declaration is not served by the workload.
+    assert_eq!(short(&next(&mut mesh.get(BYTES).await.unwrap()).await), "1");
+}
+
+const SLICE: &str = "
+---
+apiVersion: v1
+kind: Node
+metadata: {name: node-a, labels: {topology.kubernetes.io/zone: a}}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-x, namespace: shop, labels: {kubernetes.io/service-name: web}}
+addressType: IPv4
+ports: [{name: http, port: 8080}]
+endpoints:
+- {addresses: [10.3.0.1], zone: a, hints: {forZones: [{name: a}]}, nodeName: node-a}
+- {addresses: [10.3.0.2], zone: b, hints: {forZones: [{name: b}]}, hostname: web-0}
+- {addresses: [10.3.0.3], conditions: {ready: false}}
+";
+
+#[tokio::test]
+async fn slices_that_are_given_replace_the_selector_and_their_hints_choose_zones() {
+    let mesh = mesh(&format!("{WEB}{SLICE}{}", pod("web-1", "10.1.0.1", ""))).await;
+    let first = async |path: &str, token: &str| short(&next(&mut mesh.get_from(path, token).await.unwrap()).await);
+    assert_eq!(first(HTTP, "").await, "+10.3.0.1:8080,10.3.0.2:8080");
+    assert_eq!(
+        first(HTTP, r#"{"ns":"shop","nodeName":"node-a"}"#).await,
+        "+10.3.0.1:8080"
+    );
+    assert_eq!(
+        first(HTTP, r#"{"ns":"shop","nodeName":"node-z"}"#).await,
+        "+10.3.0.1:8080,10.3.0.2:8080"
+    );
+    assert_eq!(first("web-0.web.shop.svc.cluster.local:80", "").await, "+10.3.0.2:8080");
+}
+
+#[tokio::test]
+async fn local_traffic_stays_on_the_client_s_node() {
+    let local = WEB.replace("  selector:", "  internalTrafficPolicy: Local\n  selector:");
+    let on = |name: &str, ip: &str, node: &str| {
+        pod(name, ip, "").replace(
+            "  serviceAccountName",
+            &format!("  nodeName: {node}\n  serviceAccountName"),
+        )
+    };
+    let mesh = mesh(&format!(
+        "{local}{}{}",
+        on("web-1", "10.1.0.1", "a"),
+        on("web-2", "10.1.0.2", "b")
+    ))
+    .await;
+    let mut stream = mesh.get_from(HTTP, r#"{"nodeName":"b"}"#).await.unwrap();
+    assert_eq!(short(&next(&mut stream).await), "+10.1.0.2:8080");
+    assert_eq!(short(&next(&mut mesh.get(HTTP).await.unwrap()).await), "1");
+}
+
+#[tokio::test]
+async fn pods_of_both_families_are_reached_over_one() {
+    let both =
+        pod("web-1", "10.1.0.1", "").replace("{podIP: 10.1.0.1}", "{podIPs: [{ip: 10.1.0.1}, {ip: \"fd00::1\"}]}");
+    let v4 = mesh(&format!("{WEB}{both}")).await;
+    assert_eq!(short(&next(&mut v4.get(HTTP).await.unwrap()).await), "+10.1.0.1:8080");
+    let v6 = mesh_with(
+        &format!("{WEB}{both}"),
+        Config {
+            ipv6: Ipv6::Serve,
+            ..Config::default()
+        },
+    )
+    .await;
+    assert_eq!(short(&next(&mut v6.get(HTTP).await.unwrap()).await), "+[fd00::1]:8080");
+}
+
+#[tokio::test]
+async fn endpoints_can_drive_instead_of_slices() {
+    let config = Config {
+        endpoints_from: EndpointsFrom::Endpoints,
+        ..Config::default()
+    };
+    let mesh = mesh_with(&format!("{WEB}{}", pod("web-1", "10.1.0.1", "")), config).await;
+    assert_eq!(short(&next(&mut mesh.get(HTTP).await.unwrap()).await), "+10.1.0.1:8080");
+}
+
+#[tokio::test]
+async fn streams_end_when_the_drain_begins() {
+    let mut mesh = mesh(&format!("{WEB}{}", pod("web-1", "10.1.0.1", ""))).await;
+    let mut stream = mesh.get(HTTP).await.unwrap();
+    next(&mut stream).await;
+    mesh.shut_down();
+    assert!(soon(stream.message()).await.unwrap().is_none());
+}
+
+#[tokio::test]
+async fn what_nobody_asks_for_leaves_no_series_behind() {
+    let mesh = mesh(WEB).await;
+    let stream = mesh.get(HTTP).await.unwrap();
+    let series =
+        "endpoints_subscribers{cluster=\"local\",namespace=\"shop\",service=\"web\",port=\"80\",hostname=\"\"} 1";
+    assert!(mesh.registry.render().contains(series), "{}", mesh.registry.render());
+    drop(stream);
+    mesh.registry.retire(std::time::Duration::ZERO);
+    assert!(!mesh.registry.render().contains("endpoints_subscribers{"));
+    assert!(
+        mesh.registry
+            .render()
+            .contains("service_cache_size{cluster=\"local\"} 1")
+    );
+}

@@ -1,0 +1,209 @@
+//! A control plane fed from a temporary directory, asked through its own clients in process.
+
+use std::path::Path;
+use std::time::Duration;
+
+use tempfile::TempDir;
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+use tonic::{Status, Streaming};
+use tulle_control::cluster::{Cluster, Config};
+use tulle_control::source::dir::{self, Report};
+use tulle_control::{destination, policy};
+use tulle_core::drain;
+use tulle_core::metrics::Registry;
+use tulle_proto::destination::destination_client::DestinationClient;
+use tulle_proto::destination::destination_server::DestinationServer;
+use tulle_proto::destination::{DestinationProfile, GetDestination, Update, WeightedAddr, update};
+use tulle_proto::inbound::inbound_server_policies_client::InboundServerPoliciesClient;
+use tulle_proto::inbound::{PortSpec, Server};
+use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
+use tulle_proto::outbound::{OutboundPolicy, TrafficSpec, traffic_spec};
+
+pub(crate) struct Mesh {
+    pub(crate) dir: TempDir,
+    pub(crate) cluster: Cluster,
+    pub(crate) report: Report,
+    pub(crate) registry: Registry,
+    signal: Option<drain::Signal>,
+    drain: drain::Watch,
+    source: JoinHandle<()>,
+}
+
+impl Drop for Mesh {
+    fn drop(&mut self) {
+        self.source.abort();
+    }
+}
+
+/// A control plane that has read these manifests.
+pub(crate) async fn mesh(yaml: &str) -> Mesh {
+    mesh_with(yaml, Config::default()).await
+}
+
+pub(crate) async fn mesh_with(yaml: &str, config: Config) -> Mesh {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("mesh.yaml"), yaml).unwrap();
+    let registry = Registry::new();
+    let (signal, drain) = drain::channel();
+    let cluster = Cluster::new(config, &registry);
+    let report = Report::new(&registry);
+    let source = dir::run(dir.path().to_owned(), cluster.writer(), report.clone(), drain.clone());
+    let source = tokio::spawn(async { source.await.unwrap() });
+    soon(cluster.synced()).await;
+    Mesh {
+        dir,
+        cluster,
+        report,
+        registry,
+        signal: Some(signal),
+        drain,
+        source,
+    }
+}
+
+/// Waits for what must come soon.
+pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
+    timeout(Duration::from_secs(20), future)
+        .await
+        .expect("it took longer than 20 seconds")
+}
+
+/// Waits until the condition holds.
+pub(crate) async fn eventually(condition: impl Fn() -> bool) {
+    soon(async {
+        while !condition() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+}
+
+impl Mesh {
+    /// Replaces a file as editors do: beside it, then renamed over it.
+    pub(crate) fn write(&self, name: &str, text: &str) {
+        let path = self.dir.path().join(name);
+        let beside = self.dir.path().join(format!(".{}.tmp", name.replace('/', "_")));
+        std::fs::write(&beside, text).unwrap();
+        std::fs::rename(beside, path).unwrap();
+    }
+
+    pub(crate) fn remove(&self, name: &str) {
+        std::fs::remove_file(self.path().join(name)).unwrap();
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    pub(crate) fn shut_down(&mut self) {
+        tokio::spawn(self.signal.take().unwrap().drain());
+    }
+
+    fn destination(&self) -> DestinationClient<DestinationServer<destination::server::Service>> {
+        let config = destination::Config::default();
+        DestinationClient::new(destination::server(self.cluster.clone(), config, self.drain.clone()))
+    }
+
+    pub(crate) async fn get(&self, path: &str) -> Result<Streaming<Update>, Status> {
+        self.get_from(path, "").await
+    }
+
+    pub(crate) async fn get_from(&self, path: &str, token: &str) -> Result<Streaming<Update>, Status> {
+        soon(self.destination().get(target(path, token)))
+            .await
+            .map(tonic::Response::into_inner)
+    }
+
+    pub(crate) async fn profiles(&self, path: &str, token: &str) -> Result<Streaming<DestinationProfile>, Status> {
+        soon(self.destination().get_profile(target(path, token)))
+            .await
+            .map(tonic::Response::into_inner)
+    }
+
+    /// The first profile of a stream.
+    pub(crate) async fn profile(&self, path: &str) -> DestinationProfile {
+        next(&mut self.profiles(path, "").await.unwrap()).await
+    }
+
+    pub(crate) async fn ports(&self, workload: &str, port: u32) -> Result<Streaming<Server>, Status> {
+        let server = policy::inbound_server(self.cluster.clone(), self.drain.clone());
+        let request = PortSpec {
+            workload: workload.to_owned(),
+            port,
+        };
+        let mut client = InboundServerPoliciesClient::new(server);
+        soon(client.watch_port(request)).await.map(tonic::Response::into_inner)
+    }
+
+    pub(crate) async fn port(&self, workload: &str, port: u32) -> Result<Server, Status> {
+        let server = policy::inbound_server(self.cluster.clone(), self.drain.clone());
+        let request = PortSpec {
+            workload: workload.to_owned(),
+            port,
+        };
+        let mut client = InboundServerPoliciesClient::new(server);
+        soon(client.get_port(request)).await.map(tonic::Response::into_inner)
+    }
+
+    pub(crate) async fn policies(&self, workload: &str, target: &str) -> Result<Streaming<OutboundPolicy>, Status> {
+        let config = policy::Config::default();
+        let server = policy::outbound_server(self.cluster.clone(), config, self.drain.clone());
+        let target = match target.parse::<std::net::SocketAddr>() {
+            Ok(addr) => traffic_spec::Target::Addr(addr.into()),
+            Err(_) => traffic_spec::Target::Authority(target.to_owned()),
+        };
+        let request = TrafficSpec {
+            source_workload: workload.to_owned(),
+            target: Some(target),
+        };
+        soon(OutboundPoliciesClient::new(server).watch(request))
+            .await
+            .map(tonic::Response::into_inner)
+    }
+
+    pub(crate) async fn policy(&self, workload: &str, target: &str) -> Result<OutboundPolicy, Status> {
+        Ok(next(&mut self.policies(workload, target).await?).await)
+    }
+}
+
+fn target(path: &str, token: &str) -> GetDestination {
+    GetDestination {
+        scheme: String::new(),
+        path: path.to_owned(),
+        context_token: token.to_owned(),
+    }
+}
+
+/// The next message of a stream that has one.
+pub(crate) async fn next<T>(stream: &mut Streaming<T>) -> T {
+    soon(stream.message()).await.unwrap().expect("the stream has ended")
+}
+
+/// One update in short: `+` and added addresses, `-` and removed ones, `0` without a service, `1` with one.
+pub(crate) fn short(update: &Update) -> String {
+    let socket = |addr: tulle_proto::net::TcpAddress| std::net::SocketAddr::try_from(addr).unwrap().to_string();
+    match update.update.as_ref().unwrap() {
+        update::Update::Add(set) => {
+            let addrs: Vec<_> = set
+                .addrs
+                .iter()
+                .map(|weighted| socket(weighted.addr.unwrap()))
+                .collect();
+            format!("+{}", addrs.join(","))
+        }
+        update::Update::Remove(set) => {
+            let addrs: Vec<_> = set.addrs.iter().map(|addr| socket(*addr)).collect();
+            format!("-{}", addrs.join(","))
+        }
+        update::Update::NoEndpoints(none) => format!("{}", u8::from(none.exists)),
+    }
+}
+
+/// The addresses that an update adds.
+pub(crate) fn added(update: Update) -> Vec<WeightedAddr> {
+    match update.update {
+        Some(update::Update::Add(set)) => set.addrs,
+        other => panic!("no addition: {other:?}"),
+    }
+}

@@ -1,0 +1,308 @@
+//! Manifests to the messages of GetProfile.
+
+use tonic::Code;
+use tulle_control::cluster::Config;
+use tulle_core::ports::PortSet;
+use tulle_proto::destination::protocol_hint::Protocol;
+use tulle_proto::destination::{DestinationProfile, request_match, response_match};
+use tulle_proto::http_types::http_method;
+use tulle_proto::meta::{Metadata, metadata};
+
+use crate::harness::{mesh, mesh_with, next};
+
+const MESH: &str = "
+apiVersion: v1
+kind: Service
+metadata: {name: web, namespace: shop, annotations: {config.linkerd.io/opaque-ports: \"bytes,7000-7001\"}}
+spec:
+  clusterIP: 10.96.0.10
+  selector: {app: web}
+  ports: [{name: http, port: 80, targetPort: 8080}, {name: bytes, port: 5432}, {name: more, port: 7000}]
+---
+apiVersion: v1
+kind: Service
+metadata: {name: db, namespace: shop}
+spec: {clusterIP: None, selector: {app: web}, ports: [{port: 5432}]}
+---
+apiVersion: v1
+kind: Node
+metadata: {name: node-a, labels: {topology.kubernetes.io/zone: a}}
+---
+apiVersion: v1
+kind: Pod
+metadata:
+  name: web-0
+  namespace: shop
+  labels: {app: web, linkerd.io/control-plane-ns: linkerd}
+  annotations: {config.linkerd.io/opaque-ports: \"9000\"}
+spec:
+  nodeName: node-a
+  hostname: web-0
+  subdomain: db
+  containers: [{name: web, ports: [{containerPort: 8080, hostPort: 18080}]}]
+status: {podIP: 10.1.0.1, hostIP: 192.168.0.1}
+---
+apiVersion: workload.linkerd.io/v1beta1
+kind: ExternalWorkload
+metadata: {name: vm, namespace: shop}
+spec:
+  meshTLS: {identity: vm.shop, serverName: vm.shop}
+  ports: [{port: 80}]
+  workloadIPs: [{ip: 10.2.0.1}]
+";
+
+const WEB: &str = "web.shop.svc.cluster.local:80";
+
+fn endpoint(profile: &DestinationProfile) -> (String, Option<Protocol>, bool) {
+    let endpoint = profile.endpoint.as_ref().expect("an endpoint profile");
+    let addr = std::net::SocketAddr::try_from(endpoint.addr.unwrap()).unwrap();
+    let protocol = endpoint.protocol_hint.and_then(|hint| hint.protocol);
+    (addr.to_string(), protocol, endpoint.tls_identity.is_some())
+}
+
+fn resource(metadata: Option<&Metadata>) -> (String, String, u32) {
+    match metadata.and_then(|metadata| metadata.kind.as_ref()) {
+        Some(metadata::Kind::Resource(resource)) => (
+            resource.kind.clone(),
+            format!("{}/{}", resource.namespace, resource.name),
+            resource.port,
+        ),
+        other => panic!("no resource: {other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn a_service_has_one_profile_by_name_and_by_address() {
+    let mesh = mesh(MESH).await;
+    for path in [WEB, "10.96.0.10:80"] {
+        let profile = mesh.profile(path).await;
+        assert_eq!(profile.fully_qualified_name, "web.shop.svc.cluster.local");
+        assert!(!profile.opaque_protocol && profile.routes.is_empty() && profile.endpoint.is_none());
+        assert_eq!(
+            resource(profile.parent_ref.as_ref()),
+            ("Service".to_owned(), "shop/web".to_owned(), 80)
+        );
+        assert_eq!(
+            resource(profile.profile_ref.as_ref()),
+            ("ServiceProfile".to_owned(), "/".to_owned(), 0)
+        );
+        let budget = profile.retry_budget.unwrap();
+        assert_eq!(
+            (
+                budget.retry_ratio,
+                budget.min_retries_per_second,
+                budget.ttl.unwrap().seconds
+            ),
+            (0.2, 10, 10)
+        );
+    }
+}
+
+#[tokio::test]
+async fn opaque_ports_of_services_are_names_numbers_and_ranges() {
+    let mesh = mesh(MESH).await;
+    for (port, opaque) in [(80, false), (5432, true), (7000, true)] {
+        let profile = mesh.profile(&format!("10.96.0.10:{port}")).await;
+        assert_eq!(profile.opaque_protocol, opaque, "{port}");
+    }
+}
+
+#[tokio::test]
+async fn a_port_that_a_service_does_not_define_has_an_empty_profile() {
+    let mesh = mesh(MESH).await;
+    for path in ["10.96.0.10:9999", "web.shop.svc.cluster.local:9999"] {
+        assert_eq!(mesh.profile(path).await, DestinationProfile::default());
+    }
+}
+
+#[tokio::test]
+async fn addresses_have_the_profile_of_what_runs_there() {
+    let mesh = mesh(MESH).await;
+    let check = async |path: &str, addr: &str, meshed: bool, opaque: bool| {
+        let profile = mesh.profile(path).await;
+        let found = endpoint(&profile);
+        assert_eq!(
+            (found.0.as_str(), found.2, profile.opaque_protocol),
+            (addr, meshed, opaque),
+            "{path}"
+        );
+        assert!(profile.fully_qualified_name.is_empty() && profile.parent_ref.is_none());
+        profile
+    };
+    let pod = check("10.1.0.1:8080", "10.1.0.1:8080", true, false).await;
+    let labels = pod.endpoint.unwrap().metric_labels;
+    assert_eq!(
+        (
+            labels["namespace"].as_str(),
+            labels["pod"].as_str(),
+            labels["zone"].as_str()
+        ),
+        ("shop", "web-0", "a")
+    );
+    assert!(!labels.contains_key("zone_locality"));
+    check("10.1.0.1:9000", "10.1.0.1:9000", true, true).await;
+    check("192.168.0.1:18080", "192.168.0.1:18080", true, false).await;
+    check("192.168.0.1:8080", "192.168.0.1:8080", false, false).await;
+    check("10.2.0.1:80", "10.2.0.1:80", true, false).await;
+    check("10.2.0.1:81", "10.2.0.1:81", false, false).await;
+    check("203.0.113.1:443", "203.0.113.1:443", false, false).await;
+    check("web-0.db.shop.svc.cluster.local:5432", "10.1.0.1:5432", true, false).await;
+}
+
+#[tokio::test]
+async fn a_pod_in_its_host_s_network_is_found_by_the_ports_it_declares() {
+    let pod = "
+apiVersion: v1
+kind: Pod
+metadata: {name: agent, namespace: shop, labels: {linkerd.io/control-plane-ns: linkerd}}
+spec: {hostNetwork: true, containers: [{name: agent, ports: [{containerPort: 9100}]}]}
+status: {podIP: 192.168.0.2}
+";
+    let mesh = mesh(pod).await;
+    assert!(endpoint(&mesh.profile("192.168.0.2:9100").await).2);
+    assert!(!endpoint(&mesh.profile("192.168.0.2:22").await).2);
+}
+
+#[tokio::test]
+async fn unknown_addresses_follow_the_default_opaque_ports() {
+    let opaque = "25,3306".parse::<PortSet>().unwrap();
+    let mesh = mesh_with(
+        MESH,
+        Config {
+            default_opaque_ports: opaque,
+            ..Config::default()
+        },
+    )
+    .await;
+    assert!(mesh.profile("203.0.113.1:3306").await.opaque_protocol);
+    assert!(mesh.profile("10.2.0.1:80").await.endpoint.is_some());
+    // An annotation replaces the defaults, even for a pod that needs one of them.
+    assert!(!mesh.profile("10.1.0.1:3306").await.opaque_protocol);
+}
+
+#[tokio::test]
+async fn a_pod_that_stops_is_a_bare_address() {
+    let mesh = mesh(MESH).await;
+    let mut stream = mesh.profiles("10.1.0.1:8080", "").await.unwrap();
+    assert!(endpoint(&next(&mut stream).await).2);
+    mesh.write(
+        "mesh.yaml",
+        &MESH.replace("{podIP: 10.1.0.1,", "{phase: Failed, podIP: 10.1.0.1,"),
+    );
+    assert_eq!(
+        endpoint(&next(&mut stream).await),
+        ("10.1.0.1:8080".to_owned(), None, false)
+    );
+    mesh.write("mesh.yaml", MESH);
+    assert!(endpoint(&next(&mut stream).await).2);
+}
+
+const PROFILE: &str = "
+apiVersion: linkerd.io/v1alpha2
+kind: ServiceProfile
+metadata: {name: web.shop.svc.cluster.local, namespace: NAMESPACE}
+spec:
+  routes:
+  - name: NAMESPACE-get
+    condition: {method: get, pathRegex: /items/\\d+}
+    isRetryable: true
+    timeout: 1.5s
+    responseClasses:
+    - condition: {status: {min: 500, max: 599}}
+      isFailure: true
+  retryBudget: {retryRatio: 0.5, minRetriesPerSecond: 3, ttl: 20s}
+  dstOverrides:
+  - {authority: web-v1.shop.svc.cluster.local, weight: 500m}
+  - {authority: \"web-v2.shop.svc.cluster.local:8080\", weight: 1}
+";
+
+#[tokio::test]
+async fn service_profiles_are_translated() {
+    let mesh = mesh(&format!("{MESH}---{}", PROFILE.replace("NAMESPACE", "shop"))).await;
+    let profile = mesh.profile("10.96.0.10:80").await;
+    let [route] = &*profile.routes else {
+        panic!("{:?}", profile.routes)
+    };
+    assert_eq!(route.metrics_labels["route"], "shop-get");
+    assert!(route.is_retryable);
+    let timeout = route.timeout.unwrap();
+    assert_eq!((timeout.seconds, timeout.nanos), (1, 500_000_000));
+    let Some(request_match::Match::All(all)) = &route.condition.as_ref().unwrap().r#match else {
+        panic!()
+    };
+    let [method, path] = &*all.matches else { panic!() };
+    let get = http_method::Type::Registered(http_method::Registered::Get.into());
+    assert!(matches!(&method.r#match, Some(request_match::Match::Method(method)) if method.r#type == Some(get)));
+    assert!(matches!(&path.r#match, Some(request_match::Match::Path(path)) if path.regex == r"/items/\d+"));
+    let [class] = &*route.response_classes else { panic!() };
+    let status = &class.condition.as_ref().unwrap().r#match;
+    assert!(matches!(status, Some(response_match::Match::Status(range)) if (range.min, range.max) == (500, 599)));
+    assert!(class.is_failure);
+    let budget = profile.retry_budget.unwrap();
+    assert_eq!(
+        (
+            budget.retry_ratio,
+            budget.min_retries_per_second,
+            budget.ttl.unwrap().seconds
+        ),
+        (0.5, 3, 20)
+    );
+    let overrides: Vec<_> = profile
+        .dst_overrides
+        .iter()
+        .map(|dst| (dst.authority.as_str(), dst.weight))
+        .collect();
+    let expected = [
+        ("web-v1.shop.svc.cluster.local:80", 5000),
+        ("web-v2.shop.svc.cluster.local:8080", 10_000),
+    ];
+    assert_eq!(overrides, expected);
+    let name = "shop/web.shop.svc.cluster.local".to_owned();
+    assert_eq!(
+        resource(profile.profile_ref.as_ref()),
+        ("ServiceProfile".to_owned(), name, 0)
+    );
+}
+
+#[tokio::test]
+async fn a_profile_in_the_client_s_namespace_wins() {
+    let [own, clients] = ["shop", "front"].map(|namespace| PROFILE.replace("NAMESPACE", namespace));
+    let mesh = mesh(&format!("{MESH}---{own}---{clients}")).await;
+    let route = async |token: &str| {
+        let profile = next(&mut mesh.profiles(WEB, token).await.unwrap()).await;
+        profile.routes[0].metrics_labels["route"].clone()
+    };
+    assert_eq!(route("").await, "shop-get");
+    assert_eq!(route(r#"{"ns":"front"}"#).await, "front-get");
+    assert_eq!(route(r#"{"ns":"other"}"#).await, "shop-get");
+}
+
+#[tokio::test]
+async fn a_profile_that_comes_and_goes_is_told_at_once() {
+    let mesh = mesh(MESH).await;
+    let mut stream = mesh.profiles(WEB, "").await.unwrap();
+    assert!(next(&mut stream).await.routes.is_empty());
+    mesh.write("profile.yaml", &PROFILE.replace("NAMESPACE", "shop"));
+    assert_eq!(next(&mut stream).await.routes.len(), 1);
+    mesh.remove("profile.yaml");
+    assert!(next(&mut stream).await.routes.is_empty());
+}
+
+#[tokio::test]
+async fn lookups_that_cannot_be_answered_have_their_code() {
+    let alias = "---\napiVersion: v1\nkind: Service\nmetadata: {name: alias, namespace: shop}\n\
+        spec: {type: ExternalName, externalName: example.org}\n";
+    let twin = "---\napiVersion: v1\nkind: Service\nmetadata: {name: twin, namespace: shop}\n\
+        spec: {clusterIP: 10.96.0.10, ports: [{port: 80}]}\n";
+    let mesh = mesh(&format!("{MESH}{alias}{twin}")).await;
+    for (path, code) in [
+        ("gone.shop.svc.cluster.local:80", Code::Unknown),
+        ("alias.shop.svc.cluster.local:80", Code::InvalidArgument),
+        ("web-9.db.shop.svc.cluster.local:80", Code::NotFound),
+        ("example.org:80", Code::InvalidArgument),
+        ("web.shop.svc.cluster.local:0", Code::InvalidArgument),
+        ("10.96.0.10:80", Code::FailedPrecondition),
+    ] {
+        assert_eq!(mesh.profiles(path, "").await.unwrap_err().code(), code, "{path}");
+    }
+}

@@ -1,0 +1,27 @@
+//! Generates messages, clients and servers from `proto/`; protox parses it, so nobody needs `protoc`.
+
+use std::error::Error;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let files = [
+        "destination",
+        "grpc_route",
+        "http_route",
+        "http_types",
+        "identity",
+        "inbound",
+        "meta",
+        "net",
+        "opaque_route",
+        "outbound",
+        "tap",
+        "tls_route",
+        "transport",
+    ];
+    let files = files.map(|name| format!("proto/{name}.proto"));
+    println!("cargo::rerun-if-changed=proto");
+    let descriptors = protox::compile(files, ["proto"])?;
+    // Ordered maps: equal messages become equal bytes, and labels come out in the same order everywhere.
+    tonic_prost_build::configure().btree_map(".").compile_fds(descriptors)?;
+    Ok(())
+}

@@ -1,0 +1,247 @@
+//! Where the control plane is: SRV records first, then addresses, no longer than their time to live.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use hickory_resolver::TokioResolver;
+use hickory_resolver::net::NetError;
+use hickory_resolver::proto::rr::RData;
+use hickory_resolver::proto::rr::rdata::SRV;
+use parking_lot::Mutex;
+use tulle_core::addr::NameAddr;
+use tulle_core::metrics::Labels;
+
+use crate::api::metrics::Metrics;
+
+/// Bounds of the time that an answer is kept; none by default.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Config {
+    pub min_ttl: Option<Duration>,
+    pub max_ttl: Option<Duration>,
+}
+
+/// Looks names up with the servers of `/etc/resolv.conf`.
+///
+/// The file is read at the first lookup: a proxy whose control plane has an address needs no DNS at all.
+#[derive(Clone)]
+pub(crate) struct Resolver {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub(crate) enum DnsError {
+    #[error("reading the configuration of the resolver")]
+    Configuration(#[source] NetError),
+    #[error("looking up {name}")]
+    Lookup {
+        name: Arc<str>,
+        #[source]
+        source: NetError,
+    },
+    #[error("{name} has no addresses")]
+    Empty { name: Arc<str> },
+}
+
+struct Shared {
+    config: Config,
+    metrics: Metrics,
+    resolver: Mutex<Option<TokioResolver>>,
+}
+
+impl Resolver {
+    pub(crate) fn new(config: Config, metrics: Metrics) -> Self {
+        Self {
+            shared: Arc::new(Shared {
+                config,
+                metrics,
+                resolver: Mutex::new(None),
+            }),
+        }
+    }
+
+    /// The addresses behind a name, each once, with the port of its SRV record if it has one.
+    pub(crate) async fn resolve(&self, addr: &NameAddr) -> Result<Vec<SocketAddr>, DnsError> {
+        let resolver = self.shared.resolver()?;
+        let mut found = self.services(&resolver, addr).await;
+        if found.is_empty() {
+            let ips = self.ips(&resolver, &addr.name, addr).await?;
+            found = ips.into_iter().map(|ip| SocketAddr::new(ip, addr.port)).collect();
+        }
+        found.sort_unstable();
+        found.dedup();
+        match found.is_empty() {
+            true => Err(DnsError::Empty {
+                name: addr.name.clone(),
+            }),
+            false => Ok(found),
+        }
+    }
+
+    /// What SRV records lead to; nothing if there are none, which is normal outside of Kubernetes.
+    async fn services(&self, resolver: &TokioResolver, addr: &NameAddr) -> Vec<SocketAddr> {
+        let lookup = resolver.srv_lookup(&*addr.name).await;
+        self.count(addr, "SRV", lookup.is_ok());
+        let Ok(lookup) = lookup else { return Vec::new() };
+        let mut found = Vec::new();
+        for record in lookup.answers() {
+            let RData::SRV(SRV { port, target, .. }) = &record.data else {
+                continue;
+            };
+            let target = target.to_utf8();
+            let ips = match ip_of_label(&target) {
+                Some(ip) => vec![ip],
+                None => self.ips(resolver, &target, addr).await.unwrap_or_default(),
+            };
+            found.extend(ips.into_iter().map(|ip| SocketAddr::new(ip, *port)));
+        }
+        found
+    }
+
+    async fn ips(&self, resolver: &TokioResolver, name: &str, addr: &NameAddr) -> Result<Vec<IpAddr>, DnsError> {
+        let lookup = resolver.lookup_ip(name).await;
+        self.count(addr, "A/AAAA", lookup.is_ok());
+        match lookup {
+            Ok(lookup) => Ok(lookup.iter().collect()),
+            Err(source) => Err(DnsError::Lookup {
+                name: name.into(),
+                source,
+            }),
+        }
+    }
+
+    fn count(&self, addr: &NameAddr, record_type: &str, found: bool) {
+        let result = if found { "ok" } else { "not_found" };
+        let labels = Labels::new()
+            .with("client", addr)
+            .with("record_type", record_type)
+            .with("result", result);
+        self.shared.metrics.resolutions.get(&labels).inc();
+    }
+}
+
+impl Shared {
+    fn resolver(&self) -> Result<TokioResolver, DnsError> {
+        let mut resolver = self.resolver.lock();
+        if let Some(resolver) = &*resolver {
+            return Ok(resolver.clone());
+        }
+        let mut builder = TokioResolver::builder_tokio().map_err(DnsError::Configuration)?;
+        let options = builder.options_mut();
+        options.positive_min_ttl = Some(self.config.min_ttl.unwrap_or(MIN_TTL));
+        options.positive_max_ttl = self.config.max_ttl;
+        options.negative_max_ttl = self.config.max_ttl;
+        let built = builder.build().map_err(DnsError::Configuration)?;
+        Ok(resolver.insert(built).clone())
+    }
+}
+
+/// The address that Kubernetes writes into the first label of a pod's name: `10-0-0-1.…`, `fd00--1.…`.
+fn ip_of_label(name: &str) -> Option<IpAddr> {
+    let label = name.split('.').next()?;
+    let v4 = label.replace('-', ".").parse::<Ipv4Addr>().map(IpAddr::V4);
+    v4.or_else(|_| label.replace('-', ":").parse::<Ipv6Addr>().map(IpAddr::V6))
+        .ok()
+}
+
+/// Shorter times to live only make load for DNS servers.
+const MIN_TTL: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use hickory_resolver::config::{ConnectionConfig, NameServerConfig, ResolverConfig};
+    use hickory_resolver::net::runtime::TokioRuntimeProvider;
+    use hickory_resolver::proto::op::{Message, OpCode, ResponseCode};
+    use hickory_resolver::proto::rr::rdata::A;
+    use hickory_resolver::proto::rr::{Name, Record, RecordType};
+    use tokio::net::UdpSocket;
+    use tokio::task::JoinHandle;
+    use tulle_core::metrics::Registry;
+
+    use super::*;
+
+    #[test]
+    fn addresses_are_read_from_the_names_of_pods() {
+        for (name, expected) in [
+            (
+                "10-0-0-1.linkerd-dst-headless.linkerd.svc.cluster.local.",
+                Some("10.0.0.1"),
+            ),
+            (
+                "fd00--1.linkerd-dst-headless.linkerd.svc.cluster.local.",
+                Some("fd00::1"),
+            ),
+            ("linkerd-dst-0.linkerd-dst-headless.linkerd.svc.cluster.local.", None),
+            ("", None),
+        ] {
+            assert_eq!(ip_of_label(name), expected.map(|ip| ip.parse().unwrap()), "{name}");
+        }
+    }
+
+    /// The records of a small zone, and what holds them.
+    fn zone(name: &str, kind: RecordType) -> Vec<RData> {
+        let srv = |target: &str| RData::SRV(SRV::new(0, 1, 9086, Name::from_ascii(target).unwrap()));
+        match (name, kind) {
+            ("dst.mesh.", RecordType::SRV) => vec![srv("10-0-0-1.dst.mesh."), srv("node.mesh.")],
+            ("node.mesh.", RecordType::A) => vec![RData::A(A::new(10, 0, 0, 2))],
+            ("plain.mesh.", RecordType::A) => vec![RData::A(A::new(10, 0, 0, 3))],
+            _ => Vec::new(),
+        }
+    }
+
+    async fn name_server() -> (SocketAddr, JoinHandle<()>) {
+        let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let addr = socket.local_addr().unwrap();
+        let task = tokio::spawn(async move {
+            let mut bytes = [0; 1024];
+            loop {
+                let (length, client) = socket.recv_from(&mut bytes).await.unwrap();
+                let query = Message::from_vec(&bytes[..length]).unwrap();
+                let asked = query.queries[0].clone();
+                let name = asked.name().to_ascii().to_ascii_lowercase();
+                let mut answer = Message::response(query.metadata.id, OpCode::Query);
+                let found = zone(&name, asked.query_type());
+                if found.is_empty() {
+                    answer.metadata.response_code = ResponseCode::NXDomain;
+                }
+                answer.add_answers(
+                    found
+                        .into_iter()
+                        .map(|data| Record::from_rdata(asked.name().clone(), 30, data)),
+                );
+                answer.add_query(asked);
+                socket.send_to(&answer.to_vec().unwrap(), client).await.unwrap();
+            }
+        });
+        (addr, task)
+    }
+
+    #[tokio::test]
+    async fn services_are_found_by_srv_records_and_else_by_address() {
+        let (addr, _server) = name_server().await;
+        let mut connection = ConnectionConfig::udp();
+        connection.port = addr.port();
+        let server = NameServerConfig::new(addr.ip(), true, vec![connection]);
+        let config = ResolverConfig::from_name_servers(vec![server]);
+        let builder = TokioResolver::builder_with_config(config, TokioRuntimeProvider::default());
+        let registry = Registry::new();
+        let resolver = Resolver::new(Config::default(), Metrics::new(&registry));
+        *resolver.shared.resolver.lock() = Some(builder.build().unwrap());
+        for (name, expected) in [
+            ("dst.mesh.:8086", &["10.0.0.1:9086", "10.0.0.2:9086"][..]),
+            ("plain.mesh.:8086", &["10.0.0.3:8086"]),
+        ] {
+            let found = resolver.resolve(&name.parse().unwrap()).await.unwrap();
+            let expected: Vec<SocketAddr> = expected.iter().map(|addr| addr.parse().unwrap()).collect();
+            assert_eq!(found, expected, "{name}");
+        }
+        let missing = resolver
+            .resolve(&"missing.mesh.:8086".parse().unwrap())
+            .await
+            .unwrap_err();
+        assert_eq!(missing.to_string(), "looking up missing.mesh.");
+        let counted = r#"control_dns_resolutions_total{client="dst.mesh.:8086",record_type="SRV",result="ok"} 1"#;
+        assert!(registry.render().contains(counted), "{}", registry.render());
+    }
+}

@@ -1,0 +1,244 @@
+//! Policies of inbound ports and of outbound targets, from the policy service.
+
+use std::sync::Arc;
+
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+use tonic::Code;
+use tulle_core::addr::Addr;
+use tulle_core::backoff::Backoff;
+use tulle_proto::inbound;
+use tulle_proto::inbound::inbound_server_policies_client::InboundServerPoliciesClient;
+use tulle_proto::outbound;
+use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
+use tulle_proto::outbound::traffic_spec::Target;
+
+use crate::api::channel::{Channel, MESSAGE_LIMIT, Security};
+use crate::api::watch::{self as stream, StreamLimits, Terms, Watched};
+
+/// A client of the policy service; clones share its channel.
+#[derive(Clone)]
+pub(crate) struct Policies {
+    inbound: InboundServerPoliciesClient<Channel>,
+    outbound: OutboundPoliciesClient<Channel>,
+    shared: Arc<Shared>,
+}
+
+/// What every lookup has in common.
+#[derive(Clone, Debug)]
+pub(crate) struct Config {
+    /// Sent verbatim, so that the control plane knows whose ports they are.
+    pub workload: String,
+    /// They do not hold for a control plane on this machine.
+    pub limits: StreamLimits,
+    pub inbound_backoff: Backoff,
+    pub outbound_backoff: Backoff,
+}
+
+struct Shared {
+    config: Config,
+    runtime: Handle,
+}
+
+impl Policies {
+    pub(crate) fn new(channel: Channel, runtime: Handle, mut config: Config) -> Self {
+        if channel.target().security == Security::Loopback {
+            config.limits = StreamLimits::default();
+        }
+        Self {
+            inbound: InboundServerPoliciesClient::new(channel.clone()).max_decoding_message_size(MESSAGE_LIMIT),
+            outbound: OutboundPoliciesClient::new(channel).max_decoding_message_size(MESSAGE_LIMIT),
+            shared: Arc::new(Shared { config, runtime }),
+        }
+    }
+
+    /// Watches who may use a port of ours.
+    pub(crate) fn inbound<T: Send + Sync + 'static>(
+        &self,
+        port: u16,
+        mut decode: impl FnMut(inbound::Server) -> T + Send + 'static,
+    ) -> watch::Receiver<Watched<T>> {
+        let (client, workload) = (self.inbound.clone(), self.shared.config.workload.clone());
+        let open = move || {
+            let (mut client, workload) = (client.clone(), workload.clone());
+            async move {
+                client
+                    .watch_port(inbound::PortSpec {
+                        workload,
+                        port: port.into(),
+                    })
+                    .await
+            }
+        };
+        let terms = self.terms(
+            format!("policy of port {port}"),
+            self.shared.config.inbound_backoff,
+            INBOUND_FINALS,
+        );
+        stream::spawn(&self.shared.runtime, terms, open, move |_, message| decode(message))
+    }
+
+    /// Watches how a target is reached.
+    ///
+    /// Refused with `NotFound` or `Unimplemented`, it is reached as it was dialled, or as its profile says.
+    pub(crate) fn outbound<T: Send + Sync + 'static>(
+        &self,
+        target: &Addr,
+        mut decode: impl FnMut(outbound::OutboundPolicy) -> T + Send + 'static,
+    ) -> watch::Receiver<Watched<T>> {
+        let spec = outbound::TrafficSpec {
+            source_workload: self.shared.config.workload.clone(),
+            target: Some(match target {
+                Addr::Socket(addr) => Target::Addr((*addr).into()),
+                Addr::Name(name) => Target::Authority(name.to_string()),
+            }),
+        };
+        let client = self.outbound.clone();
+        let open = move || {
+            let (mut client, spec) = (client.clone(), spec.clone());
+            async move { client.watch(spec).await }
+        };
+        let terms = self.terms(
+            format!("policy of {target}"),
+            self.shared.config.outbound_backoff,
+            OUTBOUND_FINALS,
+        );
+        stream::spawn(&self.shared.runtime, terms, open, move |_, message| decode(message))
+    }
+
+    fn terms(&self, what: String, backoff: Backoff, finals: &'static [Code]) -> Terms {
+        Terms {
+            what,
+            limits: self.shared.config.limits,
+            backoff,
+            finals,
+        }
+    }
+}
+
+const INBOUND_FINALS: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition];
+const OUTBOUND_FINALS: &[Code] = &[
+    Code::InvalidArgument,
+    Code::FailedPrecondition,
+    Code::NotFound,
+    Code::Unimplemented,
+];
+
+#[cfg(test)]
+mod tests {
+    use std::pin::Pin;
+    use std::time::Duration;
+
+    use futures_util::{Stream, StreamExt, stream};
+    use inbound::inbound_server_policies_server::{InboundServerPolicies, InboundServerPoliciesServer};
+    use outbound::outbound_policies_server::{OutboundPolicies, OutboundPoliciesServer};
+    use tonic::{Request, Response, Status};
+    use tulle_core::metrics::Registry;
+
+    use super::*;
+    use crate::api::tests::{CLIENT, CONTROL, Server, connector, mutual_tls, quick, soon};
+    use crate::tls::tests::Authority;
+
+    /// Answers with what it was asked, where an answer has room for it.
+    #[derive(Clone)]
+    struct Echo;
+
+    type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+    fn hold<T: Send + 'static>(answer: T) -> Result<Response<Answers<T>>, Status> {
+        Ok(Response::new(Box::pin(
+            stream::iter([Ok(answer)]).chain(stream::pending()),
+        )))
+    }
+
+    #[tonic::async_trait]
+    impl InboundServerPolicies for Echo {
+        type WatchPortStream = Answers<inbound::Server>;
+
+        async fn get_port(&self, _: Request<inbound::PortSpec>) -> Result<Response<inbound::Server>, Status> {
+            Err(Status::unimplemented("proxies watch"))
+        }
+
+        async fn watch_port(&self, req: Request<inbound::PortSpec>) -> Result<Response<Self::WatchPortStream>, Status> {
+            let spec = req.into_inner();
+            let asked = format!("{} {}", spec.workload, spec.port);
+            hold(inbound::Server {
+                labels: [("asked".to_owned(), asked)].into(),
+                ..Default::default()
+            })
+        }
+    }
+
+    #[tonic::async_trait]
+    impl OutboundPolicies for Echo {
+        type WatchStream = Answers<outbound::OutboundPolicy>;
+
+        async fn get(&self, _: Request<outbound::TrafficSpec>) -> Result<Response<outbound::OutboundPolicy>, Status> {
+            Err(Status::unimplemented("proxies watch"))
+        }
+
+        async fn watch(&self, req: Request<outbound::TrafficSpec>) -> Result<Response<Self::WatchStream>, Status> {
+            let spec = req.into_inner();
+            match spec.target {
+                Some(Target::Addr(_)) if spec.source_workload == WORKLOAD => hold(outbound::OutboundPolicy::default()),
+                other => Err(Status::not_found(format!("{other:?}"))),
+            }
+        }
+    }
+
+    const WORKLOAD: &str = r#"{"ns":"shop","pod":"web"}"#;
+
+    fn config() -> Config {
+        let backoff = Backoff {
+            min: Duration::from_millis(20),
+            max: Duration::from_millis(50),
+            jitter: 0.1,
+        };
+        Config {
+            workload: WORKLOAD.to_owned(),
+            limits: StreamLimits::default(),
+            inbound_backoff: backoff,
+            outbound_backoff: backoff,
+        }
+    }
+
+    #[tokio::test]
+    async fn ports_are_watched_as_the_workload_that_we_are() {
+        let (authority, addr) = (Authority::new(), ([127, 0, 0, 1], 0).into());
+        let creds = authority.credentials(CONTROL);
+        let server = Server::start(addr, Some(creds), InboundServerPoliciesServer::new(Echo)).await;
+        let connector = connector(authority.credentials(CLIENT), &Registry::new());
+        let channel = connector.channel(server.target(mutual_tls()), quick());
+        let policies = Policies::new(channel, Handle::current(), config());
+        let mut asked = policies.inbound(8080, |server| server.labels["asked"].clone());
+        soon(asked.wait_for(|asked| *asked == Watched::Known(format!("{WORKLOAD} 8080"))))
+            .await
+            .unwrap();
+    }
+
+    #[tokio::test]
+    async fn targets_are_watched_by_address_and_by_name() {
+        let (authority, addr) = (Authority::new(), ([127, 0, 0, 1], 0).into());
+        let creds = authority.credentials(CONTROL);
+        let server = Server::start(addr, Some(creds), OutboundPoliciesServer::new(Echo)).await;
+        let connector = connector(authority.credentials(CLIENT), &Registry::new());
+        let channel = connector.channel(server.target(mutual_tls()), quick());
+        let policies = Policies::new(channel, Handle::current(), config());
+        let mut known = policies.outbound(&"10.0.0.1:80".parse().unwrap(), |policy| policy);
+        let expected = Watched::Known(outbound::OutboundPolicy::default());
+        soon(known.wait_for(|policy| *policy == expected)).await.unwrap();
+
+        let mut unknown = policies.outbound(&"web.shop:80".parse().unwrap(), |policy| policy);
+        let refused = soon(unknown.wait_for(|policy| matches!(policy, Watched::Refused(_))))
+            .await
+            .unwrap()
+            .clone();
+        let Watched::Refused(refusal) = refused else {
+            panic!("{refused:?}")
+        };
+        assert_eq!(
+            (refusal.code, refusal.message.as_str()),
+            (Code::NotFound, r#"Some(Authority("web.shop:80"))"#)
+        );
+    }
+}

@@ -1,0 +1,183 @@
+//! A server stream as a `watch` value: resumed for as long as somebody looks, never losing what was known.
+
+use std::future::Future;
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, timeout_at};
+use tonic::{Code, Response, Status, Streaming};
+use tracing::debug;
+use tulle_core::backoff::Backoff;
+
+/// What a watch knows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Watched<T> {
+    /// Nothing yet.
+    Pending,
+    /// The latest value; it stays when the control plane goes.
+    Known(T),
+    /// The control plane will not answer this: the watch has ended.
+    Refused(Refusal),
+}
+
+/// A final answer in place of a value.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("control plane refuses {what} ({code:?}): {message}")]
+pub(crate) struct Refusal {
+    pub what: String,
+    pub code: Code,
+    pub message: String,
+}
+
+/// When a stream is given up and opened again; no limits by default.
+#[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
+pub struct StreamLimits {
+    /// Time to the first message.
+    pub initial: Option<Duration>,
+    /// Time between messages.
+    pub idle: Option<Duration>,
+    /// Time to the end.
+    pub lifetime: Option<Duration>,
+}
+
+/// Where a message stands in its stream.
+///
+/// Incremental streams start over when they are opened again, so what the first message does not mention is gone.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Position {
+    First,
+    Later,
+}
+
+/// How a watch goes on.
+#[derive(Clone, Debug)]
+pub(crate) struct Terms {
+    /// What is watched, for logs.
+    pub what: String,
+    pub limits: StreamLimits,
+    pub backoff: Backoff,
+    /// Answers that end the watch, as long as nothing is known. Later they are errors like any other: what is known is
+    /// better than a control plane that has forgotten it.
+    pub finals: &'static [Code],
+}
+
+/// Watches the stream that `open` opens, on `runtime`, until the last receiver is dropped.
+///
+/// `decode` sees every message of every stream, in order; what it returns is published.
+pub(crate) fn spawn<M, T, O>(
+    runtime: &Handle,
+    terms: Terms,
+    mut open: impl FnMut() -> O + Send + 'static,
+    mut decode: impl FnMut(Position, M) -> T + Send + 'static,
+) -> watch::Receiver<Watched<T>>
+where
+    M: Send + 'static,
+    T: Send + Sync + 'static,
+    O: Future<Output = Result<Response<Streaming<M>>, Status>> + Send,
+{
+    let (sender, receiver) = watch::channel(Watched::Pending);
+    runtime.spawn(async move {
+        let resuming = async {
+            let mut delays = terms.backoff.steps();
+            loop {
+                let mut position = Position::First;
+                let opening = open();
+                let ended = follow(&terms.limits, opening, |message| {
+                    sender.send_replace(Watched::Known(decode(position, message)));
+                    position = Position::Later;
+                });
+                let ended = ended.await;
+                if position == Position::Later {
+                    delays.reset();
+                }
+                if let Some(refusal) = refusal(&terms, &ended)
+                    && !matches!(*sender.borrow(), Watched::Known(_))
+                {
+                    debug!(%refusal, "watch ended");
+                    sender.send_replace(Watched::Refused(refusal));
+                    return;
+                }
+                let delay = delays.next_delay();
+                ended.log(&terms.what, delay);
+                sleep(delay).await;
+            }
+        };
+        // Dropping `resuming` drops the stream, which tells the server.
+        tokio::select! {
+            () = sender.closed() => {}
+            () = resuming => {}
+        }
+    });
+    receiver
+}
+
+/// How a stream ended.
+enum End {
+    /// As streams do: the server closed it, or its time was over.
+    Planned(&'static str),
+    Failed(Status),
+}
+
+/// Reads one stream to its end.
+async fn follow<M>(
+    limits: &StreamLimits,
+    opening: impl Future<Output = Result<Response<Streaming<M>>, Status>>,
+    mut publish: impl FnMut(M),
+) -> End {
+    let opened_at = Instant::now();
+    let end_of_life = limits.lifetime.map(|lifetime| opened_at + lifetime);
+    let first_by = limits.initial.map(|initial| opened_at + initial);
+    let mut stream = match within(earliest(first_by, end_of_life), opening).await {
+        Some(Ok(rsp)) => rsp.into_inner(),
+        Some(Err(status)) => return End::Failed(status),
+        None => return End::Failed(Status::deadline_exceeded("the stream did not open in time")),
+    };
+    let mut next_by = first_by;
+    let mut seen = false;
+    loop {
+        match within(earliest(next_by, end_of_life), stream.message()).await {
+            Some(Ok(Some(message))) => publish(message),
+            Some(Ok(None)) => return End::Planned("closed by the server"),
+            Some(Err(status)) => return End::Failed(status),
+            None if !seen => return End::Failed(Status::deadline_exceeded("the first message did not come in time")),
+            None if end_of_life.is_some_and(|end| end <= Instant::now()) => return End::Planned("old enough"),
+            None => return End::Planned("silent for too long"),
+        }
+        seen = true;
+        next_by = limits.idle.map(|idle| Instant::now() + idle);
+    }
+}
+
+async fn within<T>(deadline: Option<Instant>, future: impl Future<Output = T>) -> Option<T> {
+    match deadline {
+        Some(deadline) => timeout_at(deadline, future).await.ok(),
+        None => Some(future.await),
+    }
+}
+
+fn earliest(one: Option<Instant>, other: Option<Instant>) -> Option<Instant> {
+    one.into_iter().chain(other).min()
+}
+
+fn refusal(terms: &Terms, ended: &End) -> Option<Refusal> {
+    match ended {
+        End::Failed(status) if terms.finals.contains(&status.code()) => Some(Refusal {
+            what: terms.what.clone(),
+            code: status.code(),
+            message: status.message().to_owned(),
+        }),
+        _ => None,
+    }
+}
+
+impl End {
+    fn log(&self, what: &str, delay: Duration) {
+        match self {
+            Self::Planned(why) => debug!(what, why, ?delay, "watch is resumed"),
+            Self::Failed(status) => {
+                debug!(what, code = ?status.code(), message = status.message(), ?delay, "watch failed, it is resumed");
+            }
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! Both directions, built from the configuration.
+
+use std::{collections::HashMap, sync::Arc};
+
+use parking_lot::Mutex;
+use tokio::runtime::Handle;
+use tulle_core::metrics::{Labels, Registry};
+
+use crate::{
+    api::{self, channel, destination::Destinations, dns::Resolver, policies::Policies},
+    app::Surroundings,
+    balance::balancer::Strategy,
+    config::{self, Balancing, Config, Direction, Visibility},
+    http::{
+        client::PoolConfig,
+        h2,
+        layers::{Admission, Errors, Observe},
+        respond::Reasons,
+        server,
+    },
+    inbound::{
+        Inbound, metrics as inbound_metrics,
+        policy::{Current, Defaults, Ports},
+    },
+    metrics::http as http_metrics,
+    net::{
+        connect::{self, SocketOptions},
+        counts,
+    },
+    outbound::{Outbound, backend::Factory, discover::Discover, endpoint::Common, metrics as outbound_metrics},
+    policy::{
+        client::{ForwardParams, Queue},
+        server::DefaultPolicy,
+    },
+    tls::creds::Credentials,
+};
+
+/// Clients of the control plane's services.
+pub(super) struct ControlPlane {
+    pub(super) identity: channel::Channel,
+    destinations: Destinations,
+    policies: Policies,
+    runtime: Handle,
+}
+
+impl ControlPlane {
+    pub(super) fn new(config: &Config, creds: &Credentials, registry: &Registry, runtime: &Handle) -> Self {
+        let control = &config.control;
+        let metrics = api::metrics::Metrics::new(registry);
+        let connector = channel::Connector {
+            creds: creds.clone(),
+            resolver: Resolver::new(control.dns.clone(), metrics.clone()),
+            metrics,
+            runtime: runtime.clone(),
+        };
+        let connect = |target: &channel::ControlAddr| {
+            let direction = match channel::is_loopback(&target.addr) {
+                true => &config.inbound.direction,
+                false => &config.outbound.direction,
+            };
+            connector.channel(
+                target.clone(),
+                channel::Config {
+                    connect_timeout: direction.connect.timeout,
+                    backoff: direction.connect.backoff,
+                    call_wait: channel::CALL_WAIT,
+                },
+            )
+        };
+        let destinations = Destinations::new(
+            connect(&control.destination),
+            runtime.clone(),
+            api::destination::Config {
+                context_token: control.context_token.clone(),
+                profiles: control.profiles.clone(),
+                limits: control.stream_limits,
+                backoff: config.outbound.direction.connect.backoff,
+            },
+        );
+        let policies = Policies::new(
+            connect(&control.policy),
+            runtime.clone(),
+            api::policies::Config {
+                workload: control.workload.clone(),
+                limits: control.stream_limits,
+                inbound_backoff: config.inbound.direction.connect.backoff,
+                outbound_backoff: config.outbound.direction.connect.backoff,
+            },
+        );
+        Self {
+            identity: connect(&control.identity),
+            destinations,
+            policies,
+            runtime: runtime.clone(),
+        }
+    }
+}
+
+/// What both directions are built from.
+#[derive(Clone, Copy)]
+pub(super) struct Parts<'a> {
+    pub(super) config: &'a Config,
+    pub(super) surroundings: &'a Surroundings,
+    pub(super) workers: usize,
+    pub(super) creds: &'a Credentials,
+    pub(super) control: &'a ControlPlane,
+    pub(super) registry: &'a Registry,
+    pub(super) http: &'a http_metrics::Families,
+    pub(super) tcp: &'a counts::Families,
+}
+
+impl Parts<'_> {
+    pub(super) fn outbound(&self) -> Arc<Outbound> {
+        let Self { config, registry, .. } = *self;
+        let direction = &config.outbound.direction;
+        let families = outbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone());
+        let common = Common {
+            creds: self.creds.clone(),
+            connect: connect_config(direction, None),
+            http2: http2_client(direction),
+            pool: pool(direction),
+            families: families.clone(),
+            ips: config.inbound.ips.clone(),
+            workers: self.workers,
+        };
+        let factory = Factory {
+            common: Arc::new(common),
+            destinations: self.control.destinations.clone(),
+            strategy: match config.outbound.balancing {
+                Balancing::PeakEwma => Strategy::PeakEwma,
+                Balancing::RoundRobin => Strategy::RoundRobin,
+            },
+            balanced: Mutex::default(),
+        };
+        let queue = Queue {
+            capacity: direction.http_queue_capacity,
+            failfast_timeout: direction.http_failfast_timeout,
+        };
+        let discover = Discover {
+            destinations: self.control.destinations.clone(),
+            policies: self.control.policies.clone(),
+            factory,
+            forward: ForwardParams {
+                detect_timeout: direction.accept.detect_timeout,
+                queue,
+            },
+            idle: direction.discovery_idle_timeout,
+            runtime: self.control.runtime.clone(),
+            known: Mutex::default(),
+        };
+        Arc::new(Outbound {
+            orig_dst: self.surroundings.orig_dst.clone(),
+            own: config.outbound.listen.clone(),
+            discover: Arc::new(discover),
+            detect_timeout: direction.accept.detect_timeout,
+            server: server::Config {
+                http2: http2_server(direction),
+            },
+            admission: Admission::new(direction.max_in_flight),
+            observe: Observe::new(registry, "outbound"),
+            errors: errors(registry, "outbound"),
+            reasons: match config.outbound.informational_headers {
+                Visibility::Shown => Reasons::Told,
+                Visibility::Hidden => Reasons::Kept,
+            },
+            families,
+        })
+    }
+
+    pub(super) fn inbound(&self) -> Arc<Inbound> {
+        let Self { config, registry, .. } = *self;
+        let direction = &config.inbound.direction;
+        let policy = match config.inbound.default_policy {
+            config::DefaultPolicy::Deny => DefaultPolicy::Deny,
+            config::DefaultPolicy::AllAuthenticated => DefaultPolicy::AllAuthenticated,
+            config::DefaultPolicy::AllUnauthenticated => DefaultPolicy::AllUnauthenticated,
+            config::DefaultPolicy::ClusterAuthenticated => DefaultPolicy::ClusterAuthenticated,
+            config::DefaultPolicy::ClusterUnauthenticated => DefaultPolicy::ClusterUnauthenticated,
+            config::DefaultPolicy::Audit => DefaultPolicy::Audit,
+        };
+        let (networks, detect_timeout) = (&config.control.cluster_networks, direction.accept.detect_timeout);
+        let defaults = Defaults {
+            detect: Current::new(policy.detect(detect_timeout, networks)),
+            opaque: Current::new(policy.opaque(networks)),
+            opaque_ports: config.inbound.opaque_ports.clone(),
+            detect_timeout,
+        };
+        let kept = config.inbound.ports.clone();
+        Arc::new(Inbound {
+            own_port: config.inbound.listen.port(),
+            ips: config.inbound.ips.clone(),
+            orig_dst: self.surroundings.orig_dst.clone(),
+            creds: self.creds.clone(),
+            ports: Ports::new(
+                self.control.policies.clone(),
+                defaults,
+                kept,
+                direction.discovery_idle_timeout,
+            ),
+            detect_timeout,
+            connect: connect_config(direction, Some(config.inbound.listen.port())),
+            http2_client: http2_client(direction),
+            pool: pool(direction),
+            server: server::Config {
+                http2: http2_server(direction),
+            },
+            admission: Admission::new(direction.max_in_flight),
+            observe: Observe::new(registry, "inbound"),
+            errors: errors(registry, "inbound"),
+            families: inbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone()),
+            apps: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
+        })
+    }
+}
+
+fn errors(registry: &Registry, direction: &str) -> Errors {
+    let name = format!("{direction}_http_errors_total");
+    Errors::new(
+        registry.counter(&name, "HTTP requests that the proxy answered itself, by kind of error"),
+        registry.counter(
+            "tulle_http_failures_total",
+            "HTTP requests that the proxy answered itself, by cause",
+        ),
+        Labels::new().with("direction", direction),
+    )
+}
+
+pub(super) fn accept_options(direction: &Direction) -> SocketOptions {
+    SocketOptions {
+        keepalive: direction.accept.keepalive,
+        user_timeout: direction.accept.user_timeout,
+    }
+}
+
+fn connect_config(direction: &Direction, own_port: Option<u16>) -> connect::Config {
+    let config = &direction.connect;
+    let options = SocketOptions {
+        keepalive: config.keepalive,
+        user_timeout: config.user_timeout,
+    };
+    connect::Config {
+        timeout: config.timeout,
+        options,
+        own_port,
+    }
+}
+
+fn pool(direction: &Direction) -> PoolConfig {
+    let pool = &direction.http1_pool;
+    PoolConfig {
+        idle_timeout: pool.idle_timeout,
+        max_idle: pool.max_idle_per_endpoint,
+    }
+}
+
+fn http2_client(direction: &Direction) -> h2::Params {
+    let windows = direction.http2_client;
+    h2::Params {
+        stream_window: windows.stream,
+        connection_window: windows.connection,
+        ..h2::Params::default()
+    }
+}
+
+fn http2_server(direction: &Direction) -> h2::Params {
+    let server = &direction.http2_server;
+    h2::Params {
+        stream_window: server.windows.stream,
+        connection_window: server.windows.connection,
+        keep_alive: server.keep_alive.map(|pings| h2::KeepAlive {
+            interval: pings.interval,
+            timeout: pings.timeout,
+        }),
+        max_frame_size: server.max_frame_size,
+        max_concurrent_streams: server.max_concurrent_streams,
+        max_send_buffer: server.max_send_buf_size,
+        max_header_list: server
+            .max_header_list_size
+            .unwrap_or_else(|| h2::Params::default().max_header_list),
+    }
+}

@@ -1,0 +1,392 @@
+//! Builds all of the proxy once and runs it: sockets first, then identity, then traffic, then the drain.
+
+mod build;
+
+use std::{
+    collections::BTreeMap,
+    net::{SocketAddr, TcpListener},
+    sync::Arc,
+    thread,
+    time::Duration,
+};
+
+use anyhow::Context;
+use tokio::{
+    net::TcpStream,
+    runtime::{Builder, Runtime},
+    signal::unix::{SignalKind, signal},
+    sync::{Notify, watch},
+};
+use tulle_core::{
+    addr::OrigDst,
+    drain,
+    metrics::{self, Registry},
+    ready::Readiness,
+    telemetry::LogHandle,
+};
+
+use crate::{
+    admin,
+    app::build::{ControlPlane, Parts, accept_options},
+    config::Config,
+    identity::{certify::Certifier, key::Key},
+    inbound::Inbound,
+    metrics::http as http_metrics,
+    net::{
+        connect::SocketOptions,
+        counts,
+        listen::{self, Sharing},
+        listeners, orig_dst,
+    },
+    outbound::Outbound,
+    tls::creds::Credentials,
+};
+
+/// How long a proxy that was asked to end goes on accepting for an application that still listens.
+const LAME_DUCK: Duration = Duration::from_secs(10);
+/// How often it looks whether the application still does.
+const LAME_DUCK_LOOK: Duration = Duration::from_millis(100);
+/// How often series without an owner are looked for.
+const METRICS_SWEEP: Duration = Duration::from_secs(60);
+
+/// Learns what an accepted connection dialled, from its socket and its peer's address.
+pub type OrigDstOf = Arc<dyn Fn(&TcpStream, SocketAddr) -> std::io::Result<OrigDst> + Send + Sync>;
+
+/// What surrounds the process besides its configuration.
+pub struct Surroundings {
+    pub log: Option<LogHandle>,
+    /// Variables that the admin server may show.
+    pub env: BTreeMap<String, String>,
+    /// Learns what accepted connections dialled; the kernel knows where redirect rules are in force.
+    pub orig_dst: OrigDstOf,
+}
+
+impl Surroundings {
+    /// Those of a sidecar behind redirect rules.
+    pub fn redirected(log: Option<LogHandle>, env: BTreeMap<String, String>) -> Self {
+        Self {
+            log,
+            env,
+            orig_dst: Arc::new(orig_dst::of),
+        }
+    }
+}
+
+/// A proxy whose sockets are bound, ready to run.
+pub struct App {
+    config: Config,
+    registry: Registry,
+    readiness: Readiness,
+    creds: Credentials,
+    outbound: Arc<Outbound>,
+    inbound: Arc<Inbound>,
+    sockets: Vec<Sockets>,
+    admin: Admin,
+    shutdown: Arc<Notify>,
+}
+
+/// What runs beside the traffic, on a thread of its own.
+struct Admin {
+    runtime: Runtime,
+    server: tulle_core::admin::Admin,
+    listener: TcpListener,
+    certifier: Certifier,
+}
+
+/// The listeners of one worker.
+struct Sockets {
+    outbound: Vec<TcpListener>,
+    inbound: TcpListener,
+}
+
+impl App {
+    /// Binds all sockets and builds both directions. Nothing is accepted yet: what arrives waits in the kernel.
+    ///
+    /// # Errors
+    /// An address cannot be bound, or credentials cannot be read.
+    pub fn build(mut config: Config, surroundings: Surroundings) -> anyhow::Result<Self> {
+        let workers = config
+            .workers
+            .count(thread::available_parallelism().map_or(1, usize::from));
+        let sockets = bind_all(&mut config, workers)?;
+        let admin_listener = listen::bind(config.admin.listen, None, Sharing::Alone)
+            .with_context(|| format!("listening on {} (admin)", config.admin.listen))?;
+        config.admin.listen = admin_listener.local_addr()?;
+        let registry = Registry::new();
+        metrics::process_metrics(&registry);
+        let readiness = Readiness::new();
+        let runtime = Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .context("starting the admin runtime")?;
+
+        let anchors = config.identity.anchors.read().context("reading trust anchors")?;
+        let creds = Credentials::new(config.identity.id.clone(), &config.identity.server_name, anchors)
+            .context("using trust anchors")?;
+        // Making the key also draws the first random bytes, which take 24 ms once.
+        let key =
+            Key::load(config.identity.dir.as_deref(), &config.identity.id).context("loading the identity's key")?;
+
+        let control = ControlPlane::new(&config, &creds, &registry, runtime.handle());
+        let certifier = Certifier::new(
+            config.identity.clone(),
+            key,
+            creds.clone(),
+            control.identity.clone(),
+            &registry,
+        );
+        let (http, tcp) = (
+            http_metrics::Families::with_prefix(&registry, ""),
+            counts::Families::new(&registry),
+        );
+        let parts = Parts {
+            config: &config,
+            surroundings: &surroundings,
+            workers,
+            creds: &creds,
+            control: &control,
+            registry: &registry,
+            http: &http,
+            tcp: &tcp,
+        };
+        let (outbound, inbound) = (parts.outbound(), parts.inbound());
+        let shutdown = Arc::new(Notify::new());
+        let subjects = admin::Subjects {
+            registry: registry.clone(),
+            readiness: readiness.clone(),
+            log: surroundings.log,
+            env: surroundings.env,
+            shutdown: shutdown.clone(),
+        };
+        let server = admin::server(&config.admin, subjects);
+        let admin = Admin {
+            runtime,
+            server,
+            listener: admin_listener,
+            certifier,
+        };
+        Ok(Self {
+            config,
+            registry,
+            readiness,
+            creds,
+            outbound,
+            inbound,
+            sockets,
+            admin,
+            shutdown,
+        })
+    }
+
+    /// Where the proxy listens: outbound, inbound, admin.
+    pub fn addrs(&self) -> (Vec<SocketAddr>, SocketAddr, SocketAddr) {
+        (
+            self.config.outbound.listen.clone(),
+            self.config.inbound.listen,
+            self.config.admin.listen,
+        )
+    }
+
+    /// Ends the proxy gracefully once notified, as `/shutdown` of the admin server does.
+    pub fn shutdown(&self) -> Arc<Notify> {
+        self.shutdown.clone()
+    }
+
+    /// Serves until a signal or the admin server ends it, and every request in flight has.
+    ///
+    /// # Errors
+    /// A runtime could not be started.
+    pub fn run(self) -> anyhow::Result<()> {
+        let (signal, drain) = drain::channel();
+        let (ended, ends) = watch::channel(false);
+        let uncertified = self.readiness.latch("waiting for a certificate of our own");
+        let own_ports = self.own_ports();
+        let Admin {
+            runtime,
+            server,
+            listener,
+            certifier,
+        } = self.admin;
+        let (registry, retain) = (self.registry.clone(), self.config.metrics_retain_idle);
+        let (grace, shutdown) = (self.config.shutdown_grace_period, self.shutdown.clone());
+        let (admin_drain, admin_ends) = drain::channel();
+        thread::Builder::new().name("admin".into()).spawn(move || {
+            runtime.block_on(async {
+                tokio::spawn(certifier.run(uncertified));
+                tokio::spawn(async move {
+                    match tokio::net::TcpListener::from_std(listener) {
+                        Ok(listener) => server.serve(listener, admin_ends).await,
+                        Err(error) => tracing::error!(%error, "the admin server cannot run"),
+                    }
+                });
+                tokio::spawn(async move {
+                    loop {
+                        tokio::time::sleep(METRICS_SWEEP).await;
+                        registry.retire(retain);
+                    }
+                });
+                lame_duck(&shutdown, &own_ports).await;
+                if tokio::time::timeout(grace, signal.drain()).await.is_err() {
+                    tracing::warn!(?grace, "requests were still in flight at the end of the grace period");
+                }
+                // Probes and scrapes are answered to the end.
+                drop(admin_drain);
+                ended.send_replace(true);
+                std::future::pending::<()>().await;
+            });
+        })?;
+        let mut threads = Vec::new();
+        for (index, sockets) in self.sockets.into_iter().enumerate() {
+            let worker = Worker {
+                index,
+                outbound: self.outbound.clone(),
+                inbound: self.inbound.clone(),
+                accept: [&self.config.outbound.direction, &self.config.inbound.direction].map(accept_options),
+                creds: self.creds.clone(),
+                drain: drain.clone(),
+                ends: ends.clone(),
+            };
+            let runtime = Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .context("starting a worker")?;
+            let run = move || runtime.block_on(worker.run(sockets));
+            threads.push(thread::Builder::new().name(format!("proxy-{index}")).spawn(run)?);
+        }
+        for thread in threads {
+            if let Err(panic) = thread.join() {
+                std::panic::resume_unwind(panic);
+            }
+        }
+        Ok(())
+    }
+
+    fn own_ports(&self) -> Vec<u16> {
+        let config = &self.config;
+        let mut ports: Vec<_> = config.outbound.listen.iter().map(SocketAddr::port).collect();
+        ports.extend([config.inbound.listen.port(), config.admin.listen.port()]);
+        ports
+    }
+}
+
+/// One worker: a thread with a runtime of its own, its own listeners and connections.
+struct Worker {
+    index: usize,
+    outbound: Arc<Outbound>,
+    inbound: Arc<Inbound>,
+    /// Of outbound and inbound connections.
+    accept: [SocketOptions; 2],
+    creds: Credentials,
+    drain: drain::Watch,
+    ends: watch::Receiver<bool>,
+}
+
+impl Worker {
+    async fn run(mut self, sockets: Sockets) {
+        let certified = async {
+            tokio::select! {
+                () = self.creds.certified() => true,
+                () = self.drain.signaled() => false,
+            }
+        };
+        if certified.await
+            && let Err(error) = self.accept(sockets).await
+        {
+            tracing::error!(%error, "a worker cannot accept connections");
+        }
+        // Connections go on until all have ended, or their time is up.
+        let _ = self.ends.wait_for(|ended| *ended).await;
+    }
+
+    async fn accept(&self, sockets: Sockets) -> std::io::Result<()> {
+        let mut loops = tokio::task::JoinSet::new();
+        for listener in sockets.outbound {
+            let (outbound, index, drain) = (self.outbound.clone(), self.index, self.drain.clone());
+            let listener = tokio::net::TcpListener::from_std(listener)?;
+            let (options, stop) = (self.accept[0], self.drain.clone());
+            loops.spawn(async move {
+                let serve = |stream, client| {
+                    let (guard, serving) = (
+                        drain.guard(),
+                        outbound.clone().serve(index, stream, client, drain.clone()),
+                    );
+                    tokio::spawn(async move {
+                        let _guard = guard;
+                        serving.await;
+                    });
+                };
+                listen::accept_loop(listener, options, stop.signaled(), serve).await;
+            });
+        }
+        let (inbound, index, drain) = (self.inbound.clone(), self.index, self.drain.clone());
+        let listener = tokio::net::TcpListener::from_std(sockets.inbound)?;
+        let (options, stop) = (self.accept[1], self.drain.clone());
+        loops.spawn(async move {
+            let serve = |stream, client| {
+                let (guard, serving) = (
+                    drain.guard(),
+                    inbound.clone().serve(index, stream, client, drain.clone()),
+                );
+                tokio::spawn(async move {
+                    let _guard = guard;
+                    serving.await;
+                });
+            };
+            listen::accept_loop(listener, options, stop.signaled(), serve).await;
+        });
+        while loops.join_next().await.is_some() {}
+        Ok(())
+    }
+}
+
+/// Binds the listeners of all workers; where any port will do, the configuration learns which it is.
+fn bind_all(config: &mut Config, workers: usize) -> anyhow::Result<Vec<Sockets>> {
+    let sharing = if workers > 1 { Sharing::Workers } else { Sharing::Alone };
+    let bind = |addr: SocketAddr, backlog, what: &str| {
+        listen::bind(addr, backlog, sharing).with_context(|| format!("listening on {addr} ({what})"))
+    };
+    let mut all = Vec::new();
+    for _ in 0..workers {
+        let mut outbound = Vec::new();
+        for addr in &mut config.outbound.listen {
+            let listener = bind(*addr, config.outbound.direction.accept.backlog, "outbound")?;
+            *addr = listener.local_addr()?;
+            outbound.push(listener);
+        }
+        let inbound = bind(
+            config.inbound.listen,
+            config.inbound.direction.accept.backlog,
+            "inbound",
+        )?;
+        config.inbound.listen = inbound.local_addr()?;
+        all.push(Sockets { outbound, inbound });
+    }
+    Ok(all)
+}
+
+/// Waits to be asked to end, then for as long as the application may still be sent to.
+///
+/// A second signal, or a request to the admin server, means at once.
+async fn lame_duck(shutdown: &Notify, own_ports: &[u16]) {
+    let (Ok(mut term), Ok(mut interrupt)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt())) else {
+        tracing::error!("signals cannot be received; only the admin server ends this process");
+        return shutdown.notified().await;
+    };
+    tokio::select! {
+        _ = term.recv() => {}
+        _ = interrupt.recv() => {}
+        () = shutdown.notified() => return,
+    }
+    tracing::info!("asked to end");
+    let application_gone = async {
+        while listeners::others_listen(own_ports) {
+            tokio::time::sleep(LAME_DUCK_LOOK).await;
+        }
+    };
+    tokio::select! {
+        _ = tokio::time::timeout(LAME_DUCK, application_gone) => {}
+        _ = term.recv() => {}
+        _ = interrupt.recv() => {}
+        () = shutdown.notified() => {}
+    }
+}

@@ -1,0 +1,464 @@
+//! Picking an endpoint: now, or after a bounded wait, or failing fast.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use tokio::time::{Instant, sleep_until};
+
+use crate::balance::breaker::{Breaker, Wake};
+use crate::balance::load::Load;
+use crate::balance::p2c;
+use crate::policy::client::Queue;
+
+/// What a balancer has to know of an endpoint.
+pub(crate) trait Candidate {
+    fn load(&self) -> &Load;
+    fn breaker(&self) -> &Breaker;
+}
+
+/// How an endpoint is chosen among the available ones.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Strategy {
+    /// Two at random, the one with the lower load.
+    #[default]
+    PeakEwma,
+    /// One after the other.
+    RoundRobin,
+}
+
+/// What discovery knows of a service.
+#[derive(Debug)]
+pub(crate) enum Discovered<E> {
+    /// Nothing yet: requests wait.
+    Unknown,
+    /// Perhaps an empty list, when the last endpoint has just gone: requests wait.
+    Endpoints(Box<[Arc<E>]>),
+    /// Nobody is there and nobody is expected: requests fail at once.
+    NoEndpoints,
+}
+
+/// Why there is no endpoint for a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum PickError {
+    #[error("the service has no endpoints")]
+    NoEndpoints,
+    #[error("no endpoint became available within {0:?}")]
+    FailFast(Duration),
+    #[error("no endpoint is available")]
+    Unavailable,
+    #[error("{0} requests wait for an endpoint already")]
+    QueueFull(usize),
+}
+
+/// The endpoints of one service, shared by all workers.
+#[derive(Debug)]
+pub(crate) struct Balancer<E> {
+    strategy: Strategy,
+    queue: Queue,
+    snapshot: ArcSwap<Discovered<E>>,
+    wake: Wake,
+    /// Where round robin goes on.
+    cursor: AtomicUsize,
+    waiting: AtomicUsize,
+    /// Set when a request has waited in vain, until an endpoint is available again.
+    is_failing_fast: AtomicBool,
+}
+
+impl<E: Candidate> Balancer<E> {
+    pub(crate) fn new(strategy: Strategy, queue: Queue) -> Self {
+        Self {
+            strategy,
+            queue,
+            snapshot: ArcSwap::from_pointee(Discovered::Unknown),
+            wake: Wake::default(),
+            cursor: AtomicUsize::new(0),
+            waiting: AtomicUsize::new(0),
+            is_failing_fast: AtomicBool::new(false),
+        }
+    }
+
+    /// For the breakers of this balancer's endpoints, so that one that opens is noticed by those who wait.
+    pub(crate) fn wake(&self) -> Wake {
+        self.wake.clone()
+    }
+
+    /// Publishes what discovery has learnt.
+    pub(crate) fn update(&self, discovered: Discovered<E>) {
+        self.snapshot.store(Arc::new(discovered));
+        self.wake.wake();
+    }
+
+    /// Whether a request would get an endpoint at once.
+    pub(crate) fn is_available(&self, now: Instant) -> bool {
+        match &**self.snapshot.load() {
+            Discovered::Endpoints(endpoints) => endpoints.iter().any(|endpoint| endpoint.breaker().available(now)),
+            Discovered::Unknown | Discovered::NoEndpoints => false,
+        }
+    }
+
+    /// An available endpoint, rather one that this request has not tried.
+    pub(crate) fn pick_now(&self, now: Instant, tried: &[Arc<E>]) -> Option<Arc<E>> {
+        let snapshot = self.snapshot.load();
+        let Discovered::Endpoints(endpoints) = &**snapshot else {
+            return None;
+        };
+        let picked = self.admit(endpoints, now, |endpoint| {
+            !tried.iter().any(|tried| Arc::ptr_eq(tried, endpoint))
+        });
+        let picked = match picked {
+            None if !tried.is_empty() => self.admit(endpoints, now, |_| true),
+            picked => picked,
+        };
+        if picked.is_some() && self.is_failing_fast.load(Ordering::Relaxed) {
+            self.is_failing_fast.store(false, Ordering::Relaxed);
+        }
+        picked
+    }
+
+    /// An available endpoint, as soon as there is one.
+    ///
+    /// # Errors
+    /// There are none, none became available in time, nobody waits any more because of that, or too many do.
+    pub(crate) async fn pick(&self, tried: &[Arc<E>]) -> Result<Arc<E>, PickError> {
+        match self.pick_now(Instant::now(), tried) {
+            Some(endpoint) => Ok(endpoint),
+            // Rare, and its timer is large.
+            None => Box::pin(self.wait(tried)).await,
+        }
+    }
+
+    async fn wait(&self, tried: &[Arc<E>]) -> Result<Arc<E>, PickError> {
+        self.refuse_if_empty()?;
+        if self.is_failing_fast.load(Ordering::Relaxed) {
+            return Err(PickError::Unavailable);
+        }
+        let _place = Place::take(&self.waiting, self.queue.capacity)?;
+        let deadline = Instant::now() + self.queue.failfast_timeout;
+        loop {
+            // Listening starts before looking, so that nothing that happens between the two is missed.
+            let mut woken = std::pin::pin!(self.wake.woken());
+            woken.as_mut().enable();
+            let now = Instant::now();
+            if let Some(endpoint) = self.pick_now(now, tried) {
+                return Ok(endpoint);
+            }
+            self.refuse_if_empty()?;
+            if now >= deadline {
+                self.is_failing_fast.store(true, Ordering::Relaxed);
+                return Err(PickError::FailFast(self.queue.failfast_timeout));
+            }
+            let next = self.available_at().map_or(deadline, |at| at.min(deadline));
+            tokio::select! {
+                // Both may be dropped at any time: one only listens, the other only sleeps.
+                () = woken => {}
+                () = sleep_until(next) => {}
+            }
+        }
+    }
+
+    fn admit(&self, endpoints: &[Arc<E>], now: Instant, may: impl Fn(&Arc<E>) -> bool) -> Option<Arc<E>> {
+        // Another worker may take the one probe that made an endpoint look available; then there is a next draw.
+        for _ in 0..ADMISSIONS {
+            let is_available = |endpoint: &Arc<E>| may(endpoint) && endpoint.breaker().available(now);
+            let index = match self.strategy {
+                Strategy::PeakEwma => p2c::choose(
+                    endpoints.len(),
+                    |below| fastrand::usize(..below),
+                    |index| {
+                        let endpoint = &endpoints[index];
+                        is_available(endpoint).then(|| endpoint.load().cost(now))
+                    },
+                ),
+                Strategy::RoundRobin => {
+                    let start = self.cursor.fetch_add(1, Ordering::Relaxed);
+                    (0..endpoints.len())
+                        .map(|step| start.wrapping_add(step) % endpoints.len())
+                        .find(|index| is_available(&endpoints[*index]))
+                }
+            };
+            let endpoint = &endpoints[index?];
+            if endpoint.breaker().admit(now) {
+                return Some(endpoint.clone());
+            }
+        }
+        None
+    }
+
+    fn refuse_if_empty(&self) -> Result<(), PickError> {
+        match &**self.snapshot.load() {
+            Discovered::NoEndpoints => Err(PickError::NoEndpoints),
+            Discovered::Unknown | Discovered::Endpoints(_) => Ok(()),
+        }
+    }
+
+    /// When the first of the unavailable endpoints may be tried again.
+    fn available_at(&self) -> Option<Instant> {
+        match &**self.snapshot.load() {
+            Discovered::Endpoints(endpoints) => endpoints
+                .iter()
+                .filter_map(|endpoint| endpoint.breaker().available_at())
+                .min(),
+            Discovered::Unknown | Discovered::NoEndpoints => None,
+        }
+    }
+}
+
+/// A place among those who wait; it is free again when this is dropped.
+struct Place<'a>(&'a AtomicUsize);
+
+impl<'a> Place<'a> {
+    fn take(waiting: &'a AtomicUsize, capacity: usize) -> Result<Self, PickError> {
+        let taken = waiting.fetch_add(1, Ordering::Relaxed);
+        let place = Self(waiting);
+        if taken < capacity {
+            Ok(place)
+        } else {
+            Err(PickError::QueueFull(taken))
+        }
+    }
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Draws before a request that lost every race for a probe has to wait.
+const ADMISSIONS: usize = 3;
+
+#[cfg(test)]
+mod tests {
+    use std::cmp::Reverse;
+    use std::collections::BinaryHeap;
+
+    use tokio::time::advance;
+
+    use super::*;
+    use crate::balance::load::Pending;
+    use crate::policy::client::LoadParams;
+
+    const MS: Duration = Duration::from_millis(1);
+    const FAILFAST: Duration = Duration::from_secs(3);
+
+    #[derive(Debug)]
+    struct Peer {
+        number: usize,
+        load: Load,
+        breaker: Breaker,
+    }
+
+    impl Candidate for Peer {
+        fn load(&self) -> &Load {
+            &self.load
+        }
+
+        fn breaker(&self) -> &Breaker {
+            &self.breaker
+        }
+    }
+
+    fn balancer(strategy: Strategy) -> Arc<Balancer<Peer>> {
+        Arc::new(Balancer::new(
+            strategy,
+            Queue {
+                capacity: 2,
+                failfast_timeout: FAILFAST,
+            },
+        ))
+    }
+
+    fn peers(balancer: &Balancer<Peer>, count: usize) -> Vec<Arc<Peer>> {
+        let now = Instant::now();
+        let params = LoadParams::PeakEwma {
+            default_rtt: 30 * MS,
+            decay: Duration::from_secs(10),
+        };
+        let peer = |number| Peer {
+            number,
+            load: Load::new(params, now),
+            breaker: Breaker::new(None, balancer.wake(), now),
+        };
+        let peers: Vec<_> = (0..count).map(|number| Arc::new(peer(number))).collect();
+        balancer.update(Discovered::Endpoints(peers.iter().cloned().collect()));
+        peers
+    }
+
+    /// Shares of peers that answer after so many milliseconds, at a fixed rate of requests, in virtual time.
+    fn shares(strategy: Strategy, millis: &[u32], requests_per_second: u32) -> Vec<f64> {
+        let balancer = balancer(strategy);
+        peers(&balancer, millis.len());
+        let (start, seconds) = (Instant::now(), 30);
+        let mut hits = vec![0_u32; millis.len()];
+        let mut due = BinaryHeap::new();
+        let mut flights: Vec<Option<Pending<Peer>>> = Vec::new();
+        for request in 0..requests_per_second * seconds {
+            let now = start + Duration::from_secs(1) * request / requests_per_second;
+            while due.peek().is_some_and(|Reverse((at, _))| *at <= now) {
+                let Reverse((at, flight)): Reverse<(Instant, usize)> = due.pop().unwrap();
+                flights[flight].take().unwrap().answered(at);
+            }
+            let peer = balancer.pick_now(now, &[]).unwrap();
+            hits[peer.number] += 1;
+            due.push(Reverse((now + MS * millis[peer.number], flights.len())));
+            flights.push(Some(Pending::new(peer, now)));
+        }
+        hits.into_iter()
+            .map(|hits| f64::from(hits) / f64::from(requests_per_second * seconds))
+            .collect()
+    }
+
+    #[test]
+    fn a_slow_endpoint_gets_few_requests() {
+        for requests_per_second in [20, 100, 500, 3000] {
+            let shares = shares(Strategy::PeakEwma, &[1, 1, 51], requests_per_second);
+            assert!(shares[2] < 0.15, "{requests_per_second} requests a second: {shares:?}");
+            assert!(
+                shares[0] > 0.3 && shares[1] > 0.3,
+                "{requests_per_second} requests a second: {shares:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn round_robin_does_not_care() {
+        for share in shares(Strategy::RoundRobin, &[1, 1, 51], 500) {
+            assert!((share - 1.0 / 3.0).abs() < 0.01, "{share}");
+        }
+    }
+
+    #[test]
+    fn equals_get_equal_shares() {
+        for share in shares(Strategy::PeakEwma, &[2, 2, 2, 2], 500) {
+            assert!((share - 0.25).abs() < 0.05, "{share}");
+        }
+    }
+
+    #[test]
+    fn the_unavailable_are_passed_over_and_the_untried_preferred() {
+        for strategy in [Strategy::PeakEwma, Strategy::RoundRobin] {
+            let balancer = balancer(strategy);
+            let peers = peers(&balancer, 4);
+            let now = Instant::now();
+            peers[0].breaker.connect_failed(now);
+            for _ in 0..100 {
+                let number = balancer.pick_now(now, &peers[1..3]).unwrap().number;
+                assert_eq!(number, 3);
+                let number = balancer.pick_now(now, &peers[1..]).unwrap().number;
+                assert_ne!(number, 0, "better one more time than not at all");
+            }
+            for peer in &peers[1..] {
+                peer.breaker.connect_failed(now);
+            }
+            assert!(balancer.pick_now(now, &[]).is_none());
+            assert!(!balancer.is_available(now));
+            assert!(balancer.is_available(now + 200 * MS));
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn requests_wait_for_discovery() {
+        let balancer = balancer(Strategy::PeakEwma);
+        let waiter = tokio::spawn({
+            let balancer = balancer.clone();
+            async move { balancer.pick(&[]).await.map(|peer| peer.number) }
+        });
+        advance(1000 * MS).await;
+        peers(&balancer, 1);
+        assert_eq!(waiter.await.unwrap(), Ok(0));
+        assert_eq!(balancer.waiting.load(Ordering::Relaxed), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_service_without_endpoints_fails_at_once() {
+        let balancer = balancer(Strategy::PeakEwma);
+        let waiter = tokio::spawn({
+            let balancer = balancer.clone();
+            async move { balancer.pick(&[]).await.map(|peer| peer.number) }
+        });
+        tokio::task::yield_now().await;
+        let start = Instant::now();
+        balancer.update(Discovered::NoEndpoints);
+        assert_eq!(waiter.await.unwrap(), Err(PickError::NoEndpoints));
+        assert_eq!(balancer.pick(&[]).await.unwrap_err(), PickError::NoEndpoints);
+        assert_eq!(start.elapsed(), Duration::ZERO);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn after_one_wait_in_vain_requests_are_shed_until_somebody_is_there() {
+        let balancer = balancer(Strategy::PeakEwma);
+        balancer.update(Discovered::Endpoints(Box::new([])));
+        let start = Instant::now();
+        assert_eq!(balancer.pick(&[]).await.unwrap_err(), PickError::FailFast(FAILFAST));
+        assert_eq!(start.elapsed(), FAILFAST);
+        assert_eq!(balancer.pick(&[]).await.unwrap_err(), PickError::Unavailable);
+        assert_eq!(start.elapsed(), FAILFAST);
+        let peers = peers(&balancer, 1);
+        assert_eq!(balancer.pick(&[]).await.unwrap().number, 0);
+        peers[0].breaker.connect_failed(Instant::now());
+        assert_eq!(balancer.pick(&[]).await.unwrap().number, 0, "waits again");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn requests_wait_for_a_backoff_and_one_of_them_probes() {
+        let balancer = balancer(Strategy::PeakEwma);
+        let peers = peers(&balancer, 1);
+        let start = Instant::now();
+        peers[0].breaker.connect_failed(start);
+        let (first, second) = tokio::join!(balancer.pick(&[]), async {
+            tokio::task::yield_now().await;
+            let second = balancer.pick(&[]).await;
+            (second, start.elapsed())
+        });
+        assert!(first.is_ok());
+        let (second, waited) = second;
+        assert!(second.is_ok());
+        assert!(
+            (200 * MS..250 * MS).contains(&waited),
+            "the probe had its time alone: {waited:?}"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_probe_that_succeeds_lets_the_others_go() {
+        let balancer = balancer(Strategy::PeakEwma);
+        let peers = peers(&balancer, 1);
+        let start = Instant::now();
+        peers[0].breaker.connect_failed(start);
+        balancer.pick(&[]).await.unwrap();
+        let waiter = tokio::spawn({
+            let balancer = balancer.clone();
+            async move { balancer.pick(&[]).await.map(|_| start.elapsed()) }
+        });
+        tokio::task::yield_now().await;
+        let connected = start.elapsed();
+        peers[0].breaker.connected();
+        assert_eq!(waiter.await.unwrap(), Ok(connected));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_queue_is_bounded() {
+        let balancer = balancer(Strategy::PeakEwma);
+        let waiters: Vec<_> = (0..2)
+            .map(|_| {
+                let balancer = balancer.clone();
+                tokio::spawn(async move { balancer.pick(&[]).await.map(|_| ()) })
+            })
+            .collect();
+        tokio::task::yield_now().await;
+        assert_eq!(balancer.pick(&[]).await.unwrap_err(), PickError::QueueFull(2));
+        waiters[0].abort();
+        for waiter in waiters {
+            let _ = waiter.await;
+        }
+        assert_eq!(balancer.waiting.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn waiting_is_boxed_so_that_picking_stays_small() {
+        let balancer = balancer(Strategy::PeakEwma);
+        assert!(size_of_val(&balancer.pick(&[])) <= 64);
+    }
+}

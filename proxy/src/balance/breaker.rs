@@ -1,0 +1,505 @@
+//! Whether an endpoint may be used: failure accrual and the backoff after a failed dial.
+//!
+//! Both are gates. A gate that has shut lets one probe pass when its backoff is over; the probe's fate opens it or
+//! shuts it for longer. Asking a gate that is open costs one atomic load; locks are for those that are not.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+use tokio::sync::futures::Notified;
+use tokio::time::Instant;
+use tulle_core::backoff::{Backoff, Steps};
+
+use crate::policy::client::FailureAccrual;
+
+/// How a request to an endpoint ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    Success,
+    /// A server error, in the terms of the protocol, or of the transport.
+    Failure,
+    /// The endpoint turned the request away for load: 429, or `RESOURCE_EXHAUSTED`.
+    Overloaded,
+}
+
+/// Wakes those who wait for an endpoint when one opens or appears.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Wake(Arc<Notify>);
+
+/// The gates of one endpoint, shared by all workers.
+#[derive(Debug)]
+pub(crate) struct Breaker {
+    start: Instant,
+    wake: Wake,
+    dial: Gate,
+    accrual: Option<Accrual>,
+}
+
+#[derive(Debug)]
+struct Accrual {
+    policy: FailureAccrual,
+    gate: Gate,
+    consecutive: AtomicU32,
+    window: Mutex<Window>,
+}
+
+/// Times are nanoseconds since the breaker's start, plus one.
+#[derive(Debug)]
+struct Gate {
+    /// When the next probe may pass; 0 while the gate is open.
+    until: AtomicU64,
+    state: Mutex<GateState>,
+}
+
+#[derive(Debug)]
+struct GateState {
+    steps: Steps,
+    delay: Duration,
+    phase: Phase,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Open,
+    Shut,
+    Probing,
+}
+
+impl Breaker {
+    pub(crate) fn new(accrual: Option<FailureAccrual>, wake: Wake, now: Instant) -> Self {
+        let accrual = accrual.map(|policy| {
+            let (FailureAccrual::Consecutive { backoff, .. } | FailureAccrual::Unified { backoff, .. }) = policy;
+            Accrual {
+                policy,
+                gate: Gate::new(backoff),
+                consecutive: AtomicU32::new(0),
+                window: Mutex::default(),
+            }
+        });
+        Self {
+            start: now,
+            wake,
+            dial: Gate::new(DIAL_BACKOFF),
+            accrual,
+        }
+    }
+
+    /// Whether a request may go to this endpoint; it still has to be admitted.
+    pub(crate) fn available(&self, now: Instant) -> bool {
+        self.dial.is_passable(|| self.at(now))
+            && self
+                .accrual
+                .as_ref()
+                .is_none_or(|accrual| accrual.gate.is_passable(|| self.at(now)))
+    }
+
+    /// Lets one request go to this endpoint, perhaps as the probe that decides whether others may follow.
+    ///
+    /// A probe that nobody reports on is replaced by another after as long again.
+    #[must_use]
+    pub(crate) fn admit(&self, now: Instant) -> bool {
+        self.available(now)
+            && self.dial.pass(|| self.at(now))
+            && self
+                .accrual
+                .as_ref()
+                .is_none_or(|accrual| accrual.gate.pass(|| self.at(now)))
+    }
+
+    /// When an unavailable endpoint may be tried again.
+    pub(crate) fn available_at(&self) -> Option<Instant> {
+        let until = self.gates().map(|gate| gate.until.load(Ordering::Relaxed)).max()?;
+        (until > 0).then(|| self.start + Duration::from_nanos(until - 1))
+    }
+
+    /// Notes how a request ended.
+    ///
+    /// What was sent before the gate shut does not count; what answers while a probe is out counts as the probe.
+    pub(crate) fn record(&self, outcome: Outcome, now: Instant) {
+        let Some(accrual) = &self.accrual else { return };
+        let change = match accrual.gate.phase() {
+            Phase::Open => accrual.judge(outcome, self.at(now)),
+            Phase::Shut => Verdict::Keep,
+            Phase::Probing if accrual.is_failure(outcome) => Verdict::Shut,
+            Phase::Probing => Verdict::Open,
+        };
+        match change {
+            Verdict::Keep => {}
+            Verdict::Shut => accrual.gate.shut(self.at(now)),
+            Verdict::Open => {
+                accrual.forget();
+                accrual.gate.open();
+                self.wake.wake();
+            }
+        }
+    }
+
+    /// Notes that the endpoint could not be reached; others are preferred until a backoff from 100 ms to 10 s is over.
+    pub(crate) fn connect_failed(&self, now: Instant) {
+        self.dial.shut(self.at(now));
+    }
+
+    /// Notes that the endpoint can be reached.
+    pub(crate) fn connected(&self) {
+        if self.dial.phase() != Phase::Open {
+            self.dial.open();
+            self.wake.wake();
+        }
+    }
+
+    fn gates(&self) -> impl Iterator<Item = &Gate> {
+        std::iter::once(&self.dial).chain(self.accrual.as_ref().map(|accrual| &accrual.gate))
+    }
+
+    fn at(&self, now: Instant) -> u64 {
+        let nanos = now.saturating_duration_since(self.start).as_nanos();
+        u64::try_from(nanos).unwrap_or(u64::MAX).saturating_add(1)
+    }
+}
+
+enum Verdict {
+    Keep,
+    Shut,
+    Open,
+}
+
+impl Accrual {
+    fn judge(&self, outcome: Outcome, now: u64) -> Verdict {
+        let is_failure = outcome == Outcome::Failure;
+        let consecutive = match (outcome, self.consecutive.load(Ordering::Relaxed)) {
+            (Outcome::Failure, _) => self.consecutive.fetch_add(1, Ordering::Relaxed).saturating_add(1),
+            (_, 0) => 0,
+            _ => {
+                self.consecutive.store(0, Ordering::Relaxed);
+                0
+            }
+        };
+        let trips = match self.policy {
+            FailureAccrual::Consecutive { max_failures, .. } => is_failure && consecutive >= max_failures,
+            FailureAccrual::Unified {
+                success_rate,
+                window,
+                min_requests,
+                max_consecutive_failures,
+                ..
+            } => {
+                let rate = self.window.lock().record(outcome == Outcome::Success, now, window);
+                let too_many = max_consecutive_failures > 0 && is_failure && consecutive >= max_consecutive_failures;
+                too_many || (outcome != Outcome::Success && rate.is_below(success_rate, min_requests))
+            }
+        };
+        if trips { Verdict::Shut } else { Verdict::Keep }
+    }
+
+    fn is_failure(&self, outcome: Outcome) -> bool {
+        match self.policy {
+            FailureAccrual::Consecutive { .. } => outcome == Outcome::Failure,
+            FailureAccrual::Unified { .. } => outcome != Outcome::Success,
+        }
+    }
+
+    fn forget(&self) {
+        self.consecutive.store(0, Ordering::Relaxed);
+        *self.window.lock() = Window::default();
+    }
+}
+
+impl Gate {
+    fn new(backoff: Backoff) -> Self {
+        let state = GateState {
+            steps: backoff.steps(),
+            delay: backoff.min,
+            phase: Phase::Open,
+        };
+        Self {
+            until: AtomicU64::new(0),
+            state: Mutex::new(state),
+        }
+    }
+
+    fn phase(&self) -> Phase {
+        match self.until.load(Ordering::Relaxed) {
+            0 => Phase::Open,
+            _ => self.state.lock().phase,
+        }
+    }
+
+    fn is_passable(&self, now: impl FnOnce() -> u64) -> bool {
+        match self.until.load(Ordering::Relaxed) {
+            0 => true,
+            until => until <= now(),
+        }
+    }
+
+    fn pass(&self, now: impl FnOnce() -> u64) -> bool {
+        if self.until.load(Ordering::Relaxed) == 0 {
+            return true;
+        }
+        let mut state = self.state.lock();
+        let (until, now) = (self.until.load(Ordering::Relaxed), now());
+        if until == 0 {
+            return true;
+        }
+        if until > now {
+            return false;
+        }
+        state.phase = Phase::Probing;
+        self.set_until(now, state.delay);
+        true
+    }
+
+    fn shut(&self, now: u64) {
+        let mut state = self.state.lock();
+        // Several workers may see the same failure: one lengthens the backoff.
+        if state.phase == Phase::Shut {
+            return;
+        }
+        state.phase = Phase::Shut;
+        state.delay = state.steps.next_delay();
+        self.set_until(now, state.delay);
+    }
+
+    fn open(&self) {
+        let mut state = self.state.lock();
+        state.phase = Phase::Open;
+        state.steps.reset();
+        self.until.store(0, Ordering::Relaxed);
+    }
+
+    fn set_until(&self, now: u64, delay: Duration) {
+        let delay = u64::try_from(delay.as_nanos()).unwrap_or(u64::MAX);
+        self.until.store(now.saturating_add(delay), Ordering::Relaxed);
+    }
+}
+
+impl Wake {
+    pub(crate) fn wake(&self) {
+        self.0.notify_waiters();
+    }
+
+    pub(super) fn woken(&self) -> Notified<'_> {
+        self.0.notified()
+    }
+}
+
+/// Successes and failures of the recent past, in ten steps.
+#[derive(Debug, Default)]
+struct Window {
+    step: u64,
+    slots: [Rate; SLOTS as usize],
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Rate {
+    successes: u32,
+    requests: u32,
+}
+
+impl Window {
+    /// Adds one outcome and returns what the window holds.
+    fn record(&mut self, is_success: bool, now: u64, length: Duration) -> Rate {
+        let nanos = (length / SLOTS).as_nanos().max(1);
+        let step = u64::try_from(u128::from(now) / nanos)
+            .unwrap_or(u64::MAX)
+            .max(self.step);
+        for expired in (self.step + 1..=step).rev().take(self.slots.len()) {
+            self.slots[(expired % u64::from(SLOTS)) as usize] = Rate::default();
+        }
+        self.step = step;
+        let slot = &mut self.slots[(step % u64::from(SLOTS)) as usize];
+        slot.requests = slot.requests.saturating_add(1);
+        slot.successes = slot.successes.saturating_add(is_success.into());
+        self.slots.iter().fold(Rate::default(), |sum, slot| Rate {
+            successes: sum.successes.saturating_add(slot.successes),
+            requests: sum.requests.saturating_add(slot.requests),
+        })
+    }
+}
+
+impl Rate {
+    fn is_below(self, threshold: f64, min_requests: u32) -> bool {
+        self.requests >= min_requests.max(1) && f64::from(self.successes) / f64::from(self.requests) < threshold
+    }
+}
+
+/// For an endpoint that cannot be reached.
+const DIAL_BACKOFF: Backoff = Backoff {
+    min: Duration::from_millis(100),
+    max: Duration::from_secs(10),
+    jitter: 0.1,
+};
+
+/// Steps in which a window's time passes.
+const SLOTS: u32 = 10;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    const BACKOFF: Backoff = Backoff {
+        min: SECOND,
+        max: Duration::from_secs(3),
+        jitter: 0.0,
+    };
+
+    fn consecutive(max_failures: u32) -> FailureAccrual {
+        FailureAccrual::Consecutive {
+            max_failures,
+            backoff: BACKOFF,
+        }
+    }
+
+    fn unified(max_consecutive_failures: u32) -> FailureAccrual {
+        FailureAccrual::Unified {
+            success_rate: 0.8,
+            window: 10 * SECOND,
+            min_requests: 10,
+            max_consecutive_failures,
+            backoff: BACKOFF,
+        }
+    }
+
+    fn breaker(policy: Option<FailureAccrual>) -> (Breaker, Instant) {
+        let now = Instant::now();
+        (Breaker::new(policy, Wake::default(), now), now)
+    }
+
+    #[test]
+    fn without_a_policy_no_failure_counts() {
+        let (breaker, now) = breaker(None);
+        for _ in 0..100 {
+            breaker.record(Outcome::Failure, now);
+        }
+        assert!(breaker.admit(now));
+    }
+
+    #[test]
+    fn failures_in_a_row_shut_it_and_a_success_between_does_not() {
+        let (breaker, now) = breaker(Some(consecutive(3)));
+        use Outcome::{Failure, Overloaded, Success};
+        for outcome in [
+            Failure, Failure, Success, Failure, Failure, Overloaded, Failure, Failure,
+        ] {
+            breaker.record(outcome, now);
+            assert!(breaker.available(now));
+        }
+        breaker.record(Failure, now);
+        assert!(!breaker.available(now));
+        assert_eq!(breaker.available_at(), Some(now + SECOND));
+    }
+
+    #[test]
+    fn one_probe_passes_after_the_backoff_and_its_success_opens() {
+        let (breaker, now) = breaker(Some(consecutive(1)));
+        breaker.record(Outcome::Failure, now);
+        breaker.record(Outcome::Success, now);
+        assert!(!breaker.available(now), "an answer from before it shut opens nothing");
+        let later = now + SECOND;
+        assert!(breaker.available(later));
+        assert!(breaker.admit(later));
+        assert!(!breaker.admit(later), "only one");
+        breaker.record(Outcome::Success, later);
+        assert!(breaker.admit(later) && breaker.admit(later));
+    }
+
+    #[test]
+    fn failed_probes_lengthen_the_backoff_up_to_its_maximum() {
+        let (breaker, mut now) = breaker(Some(consecutive(1)));
+        breaker.record(Outcome::Failure, now);
+        for seconds in [1, 2, 3, 3] {
+            let due = now + SECOND * seconds;
+            assert!(!breaker.available(due - Duration::from_millis(1)));
+            assert!(breaker.admit(due), "after {seconds} s");
+            breaker.record(Outcome::Failure, due);
+            breaker.record(Outcome::Failure, due);
+            now = due;
+        }
+    }
+
+    #[test]
+    fn a_probe_without_a_report_is_replaced() {
+        let (breaker, now) = breaker(Some(consecutive(1)));
+        breaker.record(Outcome::Failure, now);
+        assert!(breaker.admit(now + SECOND));
+        assert!(!breaker.admit(now + SECOND + SECOND / 2));
+        assert!(breaker.admit(now + 2 * SECOND));
+    }
+
+    #[test]
+    fn a_low_success_rate_shuts_once_there_are_enough_requests() {
+        let (breaker, now) = breaker(Some(unified(0)));
+        for index in 0..9 {
+            let outcome = if index % 3 == 0 {
+                Outcome::Overloaded
+            } else {
+                Outcome::Success
+            };
+            breaker.record(outcome, now);
+            assert!(breaker.available(now), "{index}");
+        }
+        breaker.record(Outcome::Overloaded, now);
+        assert!(!breaker.available(now));
+        assert!(breaker.admit(now + SECOND));
+        breaker.record(Outcome::Overloaded, now + SECOND);
+        assert!(!breaker.available(now + 2 * SECOND), "turning a probe away fails it");
+    }
+
+    #[test]
+    fn old_failures_leave_the_window() {
+        let (breaker, now) = breaker(Some(unified(0)));
+        for _ in 0..9 {
+            breaker.record(Outcome::Failure, now);
+        }
+        let later = now + 11 * SECOND;
+        for _ in 0..9 {
+            breaker.record(Outcome::Success, later);
+        }
+        breaker.record(Outcome::Failure, later);
+        assert!(breaker.available(later));
+    }
+
+    #[test]
+    fn the_unified_policy_limits_failures_in_a_row_too() {
+        let (breaker, now) = breaker(Some(unified(4)));
+        for _ in 0..3 {
+            breaker.record(Outcome::Failure, now);
+        }
+        assert!(breaker.available(now));
+        breaker.record(Outcome::Failure, now);
+        assert!(!breaker.available(now));
+    }
+
+    #[test]
+    fn an_endpoint_that_cannot_be_reached_is_left_alone_for_a_while() {
+        let (breaker, now) = breaker(None);
+        breaker.connect_failed(now);
+        breaker.connect_failed(now);
+        assert!(!breaker.available(now + Duration::from_millis(99)));
+        let later = now + Duration::from_millis(111);
+        assert!(
+            breaker.admit(later),
+            "the second report of one failure lengthens nothing"
+        );
+        breaker.connect_failed(later);
+        assert!(!breaker.available(later + Duration::from_millis(199)));
+        breaker.connected();
+        assert!(breaker.admit(later) && breaker.admit(later));
+    }
+
+    #[tokio::test]
+    async fn opening_wakes_those_who_wait() {
+        let now = Instant::now();
+        let wake = Wake::default();
+        let breaker = Breaker::new(None, wake.clone(), now);
+        breaker.connect_failed(now);
+        let mut woken = std::pin::pin!(wake.woken());
+        assert!(!woken.as_mut().enable());
+        breaker.connected();
+        woken.await;
+    }
+}

@@ -1,0 +1,525 @@
+//! The only reader of variables: `LINKERD2_PROXY_*` to [`Config`], or everything that is wrong with them at once.
+//!
+//! Variables that we do not know are ignored, and one that is set to nothing is not set.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use tulle_core::addr::Addr;
+use tulle_core::backoff::Backoff;
+use tulle_core::identity::Identity;
+use tulle_core::ports::PortSet;
+
+use crate::admin::{self, ShutdownEndpoint};
+use crate::api;
+use crate::api::channel::{ControlAddr, Security};
+use crate::api::destination::{ProfileScope, Suffixes};
+use crate::api::watch::StreamLimits;
+use crate::config::{
+    Accept, Balancing, Config, Connect, Control, DefaultPolicy, Direction, FlowControl, Http1Pool, Http2Server,
+    Http2Windows, Inbound, Ingress, KeepAlive, Log, Outbound, Visibility, Workers,
+};
+use crate::env::values::Reason;
+use crate::identity;
+
+mod values;
+
+#[cfg(test)]
+mod tests;
+
+/// A variable that stops the process from starting.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{name}{}: {reason}", .value.as_ref().map(|value| format!("={value:?}")).unwrap_or_default())]
+pub struct EnvError {
+    /// With its prefix.
+    pub name: String,
+    /// As it was set; none for a variable that is missing.
+    pub value: Option<String>,
+    /// What is wrong, and what would be accepted.
+    pub reason: String,
+}
+
+/// Reads the configuration through `lookup`, which gives the value of a variable.
+///
+/// # Errors
+/// All problems, in the order in which the variables are read.
+pub fn load(lookup: impl Fn(&str) -> Option<String>) -> Result<Config, Vec<EnvError>> {
+    let mut env = Env {
+        lookup: &lookup,
+        errors: Vec::new(),
+    };
+    let config = config(&mut env);
+    match config {
+        Some(config) if env.errors.is_empty() => Ok(config),
+        // A value is missing only where an error says so.
+        _ => Err(env.errors),
+    }
+}
+
+/// The variables that may be shown to anybody who asks: ours. Others can hold secrets of the workload.
+pub fn shown(variables: impl Iterator<Item = (String, String)>) -> BTreeMap<String, String> {
+    variables
+        .filter(|(name, _)| name.starts_with(PREFIX) || name.starts_with(OUR_PREFIX))
+        .collect()
+}
+
+/// Reads everything before giving up on anything, so that all problems are found.
+fn config(env: &mut Env<'_>) -> Option<Config> {
+    let cluster_networks = env.or_default("POLICY_CLUSTER_NETWORKS", values::networks);
+    let ingress = match env.flag("INGRESS_MODE") {
+        true => Ingress::On,
+        false => Ingress::Off,
+    };
+    let outbound = outbound(env, ingress);
+    let inbound = inbound(env);
+    if inbound.default_policy.needs_cluster_networks() && cluster_networks.is_empty() {
+        env.refuse(
+            "INBOUND_DEFAULT_POLICY",
+            "this policy needs LINKERD2_PROXY_POLICY_CLUSTER_NETWORKS",
+        );
+    }
+    let admin = admin::Config {
+        listen: env.or("ADMIN_LISTEN_ADDR", values::listen_addr, ([127, 0, 0, 1], 4191).into()),
+        shutdown_endpoint: match env.flag("SHUTDOWN_ENDPOINT_ENABLED") {
+            true => ShutdownEndpoint::Enabled,
+            false => ShutdownEndpoint::Disabled,
+        },
+    };
+    let workers = Workers {
+        min: env.first(&["CORES_MIN", "CORES"], values::at_least_one).unwrap_or(1),
+        max: env.get("CORES_MAX", values::at_least_one),
+        max_ratio: env.get("CORES_MAX_RATIO", values::ratio),
+    };
+    let log = Log {
+        filter: env.or("LOG", values::text, DEFAULT_LOG.to_owned()),
+        format: env.or_default("LOG_FORMAT", values::log_format),
+        access: env.get("ACCESS_LOG", values::access_log),
+    };
+    let shutdown_grace_period = env.or("SHUTDOWN_GRACE_PERIOD", values::duration, Duration::from_secs(120));
+    let metrics_retain_idle = env.or("METRICS_RETAIN_IDLE", values::duration, Duration::from_secs(600));
+    let ignored = env.ignored();
+    let identity = identity(env);
+    let control = control(env, cluster_networks);
+    Some(Config {
+        outbound,
+        inbound,
+        admin,
+        control: control?,
+        identity: identity?,
+        workers,
+        log,
+        shutdown_grace_period,
+        metrics_retain_idle,
+        ignored,
+    })
+}
+
+fn outbound(env: &mut Env<'_>, ingress: Ingress) -> Outbound {
+    let hide_by_default = ingress == Ingress::On;
+    let hidden = env.or("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", values::flag, hide_by_default);
+    let single = env.get("OUTBOUND_LISTEN_ADDR", values::listen_addr);
+    let several = env.get("OUTBOUND_LISTEN_ADDRS", values::listen_addrs);
+    let defaults = DirectionDefaults {
+        connect_timeout: Duration::from_secs(1),
+        backoff_max: Duration::from_secs(60),
+        failfast_timeout: Duration::from_secs(3),
+        discovery_idle_timeout: Duration::from_secs(5),
+        max_idle_name: "OUTBOUND_MAX_IDLE_CONNS_PER_ENDPOINT",
+    };
+    Outbound {
+        listen: several.unwrap_or_else(|| vec![single.unwrap_or_else(|| ([127, 0, 0, 1], 4140).into())]),
+        direction: direction(env, "OUTBOUND", &defaults),
+        tcp_queue_capacity: env.or("OUTBOUND_TCP_QUEUE_CAPACITY", values::at_least_one, QUEUE_CAPACITY),
+        tcp_failfast_timeout: env.or(
+            "OUTBOUND_TCP_FAILFAST_TIMEOUT",
+            values::duration,
+            Duration::from_secs(3),
+        ),
+        informational_headers: if hidden { Visibility::Hidden } else { Visibility::Shown },
+        hostname_labels: match env.flag("OUTBOUND_METRICS_HOSTNAME_LABELS") {
+            true => Visibility::Shown,
+            false => Visibility::Hidden,
+        },
+        ingress,
+        balancing: env.or_default::<Balancing>(BALANCER, values::balancing),
+    }
+}
+
+fn inbound(env: &mut Env<'_>) -> Inbound {
+    let defaults = DirectionDefaults {
+        connect_timeout: Duration::from_millis(300),
+        backoff_max: Duration::from_secs(10),
+        failfast_timeout: Duration::from_secs(1),
+        discovery_idle_timeout: Duration::from_secs(90),
+        max_idle_name: "MAX_IDLE_CONNS_PER_ENDPOINT",
+    };
+    Inbound {
+        listen: env.or("INBOUND_LISTEN_ADDR", values::listen_addr, ([0, 0, 0, 0], 4143).into()),
+        direction: direction(env, "INBOUND", &defaults),
+        profile_timeout: env.or(
+            "DESTINATION_PROFILE_INITIAL_TIMEOUT",
+            values::duration,
+            Duration::from_millis(500),
+        ),
+        authority_labels: match env.get("INBOUND_METRICS_AUTHORITY_LABELS", values::unsafe_only) {
+            Some(()) => Visibility::Shown,
+            None => Visibility::Hidden,
+        },
+        default_policy: env.or_default::<DefaultPolicy>("INBOUND_DEFAULT_POLICY", values::default_policy),
+        ports: env.or_default::<PortSet>("INBOUND_PORTS", values::from_str),
+        opaque_ports: env.or_default::<PortSet>("INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION", values::from_str),
+        ips: env.or_default("INBOUND_IPS", values::ips),
+        gateway_suffixes: env.or_default::<Suffixes>("INBOUND_GATEWAY_SUFFIXES", values::suffixes),
+    }
+}
+
+/// Where the two directions differ.
+struct DirectionDefaults {
+    connect_timeout: Duration,
+    backoff_max: Duration,
+    failfast_timeout: Duration,
+    discovery_idle_timeout: Duration,
+    max_idle_name: &'static str,
+}
+
+fn direction(env: &mut Env<'_>, dir: &str, defaults: &DirectionDefaults) -> Direction {
+    let name = |rest: &str| format!("{dir}_{rest}");
+    let windows = windows(env);
+    Direction {
+        accept: Accept {
+            keepalive: env.get(&name("ACCEPT_KEEPALIVE"), values::duration),
+            user_timeout: env.get(&name("ACCEPT_USER_TIMEOUT"), values::duration),
+            backlog: env.get(&name("TCP_LISTEN_BACKLOG"), values::number),
+            detect_timeout: env.or(&name("DETECT_TIMEOUT"), values::duration, Duration::from_secs(10)),
+        },
+        connect: Connect {
+            keepalive: env.get(&name("CONNECT_KEEPALIVE"), values::duration),
+            user_timeout: env.get(&name("CONNECT_USER_TIMEOUT"), values::duration),
+            timeout: env.or(&name("CONNECT_TIMEOUT"), values::duration, defaults.connect_timeout),
+            backoff: backoff(env, &name("CONNECT_EXP_BACKOFF"), defaults.backoff_max),
+        },
+        http1_pool: Http1Pool {
+            max_idle_per_endpoint: env.or(defaults.max_idle_name, values::number, 10_000),
+            idle_timeout: env.or(
+                &name("HTTP1_CONNECTION_POOL_IDLE_TIMEOUT"),
+                values::duration,
+                Duration::from_secs(3),
+            ),
+        },
+        http2_server: http2_server(env, &name("SERVER_HTTP2"), windows),
+        http2_client: windows,
+        max_in_flight: env.or(&name("MAX_IN_FLIGHT"), values::at_least_one, 100_000),
+        http_queue_capacity: env.or(&name("HTTP_QUEUE_CAPACITY"), values::at_least_one, QUEUE_CAPACITY),
+        http_failfast_timeout: env.or(
+            &name("HTTP_FAILFAST_TIMEOUT"),
+            values::duration,
+            defaults.failfast_timeout,
+        ),
+        discovery_idle_timeout: env.or(
+            &name("DISCOVERY_IDLE_TIMEOUT"),
+            values::duration,
+            defaults.discovery_idle_timeout,
+        ),
+    }
+}
+
+fn backoff(env: &mut Env<'_>, prefix: &str, default_max: Duration) -> Backoff {
+    let (min_name, max_name) = (format!("{prefix}_MIN"), format!("{prefix}_MAX"));
+    let bounds = env.pair((&min_name, values::duration), (&max_name, values::duration));
+    let (min, max) = bounds.unwrap_or((Duration::from_millis(100), default_max));
+    if min > max {
+        env.refuse(&min_name, "it is above the maximum of the backoff");
+    }
+    Backoff {
+        min,
+        max,
+        jitter: env.or(&format!("{prefix}_JITTER"), values::jitter, 0.1),
+    }
+}
+
+fn windows(env: &mut Env<'_>) -> Http2Windows {
+    Http2Windows {
+        stream: env.or("HTTP2_INITIAL_STREAM_WINDOW_SIZE", values::window, 1 << 20),
+        connection: env.or("HTTP2_INITIAL_CONNECTION_WINDOW_SIZE", values::window, 4 << 20),
+    }
+}
+
+fn http2_server(env: &mut Env<'_>, prefix: &str, windows: Http2Windows) -> Http2Server {
+    let name = |rest: &str| format!("{prefix}_{rest}");
+    let own_windows = env.pair(
+        (&name("INITIAL_STREAM_WINDOW_SIZE"), values::window),
+        (&name("INITIAL_CONNECTION_WINDOW_SIZE"), values::window),
+    );
+    let keep_alive = env.pair(
+        (&name("KEEP_ALIVE_INTERVAL"), values::duration),
+        (&name("KEEP_ALIVE_TIMEOUT"), values::duration),
+    );
+    Http2Server {
+        windows: own_windows.map_or(windows, |(stream, connection)| Http2Windows { stream, connection }),
+        flow_control: match env.flag(&name("ADAPTIVE_FLOW_CONTROL")) {
+            true => FlowControl::Adaptive,
+            false => FlowControl::Fixed,
+        },
+        keep_alive: keep_alive.map(|(interval, timeout)| KeepAlive { interval, timeout }),
+        max_concurrent_streams: env.get(&name("MAX_CONCURRENT_STREAMS"), values::number),
+        max_frame_size: env.get(&name("MAX_FRAME_SIZE"), values::frame_size),
+        max_header_list_size: env.get(&name("MAX_HEADER_LIST_SIZE"), values::number),
+        max_pending_accept_reset_streams: env.get(&name("MAX_PENDING_ACCEPT_RESET_STREAMS"), values::number),
+        max_send_buf_size: env.get(&name("MAX_SEND_BUF_SIZE"), values::at_least_one),
+    }
+}
+
+fn identity(env: &mut Env<'_>) -> Option<identity::Config> {
+    if env.get("IDENTITY_DISABLED", values::text).is_some() {
+        env.refuse(
+            "IDENTITY_DISABLED",
+            "a proxy without identity is not supported, unset this variable",
+        );
+    }
+    for name in ["IDENTITY_SPIRE_WORKLOAD_API_ADDRESS", "IDENTITY_SPIRE_SOCKET"] {
+        if env.get(name, values::text).is_some() {
+            env.refuse(name, "certificates from SPIRE are not supported, unset this variable");
+        }
+    }
+    let anchors = env.required("IDENTITY_TRUST_ANCHORS", values::trust_anchors);
+    let token_file = env.required("IDENTITY_TOKEN_FILE", values::text);
+    let min_refresh = env.or("IDENTITY_MIN_REFRESH", values::duration, Duration::from_secs(10));
+    let max_refresh = env.or(
+        "IDENTITY_MAX_REFRESH",
+        values::duration,
+        Duration::from_secs(24 * 60 * 60),
+    );
+    if min_refresh > max_refresh {
+        env.refuse(
+            "IDENTITY_MIN_REFRESH",
+            "it is above LINKERD2_PROXY_IDENTITY_MAX_REFRESH",
+        );
+    }
+    let dir = env.get("IDENTITY_DIR", values::text).map(PathBuf::from);
+    let names = env.pair(
+        ("IDENTITY_SERVER_ID", values::from_str::<Identity>),
+        ("IDENTITY_SERVER_NAME", values::from_str::<Identity>),
+    );
+    let (id, server_name) = match names {
+        Some(names) => names,
+        None => {
+            let id = env.required("IDENTITY_LOCAL_NAME", values::from_str::<Identity>)?;
+            (id.clone(), id)
+        }
+    };
+    let Identity::Dns(server_name) = server_name else {
+        env.refuse("IDENTITY_SERVER_NAME", "a TLS server name is a DNS name");
+        return None;
+    };
+    Some(identity::Config {
+        id,
+        server_name: server_name.to_string(),
+        dir,
+        anchors: anchors?,
+        token_file: token_file?.into(),
+        min_refresh,
+        max_refresh,
+    })
+}
+
+fn control(env: &mut Env<'_>, cluster_networks: Vec<ipnet::IpNet>) -> Option<Control> {
+    let destination = control_addr(env, "DESTINATION_SVC");
+    let policy = control_addr(env, "POLICY_SVC");
+    let identity = control_addr(env, "IDENTITY_SVC");
+    let workload = env.required("POLICY_WORKLOAD", values::text);
+    let dns = api::dns::Config {
+        min_ttl: env.get("DNS_MIN_TTL", values::duration),
+        max_ttl: env.get("DNS_MAX_TTL", values::duration),
+    };
+    if let (Some(min), Some(max)) = (dns.min_ttl, dns.max_ttl)
+        && min > max
+    {
+        env.refuse("DNS_MIN_TTL", "it is above LINKERD2_PROXY_DNS_MAX_TTL");
+    }
+    let cluster_local = || "svc.cluster.local.".parse().expect("the default suffix is a name");
+    let profiles = ProfileScope {
+        suffixes: env
+            .get("DESTINATION_PROFILE_SUFFIXES", values::suffixes)
+            .unwrap_or_else(cluster_local),
+        networks: env.or_default("DESTINATION_PROFILE_NETWORKS", values::networks),
+    };
+    Some(Control {
+        context_token: env.or_default("DESTINATION_CONTEXT", values::text),
+        profiles,
+        cluster_networks,
+        stream_limits: stream_limits(env),
+        dns,
+        destination: destination?,
+        policy: policy?,
+        identity: identity?,
+        workload: workload?,
+    })
+}
+
+/// An address on this machine is reached in the clear; any other needs to know whom it should find there.
+fn control_addr(env: &mut Env<'_>, prefix: &str) -> Option<ControlAddr> {
+    let (addr_name, identity_name) = (format!("{prefix}_ADDR"), format!("{prefix}_NAME"));
+    let addr = env.required(&addr_name, values::from_str::<Addr>);
+    let identity = env.get(&identity_name, values::from_str::<Identity>);
+    let addr = addr?;
+    if api::channel::is_loopback(&addr) {
+        return Some(ControlAddr {
+            addr,
+            security: Security::Loopback,
+        });
+    }
+    match identity {
+        Some(identity) => Some(ControlAddr {
+            addr,
+            security: Security::MutualTls(identity),
+        }),
+        None => {
+            env.missing(
+                &identity_name,
+                "the identity of the service is needed, because its address is not loopback",
+            );
+            None
+        }
+    }
+}
+
+fn stream_limits(env: &mut Env<'_>) -> StreamLimits {
+    let names = ["INITIAL_TIMEOUT", "IDLE_TIMEOUT", "LIFETIME"].map(|rest| format!("CONTROL_STREAM_{rest}"));
+    let limits = names.each_ref().map(|name| env.get(name, values::duration));
+    let set = names
+        .iter()
+        .zip(limits)
+        .filter_map(|(name, limit)| limit.map(|limit| (name, limit)));
+    let set: Vec<_> = set.collect();
+    if let Some(pair) = set.windows(2).find(|pair| pair[0].1 > pair[1].1) {
+        env.refuse(pair[0].0, &format!("it is above {PREFIX}{}", pair[1].0));
+    }
+    let [initial, idle, lifetime] = limits;
+    StreamLimits {
+        initial,
+        idle,
+        lifetime,
+    }
+}
+
+/// The variables, and what was wrong with those that have been read.
+struct Env<'a> {
+    lookup: &'a dyn Fn(&str) -> Option<String>,
+    errors: Vec<EnvError>,
+}
+
+impl Env<'_> {
+    fn value(&self, name: &str) -> Option<String> {
+        (self.lookup)(&full(name)).filter(|value| !value.trim().is_empty())
+    }
+
+    /// The parsed value of a variable that is set; what cannot be parsed is noted, once.
+    fn get<T>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, Reason>) -> Option<T> {
+        let value = self.value(name)?;
+        match parse(&value) {
+            Ok(parsed) => Some(parsed),
+            Err(reason) => {
+                self.note(name, Some(value), reason);
+                None
+            }
+        }
+    }
+
+    fn or<T>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, Reason>, default: T) -> T {
+        self.get(name, parse).unwrap_or(default)
+    }
+
+    fn or_default<T: Default>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, Reason>) -> T {
+        self.get(name, parse).unwrap_or_default()
+    }
+
+    fn flag(&mut self, name: &str) -> bool {
+        self.or(name, values::flag, false)
+    }
+
+    /// The first of several names that is set.
+    fn first<T>(&mut self, names: &[&str], parse: impl Fn(&str) -> Result<T, Reason> + Copy) -> Option<T> {
+        let name = names.iter().find(|name| self.value(name).is_some())?;
+        self.get(name, parse)
+    }
+
+    fn required<T>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, Reason>) -> Option<T> {
+        if self.value(name).is_none() {
+            self.missing(name, "it is required");
+        }
+        self.get(name, parse)
+    }
+
+    /// Two variables that mean something only together.
+    fn pair<A, B>(
+        &mut self,
+        (first, parse_first): (&str, impl Fn(&str) -> Result<A, Reason>),
+        (second, parse_second): (&str, impl Fn(&str) -> Result<B, Reason>),
+    ) -> Option<(A, B)> {
+        for (set, other) in [(first, second), (second, first)] {
+            if self.value(set).is_some() && self.value(other).is_none() {
+                self.missing(other, &format!("it is required together with {}", full(set)));
+            }
+        }
+        self.get(first, parse_first).zip(self.get(second, parse_second))
+    }
+
+    fn missing(&mut self, name: &str, reason: &str) {
+        self.note(name, None, reason.to_owned());
+    }
+
+    /// Notes that the value of a variable does not go together with something else.
+    fn refuse(&mut self, name: &str, reason: &str) {
+        let value = self.value(name);
+        self.note(name, value, reason.to_owned());
+    }
+
+    fn note(&mut self, name: &str, value: Option<String>, reason: Reason) {
+        let error = EnvError {
+            name: full(name),
+            value: value.map(shortened),
+            reason,
+        };
+        if !self.errors.contains(&error) {
+            self.errors.push(error);
+        }
+    }
+
+    fn ignored(&self) -> Vec<String> {
+        let set = NOT_SUPPORTED.iter().filter(|name| self.value(name).is_some());
+        set.map(|name| full(name)).collect()
+    }
+}
+
+impl fmt::Debug for Env<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Env").field("errors", &self.errors).finish()
+    }
+}
+
+fn full(name: &str) -> String {
+    match name.starts_with(OUR_PREFIX) {
+        true => name.to_owned(),
+        false => format!("{PREFIX}{name}"),
+    }
+}
+
+/// A bundle of certificates would bury the reason.
+fn shortened(value: String) -> String {
+    match value.char_indices().nth(SHOWN_CHARACTERS) {
+        Some((end, _)) => format!("{}…", &value[..end]),
+        None => value,
+    }
+}
+
+const PREFIX: &str = "LINKERD2_PROXY_";
+/// Variables that only this proxy knows.
+const OUR_PREFIX: &str = "TULLE_PROXY_";
+const BALANCER: &str = "TULLE_PROXY_BALANCER";
+const DEFAULT_LOG: &str = "warn,tulle=info,hickory=error";
+const QUEUE_CAPACITY: usize = 10_000;
+const SHOWN_CHARACTERS: usize = 80;
+/// Set where Linkerd's tap or tracing is wanted; traffic flows without them.
+const NOT_SUPPORTED: &[&str] = &["TAP_SVC_NAME", "TRACE_COLLECTOR_SVC_ADDR"];

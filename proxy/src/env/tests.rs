@@ -1,0 +1,352 @@
+//! Defaults, every grammar, and all problems at once.
+
+use std::collections::HashMap;
+
+use tulle_core::telemetry::Format;
+
+use super::*;
+use crate::identity::Anchors;
+use crate::tls::tests::Authority;
+
+/// The variables that have no default.
+fn required() -> HashMap<String, String> {
+    let id = "linkerd-destination.linkerd.serviceaccount.identity.linkerd.cluster.local";
+    let variables = [
+        (
+            "DESTINATION_SVC_ADDR",
+            "linkerd-dst-headless.linkerd.svc.cluster.local.:8086",
+        ),
+        ("DESTINATION_SVC_NAME", id),
+        ("POLICY_SVC_ADDR", "linkerd-policy.linkerd.svc.cluster.local.:8090"),
+        ("POLICY_SVC_NAME", id),
+        ("IDENTITY_SVC_ADDR", "localhost.:8080"),
+        ("POLICY_WORKLOAD", r#"{"ns":"emojivoto", "pod":"web-1"}"#),
+        ("IDENTITY_TRUST_ANCHORS", "/var/run/anchors.pem"),
+        ("IDENTITY_TOKEN_FILE", "/var/run/secrets/tokens/linkerd-identity-token"),
+        (
+            "IDENTITY_LOCAL_NAME",
+            "web.emojivoto.serviceaccount.identity.linkerd.cluster.local",
+        ),
+    ];
+    variables.map(|(name, value)| (full(name), value.to_owned())).into()
+}
+
+fn load_with(changes: &[(&str, &str)]) -> Result<Config, Vec<EnvError>> {
+    let mut variables = required();
+    variables.extend(changes.iter().map(|(name, value)| (full(name), (*value).to_owned())));
+    load(|name| variables.get(name).cloned())
+}
+
+#[test]
+fn defaults_are_those_of_the_contract() {
+    let config = load_with(&[]).unwrap();
+    assert_eq!(config.outbound.listen, ["127.0.0.1:4140".parse().unwrap()]);
+    assert_eq!(config.inbound.listen, "0.0.0.0:4143".parse().unwrap());
+    assert_eq!(config.admin.listen, "127.0.0.1:4191".parse().unwrap());
+    assert_eq!(config.admin.shutdown_endpoint, ShutdownEndpoint::Disabled);
+    assert_eq!(config.shutdown_grace_period, Duration::from_secs(120));
+    assert_eq!(config.metrics_retain_idle, Duration::from_secs(600));
+    assert_eq!(
+        config.workers,
+        Workers {
+            min: 1,
+            max: None,
+            max_ratio: None
+        }
+    );
+    assert_eq!(config.log.format, Format::Plain);
+    assert_eq!(config.outbound.balancing, Balancing::PeakEwma);
+    assert_eq!(config.outbound.informational_headers, Visibility::Shown);
+    assert_eq!(config.inbound.default_policy, DefaultPolicy::AllUnauthenticated);
+    assert_eq!(config.control.stream_limits, StreamLimits::default());
+    let windows = Http2Windows {
+        stream: 1 << 20,
+        connection: 4 << 20,
+    };
+    let (outbound, inbound) = (&config.outbound.direction, &config.inbound.direction);
+    for direction in [outbound, inbound] {
+        assert_eq!(direction.http2_client, windows);
+        assert_eq!(direction.http2_server.windows, windows);
+        assert_eq!(direction.http2_server.keep_alive, None);
+        assert_eq!(direction.max_in_flight, 100_000);
+        assert_eq!(direction.accept.detect_timeout, Duration::from_secs(10));
+        assert_eq!(direction.http1_pool.idle_timeout, Duration::from_secs(3));
+    }
+    assert_eq!(
+        (outbound.connect.timeout, inbound.connect.timeout),
+        (Duration::from_secs(1), Duration::from_millis(300))
+    );
+    assert_eq!(outbound.connect.backoff.max, Duration::from_secs(60));
+    assert_eq!(inbound.connect.backoff.max, Duration::from_secs(10));
+    assert_eq!(outbound.http_failfast_timeout, Duration::from_secs(3));
+    assert_eq!(inbound.http_failfast_timeout, Duration::from_secs(1));
+    assert_eq!(outbound.discovery_idle_timeout, Duration::from_secs(5));
+    assert_eq!(inbound.discovery_idle_timeout, Duration::from_secs(90));
+    assert_eq!(config.identity.min_refresh, Duration::from_secs(10));
+    assert_eq!(config.identity.max_refresh, Duration::from_secs(86_400));
+    assert_eq!(config.ignored, [""; 0]);
+}
+
+#[test]
+fn loopback_control_addresses_are_plaintext_and_others_name_an_identity() {
+    let config = load_with(&[("POLICY_SVC_ADDR", "[::1]:8090")]).unwrap();
+    assert_eq!(config.control.identity.security, Security::Loopback);
+    assert_eq!(config.control.policy.security, Security::Loopback);
+    assert!(matches!(config.control.destination.security, Security::MutualTls(_)));
+}
+
+#[test]
+fn values_of_a_chart_are_understood() {
+    let anchors = Authority::new().root.pem();
+    let config = load_with(&[
+        ("OUTBOUND_LISTEN_ADDR", "127.0.0.1:9999"),
+        ("OUTBOUND_LISTEN_ADDRS", "127.0.0.1:4140,[::1]:4140"),
+        ("INBOUND_LISTEN_ADDR", "[::]:4143"),
+        ("INBOUND_ACCEPT_KEEPALIVE", "10000ms"),
+        ("OUTBOUND_CONNECT_USER_TIMEOUT", "30s"),
+        ("OUTBOUND_CONNECT_EXP_BACKOFF_MIN", "50ms"),
+        ("OUTBOUND_CONNECT_EXP_BACKOFF_MAX", "5s"),
+        ("INBOUND_SERVER_HTTP2_KEEP_ALIVE_INTERVAL", "10s"),
+        ("INBOUND_SERVER_HTTP2_KEEP_ALIVE_TIMEOUT", "3s"),
+        ("INBOUND_SERVER_HTTP2_INITIAL_STREAM_WINDOW_SIZE", "70000"),
+        ("INBOUND_SERVER_HTTP2_INITIAL_CONNECTION_WINDOW_SIZE", "80000"),
+        ("MAX_IDLE_CONNS_PER_ENDPOINT", "7"),
+        ("CONTROL_STREAM_INITIAL_TIMEOUT", "3s"),
+        ("CONTROL_STREAM_IDLE_TIMEOUT", "5m"),
+        ("CONTROL_STREAM_LIFETIME", "1h"),
+        ("INBOUND_PORTS", "80,8000-8002"),
+        (
+            "INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION",
+            "25,587,3306,4444,5432,6379,9300,11211",
+        ),
+        ("INBOUND_IPS", "10.0.0.7,fd00::7"),
+        ("INBOUND_DEFAULT_POLICY", "cluster-authenticated"),
+        ("POLICY_CLUSTER_NETWORKS", "10.0.0.0/8,192.168.0.1"),
+        ("DESTINATION_PROFILE_NETWORKS", "10.0.0.0/8"),
+        ("IDENTITY_TRUST_ANCHORS", &anchors),
+        ("INGRESS_MODE", "true"),
+        ("CORES", "3"),
+        ("CORES_MIN", "2"),
+        ("CORES_MAX_RATIO", "0.5"),
+        ("LOG_FORMAT", "JSON"),
+        ("LOG", ""),
+        ("INBOUND_METRICS_AUTHORITY_LABELS", "unsafe"),
+        (
+            "TAP_SVC_NAME",
+            "tap.linkerd-viz.serviceaccount.identity.linkerd.cluster.local",
+        ),
+        ("TULLE_PROXY_BALANCER", "round-robin"),
+        ("SOMETHING_NEW", "?"),
+    ])
+    .unwrap();
+    assert_eq!(
+        config.outbound.listen,
+        ["127.0.0.1:4140".parse().unwrap(), "[::1]:4140".parse().unwrap()]
+    );
+    let inbound = &config.inbound;
+    assert_eq!(inbound.direction.accept.keepalive, Some(Duration::from_secs(10)));
+    assert_eq!(inbound.direction.http1_pool.max_idle_per_endpoint, 7);
+    assert_eq!(
+        inbound.direction.http2_server.windows,
+        Http2Windows {
+            stream: 70_000,
+            connection: 80_000
+        }
+    );
+    let keep_alive = KeepAlive {
+        interval: Duration::from_secs(10),
+        timeout: Duration::from_secs(3),
+    };
+    assert_eq!(inbound.direction.http2_server.keep_alive, Some(keep_alive));
+    assert!(inbound.ports.contains(8001) && !inbound.ports.contains(8003));
+    assert!(inbound.opaque_ports.contains(5432));
+    assert_eq!(inbound.ips.len(), 2);
+    assert_eq!(inbound.default_policy, DefaultPolicy::ClusterAuthenticated);
+    assert_eq!(inbound.authority_labels, Visibility::Shown);
+    let backoff = config.outbound.direction.connect.backoff;
+    assert_eq!(
+        (backoff.min, backoff.max),
+        (Duration::from_millis(50), Duration::from_secs(5))
+    );
+    assert_eq!(config.outbound.informational_headers, Visibility::Hidden);
+    assert_eq!(config.outbound.balancing, Balancing::RoundRobin);
+    assert_eq!(config.control.cluster_networks.len(), 2);
+    assert_eq!(config.control.stream_limits.lifetime, Some(Duration::from_secs(3600)));
+    assert!(matches!(config.identity.anchors, Anchors::Fixed(_)));
+    assert_eq!(
+        config.workers,
+        Workers {
+            min: 2,
+            max: None,
+            max_ratio: Some(0.5)
+        }
+    );
+    assert_eq!(
+        (config.log.format, config.log.filter.as_str()),
+        (Format::Json, DEFAULT_LOG)
+    );
+    assert_eq!(config.ignored, ["LINKERD2_PROXY_TAP_SVC_NAME"]);
+}
+
+#[test]
+fn all_problems_are_listed_at_once() {
+    let errors = load(|_| None).unwrap_err();
+    let names: Vec<_> = errors
+        .iter()
+        .map(|error| error.name.trim_start_matches(PREFIX))
+        .collect();
+    assert_eq!(
+        names,
+        [
+            "IDENTITY_TRUST_ANCHORS",
+            "IDENTITY_TOKEN_FILE",
+            "IDENTITY_LOCAL_NAME",
+            "DESTINATION_SVC_ADDR",
+            "POLICY_SVC_ADDR",
+            "IDENTITY_SVC_ADDR",
+            "POLICY_WORKLOAD",
+        ]
+    );
+    assert_eq!(
+        errors[0].to_string(),
+        "LINKERD2_PROXY_IDENTITY_TRUST_ANCHORS: it is required"
+    );
+}
+
+#[test]
+fn bad_values_are_refused_with_value_reason_and_what_is_accepted() {
+    for (name, value, expected) in [
+        (
+            "INBOUND_DETECT_TIMEOUT",
+            "10",
+            "expected digits and one of ms, s, m, h, d",
+        ),
+        ("SHUTDOWN_ENDPOINT_ENABLED", "yes", "expected true or false"),
+        (
+            "INBOUND_LISTEN_ADDR",
+            "localhost:4143",
+            "expected <ip>:<port> or [<ipv6>]:<port>",
+        ),
+        (
+            "OUTBOUND_LISTEN_ADDRS",
+            "1.1.1.1:1,1.1.1.1:2,1.1.1.1:3",
+            "expected one or two addresses, found 3",
+        ),
+        ("INBOUND_PORTS", "80-", "80-"),
+        ("INBOUND_IPS", "10.0.0.1,web", "found \"web\""),
+        (
+            "DESTINATION_PROFILE_NETWORKS",
+            "10.0.0.0/40",
+            "expected a comma list of CIDRs",
+        ),
+        (
+            "DESTINATION_PROFILE_SUFFIXES",
+            "svc..local",
+            "expected a comma list of DNS suffixes",
+        ),
+        ("INBOUND_DEFAULT_POLICY", "allow", "expected deny or all-authenticated"),
+        (
+            "INBOUND_DEFAULT_POLICY",
+            "audit",
+            "needs LINKERD2_PROXY_POLICY_CLUSTER_NETWORKS",
+        ),
+        ("CORES", "0", "at least 1"),
+        ("CORES_MAX_RATIO", "1.5", "above 0 and at most 1"),
+        ("CORES_MAX_RATIO", "NaN", "above 0 and at most 1"),
+        ("HTTP2_INITIAL_STREAM_WINDOW_SIZE", "2147483648", "1 to 2147483647"),
+        ("INBOUND_SERVER_HTTP2_MAX_FRAME_SIZE", "100", "16384 to 16777215"),
+        ("OUTBOUND_TCP_LISTEN_BACKLOG", "-1", "not negative"),
+        ("LOG_FORMAT", "xml", "expected plain or json"),
+        ("INBOUND_METRICS_AUTHORITY_LABELS", "true", "expected unsafe"),
+        (
+            "IDENTITY_TRUST_ANCHORS",
+            "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----",
+            "certificate 1",
+        ),
+        ("IDENTITY_LOCAL_NAME", "a b", "is not an identity"),
+        ("IDENTITY_DISABLED", "1", "unset this variable"),
+        ("IDENTITY_SPIRE_SOCKET", "unix:///run/spire", "unset this variable"),
+        ("TULLE_PROXY_BALANCER", "random", "expected peak-ewma or round-robin"),
+        (
+            "IDENTITY_MIN_REFRESH",
+            "2d",
+            "above LINKERD2_PROXY_IDENTITY_MAX_REFRESH",
+        ),
+    ] {
+        let errors = load_with(&[(name, value)]).unwrap_err();
+        let [error] = &errors[..] else {
+            panic!("{name}={value}: {errors:?}")
+        };
+        assert_eq!(error.name, full(name));
+        assert!(
+            error.value.as_ref().is_some_and(|shown| value.starts_with(shown)),
+            "{error}"
+        );
+        assert!(error.reason.contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn what_belongs_together_must_come_together() {
+    for (set, value, missing) in [
+        (
+            "INBOUND_CONNECT_EXP_BACKOFF_MIN",
+            "1s",
+            "INBOUND_CONNECT_EXP_BACKOFF_MAX",
+        ),
+        (
+            "INBOUND_SERVER_HTTP2_KEEP_ALIVE_TIMEOUT",
+            "1s",
+            "INBOUND_SERVER_HTTP2_KEEP_ALIVE_INTERVAL",
+        ),
+        (
+            "OUTBOUND_SERVER_HTTP2_INITIAL_STREAM_WINDOW_SIZE",
+            "70000",
+            "OUTBOUND_SERVER_HTTP2_INITIAL_CONNECTION_WINDOW_SIZE",
+        ),
+        ("IDENTITY_SERVER_ID", "spiffe://root/vm", "IDENTITY_SERVER_NAME"),
+    ] {
+        let errors = load_with(&[(set, value)]).unwrap_err();
+        assert_eq!(
+            errors.iter().map(|error| error.name.clone()).collect::<Vec<_>>(),
+            [full(missing)]
+        );
+        assert!(errors[0].reason.contains(set), "{}", errors[0]);
+    }
+    let errors = load_with(&[("DESTINATION_SVC_NAME", "")]).unwrap_err();
+    assert_eq!(errors[0].name, "LINKERD2_PROXY_DESTINATION_SVC_NAME");
+}
+
+#[test]
+fn stream_limits_must_not_decrease() {
+    let limits = [
+        ("CONTROL_STREAM_INITIAL_TIMEOUT", "2h"),
+        ("CONTROL_STREAM_LIFETIME", "1h"),
+    ];
+    let errors = load_with(&limits).unwrap_err();
+    assert_eq!(
+        errors[0].to_string(),
+        "LINKERD2_PROXY_CONTROL_STREAM_INITIAL_TIMEOUT=\"2h\": it is above LINKERD2_PROXY_CONTROL_STREAM_LIFETIME"
+    );
+}
+
+#[test]
+fn a_separate_server_id_and_name_win_over_the_local_name() {
+    let names = [
+        ("IDENTITY_SERVER_ID", "spiffe://root/vm"),
+        ("IDENTITY_SERVER_NAME", "vm.example.com"),
+    ];
+    let config = load_with(&names).unwrap();
+    assert_eq!(config.identity.id, Identity::Uri("spiffe://root/vm".into()));
+    assert_eq!(config.identity.server_name, "vm.example.com");
+}
+
+#[test]
+fn only_our_variables_are_shown() {
+    let variables = ["LINKERD2_PROXY_LOG", "TULLE_PROXY_BALANCER", "DATABASE_PASSWORD"];
+    let shown = shown(variables.iter().map(|name| ((*name).to_owned(), "x".to_owned())));
+    assert_eq!(
+        shown.keys().collect::<Vec<_>>(),
+        ["LINKERD2_PROXY_LOG", "TULLE_PROXY_BALANCER"]
+    );
+}

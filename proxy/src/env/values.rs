@@ -1,0 +1,178 @@
+//! How the values of variables are written; every grammar says what it accepts.
+
+use std::collections::BTreeSet;
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use ipnet::IpNet;
+use tulle_core::telemetry::Format;
+
+use crate::api::destination::Suffixes;
+use crate::config::{AccessLog, Balancing, DefaultPolicy};
+use crate::identity::Anchors;
+use crate::tls::creds::TrustAnchors;
+
+/// What is wrong with a value, ending in what would be accepted.
+pub(super) type Reason = String;
+
+pub(super) fn from_str<T: FromStr<Err: ToString>>(value: &str) -> Result<T, Reason> {
+    value.trim().parse().map_err(|error: T::Err| error.to_string())
+}
+
+pub(super) fn text(value: &str) -> Result<String, Reason> {
+    Ok(value.to_owned())
+}
+
+pub(super) fn duration(value: &str) -> Result<Duration, Reason> {
+    tulle_core::duration::parse(value).map_err(|error| error.to_string())
+}
+
+pub(super) fn flag(value: &str) -> Result<bool, Reason> {
+    one_of(value, &[("true", true), ("false", false)])
+}
+
+pub(super) fn number<T: FromStr>(value: &str) -> Result<T, Reason> {
+    value
+        .trim()
+        .parse()
+        .map_err(|_| "expected a number that is not negative, without sign or unit".to_owned())
+}
+
+/// A flow-control window: RFC 9113 allows up to 2^31 - 1 bytes.
+pub(super) fn window(value: &str) -> Result<u32, Reason> {
+    match number(value)? {
+        size @ 1..=WINDOW_LIMIT => Ok(size),
+        _ => Err(format!("expected a window of 1 to {WINDOW_LIMIT} bytes")),
+    }
+}
+
+/// The largest frame a peer may send (RFC 9113 section 6.5.2).
+pub(super) fn frame_size(value: &str) -> Result<u32, Reason> {
+    match number(value)? {
+        size @ 16_384..=16_777_215 => Ok(size),
+        _ => Err("expected a frame size of 16384 to 16777215 bytes".to_owned()),
+    }
+}
+
+pub(super) fn at_least_one(value: &str) -> Result<usize, Reason> {
+    match number(value)? {
+        0 => Err("expected a number of at least 1".to_owned()),
+        number => Ok(number),
+    }
+}
+
+pub(super) fn ratio(value: &str) -> Result<f64, Reason> {
+    match value.trim().parse::<f64>() {
+        Ok(ratio) if ratio > 0.0 && ratio <= 1.0 => Ok(ratio),
+        _ => Err("expected a number above 0 and at most 1".to_owned()),
+    }
+}
+
+pub(super) fn jitter(value: &str) -> Result<f64, Reason> {
+    match value.trim().parse::<f64>() {
+        Ok(jitter) if (0.0..=100.0).contains(&jitter) => Ok(jitter),
+        _ => Err("expected a ratio from 0 to 100".to_owned()),
+    }
+}
+
+pub(super) fn listen_addr(value: &str) -> Result<SocketAddr, Reason> {
+    value
+        .trim()
+        .parse()
+        .map_err(|_| "expected <ip>:<port> or [<ipv6>]:<port>".to_owned())
+}
+
+pub(super) fn listen_addrs(value: &str) -> Result<Vec<SocketAddr>, Reason> {
+    let addrs: Vec<_> = list(value).map(listen_addr).collect::<Result<_, _>>()?;
+    match addrs.len() {
+        1 | 2 => Ok(addrs),
+        found => Err(format!("expected one or two addresses, found {found}")),
+    }
+}
+
+pub(super) fn networks(value: &str) -> Result<Vec<IpNet>, Reason> {
+    tulle_core::nets::parse_networks(value).map_err(|error| error.to_string())
+}
+
+pub(super) fn ips(value: &str) -> Result<BTreeSet<IpAddr>, Reason> {
+    let parse = |part: &str| {
+        part.parse()
+            .map_err(|_| format!("expected a comma list of IP addresses, found {part:?}"))
+    };
+    list(value).map(parse).collect()
+}
+
+pub(super) fn suffixes(value: &str) -> Result<Suffixes, Reason> {
+    from_str(value)
+}
+
+pub(super) fn default_policy(value: &str) -> Result<DefaultPolicy, Reason> {
+    one_of(
+        value,
+        &[
+            ("deny", DefaultPolicy::Deny),
+            ("all-authenticated", DefaultPolicy::AllAuthenticated),
+            ("all-unauthenticated", DefaultPolicy::AllUnauthenticated),
+            ("cluster-authenticated", DefaultPolicy::ClusterAuthenticated),
+            ("cluster-unauthenticated", DefaultPolicy::ClusterUnauthenticated),
+            ("audit", DefaultPolicy::Audit),
+        ],
+    )
+}
+
+pub(super) fn balancing(value: &str) -> Result<Balancing, Reason> {
+    one_of(
+        value,
+        &[
+            ("peak-ewma", Balancing::PeakEwma),
+            ("round-robin", Balancing::RoundRobin),
+        ],
+    )
+}
+
+pub(super) fn log_format(value: &str) -> Result<Format, Reason> {
+    from_str(value)
+}
+
+pub(super) fn access_log(value: &str) -> Result<AccessLog, Reason> {
+    one_of(value, &[("apache", AccessLog::Apache), ("json", AccessLog::Json)])
+}
+
+pub(super) fn unsafe_only(value: &str) -> Result<(), Reason> {
+    one_of(value, &[("unsafe", ())])
+}
+
+/// PEM text, or else the path of a file that holds it and is read again when it changes.
+pub(super) fn trust_anchors(value: &str) -> Result<Anchors, Reason> {
+    if !value.contains("-----BEGIN") {
+        return match value.contains('\n') {
+            true => Err("expected PEM CERTIFICATE blocks, or the path of a file of them".to_owned()),
+            false => Ok(Anchors::File(PathBuf::from(value.trim()))),
+        };
+    }
+    let anchors = TrustAnchors::from_pem(value).map_err(|error| with_cause(&error))?;
+    Ok(Anchors::Fixed(anchors))
+}
+
+fn with_cause(error: &dyn std::error::Error) -> Reason {
+    match error.source() {
+        Some(cause) => format!("{error}: {cause}"),
+        None => error.to_string(),
+    }
+}
+
+fn one_of<T: Copy>(value: &str, accepted: &[(&str, T)]) -> Result<T, Reason> {
+    let found = accepted.iter().find(|(name, _)| *name == value);
+    found.map(|(_, meaning)| *meaning).ok_or_else(|| {
+        let names: Vec<_> = accepted.iter().map(|(name, _)| *name).collect();
+        format!("expected {}", names.join(" or "))
+    })
+}
+
+fn list(value: &str) -> impl Iterator<Item = &str> {
+    value.split(',').map(str::trim).filter(|part| !part.is_empty())
+}
+
+const WINDOW_LIMIT: u32 = (1 << 31) - 1;

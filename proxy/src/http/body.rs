@@ -1,0 +1,240 @@
+//! The one `Body`: bytes from a client, from a peer, from the application, or from ourselves, and an observer that
+//! hears of every frame and of the end.
+
+use std::{
+    pin::Pin,
+    task::{Context, Poll, ready},
+};
+
+use bytes::Bytes;
+use http::HeaderMap;
+use http_body::{Body as _, Frame, SizeHint};
+use hyper::body::Incoming;
+
+use crate::{
+    http::{error::Error, h1, h2, layers::Slot, replay::Keeping},
+    net::io::Io,
+};
+
+/// A request or response body.
+#[derive(Default)]
+pub(crate) struct Body {
+    source: Source,
+    observer: Option<Box<dyn Observe>>,
+    /// The place among the requests in flight, for as long as the body lives.
+    slot: Option<Slot>,
+}
+
+#[derive(Default)]
+enum Source {
+    #[default]
+    Empty,
+    Full(Bytes),
+    /// Received by one of hyper's servers.
+    Incoming(Incoming),
+    /// Received by our HTTP/2 client.
+    H2(h2::Received),
+    /// Received by our HTTP/1 client.
+    H1(Box<h1::Received>),
+    /// Already received, followed by the rest.
+    Replayed(Box<Replayed>),
+    /// Kept while it passes.
+    Keeping(Box<Keeping>),
+}
+
+/// A body of which the first part was kept.
+pub(crate) struct Replayed {
+    pub(crate) kept: std::collections::VecDeque<Bytes>,
+    pub(crate) rest: Body,
+}
+
+/// Hears how a body went. Dropping it before `end` means that the receiver went away.
+pub(crate) trait Observe: Send {
+    fn data(&mut self, len: usize);
+    fn trailers(&mut self, trailers: &HeaderMap);
+    fn end(&mut self, result: Result<(), &Error>);
+}
+
+/// Two observers of one body.
+struct Both(Box<dyn Observe>, Box<dyn Observe>);
+
+impl Observe for Both {
+    fn data(&mut self, len: usize) {
+        self.0.data(len);
+        self.1.data(len);
+    }
+
+    fn trailers(&mut self, trailers: &HeaderMap) {
+        self.0.trailers(trailers);
+        self.1.trailers(trailers);
+    }
+
+    fn end(&mut self, result: Result<(), &Error>) {
+        self.0.end(result);
+        self.1.end(result);
+    }
+}
+
+impl Body {
+    pub(crate) fn empty() -> Self {
+        Self::default()
+    }
+
+    pub(crate) fn full(bytes: impl Into<Bytes>) -> Self {
+        let bytes = bytes.into();
+        if bytes.is_empty() {
+            Self::default()
+        } else {
+            Self::of(Source::Full(bytes))
+        }
+    }
+
+    pub(crate) fn h1(received: Box<h1::Received>) -> Self {
+        Self::of(Source::H1(received))
+    }
+
+    pub(crate) fn replayed(kept: std::collections::VecDeque<Bytes>, rest: Self) -> Self {
+        Self::of(Source::Replayed(Box::new(Replayed { kept, rest })))
+    }
+
+    /// The connection behind the answer to an upgrade; once.
+    pub(crate) fn take_upgraded(&mut self) -> Option<Io> {
+        match &mut self.source {
+            Source::H1(received) => received.take_upgraded(),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn keeping(keeping: Box<Keeping>) -> Self {
+        Self::of(Source::Keeping(keeping))
+    }
+
+    fn of(source: Source) -> Self {
+        Self {
+            source,
+            observer: None,
+            slot: None,
+        }
+    }
+
+    pub(crate) fn holding(mut self, slot: Option<Slot>) -> Self {
+        self.slot = slot;
+        self
+    }
+
+    /// Tells `observer` what passes from now on. A body that is already at its end reports that at once.
+    pub(crate) fn observed(mut self, mut observer: Box<dyn Observe>) -> Self {
+        if http_body::Body::is_end_stream(&self) {
+            observer.end(Ok(()));
+        } else {
+            self.observer = Some(match self.observer.take() {
+                None => observer,
+                Some(first) => Box::new(Both(first, observer)),
+            });
+        }
+        self
+    }
+
+    fn ended(&mut self, result: Result<(), &Error>) {
+        if let Some(mut observer) = self.observer.take() {
+            observer.end(result);
+        }
+    }
+
+    fn poll_source(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+        match &mut self.source {
+            Source::Empty => Poll::Ready(None),
+            Source::Full(bytes) => {
+                let bytes = std::mem::take(bytes);
+                self.source = Source::Empty;
+                Poll::Ready(Some(Ok(Frame::data(bytes))))
+            }
+            Source::Incoming(incoming) => Pin::new(incoming)
+                .poll_frame(cx)
+                .map(|frame| frame.map(|result| result.map_err(Error::from_client))),
+            Source::H2(received) => received.poll_frame(cx),
+            Source::H1(received) => received.poll_frame(cx),
+            Source::Keeping(keeping) => keeping.poll_frame(cx),
+            Source::Replayed(replayed) => match replayed.kept.pop_front() {
+                Some(bytes) => Poll::Ready(Some(Ok(Frame::data(bytes)))),
+                None => Pin::new(&mut replayed.rest).poll_frame(cx),
+            },
+        }
+    }
+}
+
+impl From<Incoming> for Body {
+    fn from(incoming: Incoming) -> Self {
+        Self::of(Source::Incoming(incoming))
+    }
+}
+
+impl From<h2::Received> for Body {
+    fn from(received: h2::Received) -> Self {
+        Self::of(Source::H2(received))
+    }
+}
+
+impl std::fmt::Debug for Body {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Body")
+    }
+}
+
+impl http_body::Body for Body {
+    type Data = Bytes;
+    type Error = Error;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+        let this = self.get_mut();
+        let frame = ready!(this.poll_source(cx));
+        match &frame {
+            None => this.ended(Ok(())),
+            Some(Err(error)) => this.ended(Err(error)),
+            Some(Ok(frame)) => {
+                if let Some(observer) = &mut this.observer {
+                    if let Some(data) = frame.data_ref() {
+                        observer.data(data.len());
+                    } else if let Some(trailers) = frame.trailers_ref() {
+                        observer.trailers(trailers);
+                    }
+                }
+                // Receivers may stop asking once the end is known, so it is reported with the last frame.
+                if this.observer.is_some() && http_body::Body::is_end_stream(this) {
+                    this.ended(Ok(()));
+                }
+            }
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.source {
+            Source::Empty => true,
+            Source::Full(_) => false,
+            Source::Incoming(incoming) => incoming.is_end_stream(),
+            Source::H2(received) => received.is_end_stream(),
+            Source::H1(received) => received.is_end_stream(),
+            Source::Keeping(keeping) => keeping.is_end_stream(),
+            Source::Replayed(replayed) => replayed.kept.is_empty() && replayed.rest.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.source {
+            Source::Empty => SizeHint::with_exact(0),
+            Source::Full(bytes) => SizeHint::with_exact(bytes.len() as u64),
+            Source::Incoming(incoming) => incoming.size_hint(),
+            Source::H2(received) => received.size_hint(),
+            Source::H1(received) => received.size_hint(),
+            Source::Keeping(keeping) => keeping.size_hint(),
+            Source::Replayed(replayed) => {
+                let kept: u64 = replayed.kept.iter().map(|bytes| bytes.len() as u64).sum();
+                match replayed.rest.size_hint().exact() {
+                    Some(rest) => SizeHint::with_exact(kept + rest),
+                    None => SizeHint::default(),
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! One client per endpoint and worker: HTTP/1 from a pool, HTTP/2 on one shared connection, dialled once for all who
+//! wait.
+
+use std::{future::Future, net::SocketAddr, pin::Pin, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use h2::client::SendRequest;
+use http::{Request, Response};
+use parking_lot::Mutex;
+
+use crate::{
+    http::{
+        body::Body,
+        error::Error,
+        h1::{self, Pool},
+        h2 as http2,
+    },
+    net::io::Io,
+};
+
+/// Opens a connection to the endpoint for one HTTP version; boxed once a connection, not once a request.
+pub(crate) type Connect =
+    Box<dyn Fn(Protocol) -> Pin<Box<dyn Future<Output = Result<Io, Error>> + Send>> + Send + Sync>;
+
+/// The HTTP version spoken on a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Protocol {
+    Http1,
+    Http2,
+}
+
+/// Connections of one worker to one endpoint.
+pub(crate) struct Client {
+    addr: SocketAddr,
+    connect: Connect,
+    http2: Mutex<Option<SendRequest<Bytes>>>,
+    /// Held while dialling, so that others wait for the same connection.
+    dialling: tokio::sync::Mutex<()>,
+    params: http2::Params,
+    pool: Arc<Pool>,
+}
+
+/// How HTTP/1 connections are kept.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PoolConfig {
+    pub(crate) idle_timeout: Duration,
+    pub(crate) max_idle: usize,
+}
+
+/// A connection that can take a request now.
+pub(crate) enum Ready {
+    Http1(h1::Connection, Option<Arc<Pool>>),
+    Http2(SendRequest<Bytes>),
+}
+
+/// Whether an HTTP/1 connection may be used for other requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reuse {
+    Pooled,
+    /// Upgrades, HTTP/1.0, and the second try after a reused connection turned out to be closed.
+    OwnConnection,
+}
+
+impl Client {
+    pub(crate) fn new(addr: SocketAddr, connect: Connect, params: http2::Params, pool: PoolConfig) -> Self {
+        Self {
+            addr,
+            connect,
+            http2: Mutex::new(None),
+            dialling: tokio::sync::Mutex::new(()),
+            params,
+            pool: Pool::new(pool.idle_timeout, pool.max_idle),
+        }
+    }
+
+    /// A connection for one request: a warm one where there is one.
+    ///
+    /// # Errors
+    /// Dialling or the handshake failed. Nothing of the request has been sent.
+    pub(crate) async fn ready(&self, protocol: Protocol, reuse: Reuse) -> Result<Ready, Error> {
+        match (protocol, reuse) {
+            (Protocol::Http1, Reuse::OwnConnection) => {
+                let io = (self.connect)(Protocol::Http1).await?;
+                Ok(Ready::Http1(h1::Connection::new(io), None))
+            }
+            (Protocol::Http1, Reuse::Pooled) => {
+                let connection = match self.pool.take() {
+                    Some(connection) => connection,
+                    None => h1::Connection::new((self.connect)(Protocol::Http1).await?),
+                };
+                Ok(Ready::Http1(connection, Some(self.pool.clone())))
+            }
+            (Protocol::Http2, _) => self.ready_http2().await.map(Ready::Http2),
+        }
+    }
+
+    async fn ready_http2(&self) -> Result<SendRequest<Bytes>, Error> {
+        let known = self.http2.lock().clone();
+        if let Some(send) = known
+            && let Ok(send) = send.ready().await
+        {
+            return Ok(send);
+        }
+        // Rare: the first request, or the connection ended.
+        Box::pin(self.dial_http2()).await
+    }
+
+    async fn dial_http2(&self) -> Result<SendRequest<Bytes>, Error> {
+        let _turn = self.dialling.lock().await;
+        let known = self.http2.lock().clone();
+        if let Some(send) = known
+            && let Ok(send) = send.ready().await
+        {
+            return Ok(send); // somebody else dialled meanwhile
+        }
+        *self.http2.lock() = None;
+        let io = (self.connect)(Protocol::Http2).await?;
+        let send = http2::connect(io, &self.params).await?;
+        *self.http2.lock() = Some(send.clone());
+        send.ready().await.map_err(|_| Error::Closed {
+            addr: self.addr,
+            reused: false,
+            sent: false,
+        })
+    }
+
+    /// Sends a request on a connection of this client.
+    ///
+    /// # Errors
+    /// See [`Error::retry`] for what may be tried again.
+    pub(crate) async fn send(&self, ready: Ready, req: Request<Body>) -> Result<Response<Body>, Error> {
+        match ready {
+            Ready::Http1(connection, pool) => connection.send(req, self.addr, pool).await,
+            Ready::Http2(send) => http2::send(send, req, self.addr).await,
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! Why a request failed: whose fault it is, whether it may be tried again, and what the client is told.
+
+use std::net::SocketAddr;
+
+use http::{HeaderValue, StatusCode};
+use tulle_core::identity::Identity;
+
+use crate::net::connect::ConnectError;
+
+/// Whose fault a failed request is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// The client sent something wrong or went away.
+    Client,
+    /// The other end of the upstream connection.
+    Peer,
+    /// What the control plane said.
+    Policy,
+    /// This proxy.
+    Us,
+}
+
+/// Whether a failed attempt may be repeated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Retry {
+    /// Nothing of the request reached anybody who could have acted on it.
+    NeverSent,
+    /// It may have been processed; only a request that is safe to repeat may be sent again.
+    IfIdempotent,
+    No,
+}
+
+/// A request that did not get its response.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub(crate) enum Error {
+    #[error("connect timed out")]
+    ConnectTimeout(#[source] ConnectError),
+    #[error("connect error")]
+    Connect(#[source] ConnectError),
+    #[error("TLS handshake with {addr}")]
+    Tls {
+        addr: SocketAddr,
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    #[error("connection to {addr} closed before a response")]
+    Closed { addr: SocketAddr, reused: bool, sent: bool },
+    #[error("HTTP/2 error")]
+    H2(#[source] ::h2::Error),
+    #[error("reading the response")]
+    Response(#[source] std::io::Error),
+    #[error("invalid response: {0}")]
+    BadResponse(&'static str),
+    #[error("receiving the request body")]
+    RequestBody(#[source] hyper::Error),
+    #[error("invalid request: {0}")]
+    BadRequest(&'static str),
+    #[error("no endpoints")]
+    NoEndpoints,
+    #[error("no endpoint became available within {0:?}")]
+    FailFast(std::time::Duration),
+    #[error("no endpoint is available")]
+    Unavailable,
+    #[error("too many requests wait for an endpoint")]
+    QueueFull,
+    #[error("too many requests in flight")]
+    Shed,
+    #[error("no route for request")]
+    RouteNotFound,
+    #[error("backend refuses: {0}")]
+    NoBackend(&'static str),
+    #[error("{0}")]
+    InvalidPolicy(String),
+    #[error("unauthorized request on route")]
+    Unauthorized { rule: String },
+    #[error("rate limit exceeded")]
+    RateLimited,
+    #[error("redirected to {location:?}")]
+    Redirect { status: StatusCode, location: HeaderValue },
+    #[error("{message}")]
+    Injected { status: StatusCode, message: String },
+    #[error("{message}")]
+    InjectedGrpc { code: i32, message: String },
+    #[error("endpoint is not {required}")]
+    RequireId { required: String, actual: Option<Identity> },
+    #[error("no response within {0:?}")]
+    RequestTimeout(std::time::Duration),
+    #[error("the discovery of {0} did not answer in time")]
+    Undiscovered(SocketAddr),
+}
+
+/// Code `Unavailable` and its siblings of gRPC.
+pub(crate) mod grpc {
+    pub(crate) const INVALID_ARGUMENT: i32 = 3;
+    pub(crate) const DEADLINE_EXCEEDED: i32 = 4;
+    pub(crate) const NOT_FOUND: i32 = 5;
+    pub(crate) const PERMISSION_DENIED: i32 = 7;
+    pub(crate) const RESOURCE_EXHAUSTED: i32 = 8;
+    pub(crate) const FAILED_PRECONDITION: i32 = 9;
+    pub(crate) const INTERNAL: i32 = 13;
+    pub(crate) const UNAVAILABLE: i32 = 14;
+}
+
+/// What the client is told.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Answer {
+    pub(crate) status: StatusCode,
+    pub(crate) grpc: i32,
+    /// Whether the client's connection is closed gracefully with it.
+    pub(crate) close: bool,
+}
+
+impl Error {
+    /// An error of a body that a client sends us.
+    pub(crate) fn from_client(error: hyper::Error) -> Self {
+        Self::RequestBody(error)
+    }
+
+    pub(crate) fn connect(error: ConnectError) -> Self {
+        match error {
+            ConnectError::Timeout { .. } => Self::ConnectTimeout(error),
+            _ => Self::Connect(error),
+        }
+    }
+
+    pub(crate) fn side(&self) -> Side {
+        match self {
+            Self::RequestBody(_) | Self::BadRequest(_) => Side::Client,
+            Self::ConnectTimeout(_)
+            | Self::Connect(_)
+            | Self::Tls { .. }
+            | Self::Closed { .. }
+            | Self::H2(_)
+            | Self::Response(_)
+            | Self::BadResponse(_)
+            | Self::RequireId { .. }
+            | Self::RequestTimeout(_) => Side::Peer,
+            Self::Shed | Self::QueueFull | Self::Undiscovered(_) => Side::Us,
+            Self::NoEndpoints
+            | Self::FailFast(_)
+            | Self::Unavailable
+            | Self::RouteNotFound
+            | Self::NoBackend(_)
+            | Self::InvalidPolicy(_)
+            | Self::Unauthorized { .. }
+            | Self::RateLimited
+            | Self::Redirect { .. }
+            | Self::Injected { .. }
+            | Self::InjectedGrpc { .. } => Side::Policy,
+        }
+    }
+
+    pub(crate) fn retry(&self) -> Retry {
+        match self {
+            Self::ConnectTimeout(_) | Self::Connect(_) | Self::Tls { .. } => Retry::NeverSent,
+            Self::Closed { sent: false, .. } => Retry::NeverSent,
+            Self::Closed { reused: true, .. } => Retry::IfIdempotent,
+            Self::H2(error) if refused(error) => Retry::NeverSent,
+            Self::H2(error) if error.is_io() || error.is_go_away() => Retry::IfIdempotent,
+            _ => Retry::No,
+        }
+    }
+
+    /// Source: `spec` of the compatible system, its table of errors and responses.
+    pub(crate) fn answer(&self) -> Answer {
+        let answer = |status, grpc, close| Answer { status, grpc, close };
+        match self {
+            Self::ConnectTimeout(_) | Self::FailFast(_) => {
+                answer(StatusCode::GATEWAY_TIMEOUT, grpc::DEADLINE_EXCEEDED, true)
+            }
+            Self::RequestTimeout(_) => answer(StatusCode::GATEWAY_TIMEOUT, grpc::DEADLINE_EXCEEDED, false),
+            Self::Connect(_)
+            | Self::Tls { .. }
+            | Self::Closed { .. }
+            | Self::H2(_)
+            | Self::Response(_)
+            | Self::BadResponse(_)
+            | Self::RequireId { .. }
+            | Self::NoBackend(_) => answer(StatusCode::BAD_GATEWAY, grpc::UNAVAILABLE, true),
+            Self::NoEndpoints | Self::Unavailable | Self::QueueFull | Self::Shed | Self::Undiscovered(_) => {
+                answer(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true)
+            }
+            Self::RequestBody(_) | Self::BadRequest(_) => answer(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, true),
+            Self::RouteNotFound => answer(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
+            Self::Unauthorized { .. } => answer(StatusCode::FORBIDDEN, grpc::PERMISSION_DENIED, false),
+            Self::RateLimited => answer(StatusCode::TOO_MANY_REQUESTS, grpc::RESOURCE_EXHAUSTED, false),
+            Self::Redirect { status, .. } => answer(*status, grpc::NOT_FOUND, false),
+            Self::Injected { status, .. } => answer(*status, grpc::FAILED_PRECONDITION, false),
+            Self::InjectedGrpc { code, .. } => answer(StatusCode::OK, *code, false),
+            Self::InvalidPolicy(_) => answer(StatusCode::INTERNAL_SERVER_ERROR, grpc::INTERNAL, true),
+        }
+    }
+
+    /// Label of `*_http_errors_total`.
+    pub(crate) fn label(&self) -> &'static str {
+        match self {
+            Self::Shed | Self::QueueFull | Self::Unavailable | Self::NoEndpoints => "loadshed",
+            Self::FailFast(_) => "failfast",
+            Self::RequireId { .. } => "identity required",
+            Self::RequestTimeout(_) => "response timeout",
+            Self::ConnectTimeout(_)
+            | Self::Connect(_)
+            | Self::Tls { .. }
+            | Self::Closed { .. }
+            | Self::H2(_)
+            | Self::Response(_) => "i/o",
+            _ => "unexpected",
+        }
+    }
+
+    /// The stable machine-readable reason, for `l5d-proxy-cause` and metric labels.
+    pub(crate) fn cause(&self) -> &'static str {
+        match self {
+            Self::ConnectTimeout(_) | Self::Connect(ConnectError::Timeout { .. }) => "connect-timeout",
+            Self::Connect(_) => "connect-refused",
+            Self::Tls { .. } => "tls-handshake",
+            Self::Closed { .. } => "connection-closed",
+            Self::H2(_) => "stream-reset",
+            Self::Response(_) | Self::BadResponse(_) => "bad-response",
+            Self::RequestBody(_) | Self::BadRequest(_) => "bad-request",
+            Self::NoEndpoints => "no-endpoints",
+            Self::FailFast(_) | Self::Unavailable => "endpoints-unready",
+            Self::QueueFull => "queue-full",
+            Self::Shed => "overload",
+            Self::RouteNotFound => "no-route",
+            Self::NoBackend(_) => "no-backend",
+            Self::InvalidPolicy(_) => "invalid-policy",
+            Self::Unauthorized { .. } => "policy-denied",
+            Self::RateLimited => "rate-limited",
+            Self::Redirect { .. } => "redirect",
+            Self::Injected { .. } | Self::InjectedGrpc { .. } => "injected",
+            Self::RequireId { .. } => "tls-identity-mismatch",
+            Self::RequestTimeout(_) => "deadline",
+            Self::Undiscovered(_) => "discovery-timeout",
+        }
+    }
+}
+
+/// True when the peer says that it did not process the stream.
+fn refused(error: &::h2::Error) -> bool {
+    error.reason() == Some(::h2::Reason::REFUSED_STREAM)
+        || (error.is_go_away() && error.reason() == Some(::h2::Reason::NO_ERROR))
+}

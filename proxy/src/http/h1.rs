@@ -1,0 +1,336 @@
+//! HTTP/1 towards an application or an endpoint without a proxy: our own client on `httparse`, and its keep-alive
+//! pool.
+//!
+//! A connection belongs to the response body that reads from it: it goes back to the pool at a clean end and closes
+//! on drop. Between requests it holds no buffer.
+
+use std::{
+    future::poll_fn,
+    io,
+    net::SocketAddr,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use bytes::{Bytes, BytesMut};
+use futures_util::task::noop_waker_ref;
+use http::{Method, Request, Response, StatusCode};
+use http_body::{Frame, SizeHint};
+use parking_lot::Mutex;
+use tokio::{
+    io::{AsyncRead, ReadBuf, ReadHalf},
+    time::Instant,
+};
+
+use crate::{
+    http::{
+        body::Body,
+        error::Error,
+        h1_read::{self, Decoded, Framing},
+        h1_write,
+    },
+    net::io::Io,
+};
+
+/// Bytes read at once.
+const READ: usize = 16 * 1024;
+
+/// Idle connections to one address, of one worker.
+pub(crate) struct Pool {
+    idle: Mutex<Idle>,
+    idle_timeout: Duration,
+    max_idle: usize,
+}
+
+#[derive(Default)]
+struct Idle {
+    /// Oldest first.
+    connections: Vec<(Io, Instant)>,
+    /// Whether a task is waiting to close the oldest.
+    swept: bool,
+}
+
+/// A connection that is free to carry a request.
+pub(crate) struct Connection {
+    io: Io,
+    reused: bool,
+}
+
+impl Pool {
+    pub(crate) fn new(idle_timeout: Duration, max_idle: usize) -> Arc<Self> {
+        Arc::new(Self {
+            idle: Mutex::default(),
+            idle_timeout,
+            max_idle,
+        })
+    }
+
+    /// The connection used last that is still open.
+    pub(crate) fn take(&self) -> Option<Connection> {
+        loop {
+            let (mut io, _) = self.idle.lock().connections.pop()?;
+            if is_quiet(&mut io) {
+                return Some(Connection { io, reused: true });
+            }
+        }
+    }
+
+    fn put(self: &Arc<Self>, io: Io) {
+        let mut idle = self.idle.lock();
+        if idle.connections.len() >= self.max_idle {
+            return;
+        }
+        idle.connections.push((io, Instant::now()));
+        if !idle.swept {
+            idle.swept = true;
+            tokio::spawn(sweep(Arc::downgrade(self), self.idle_timeout));
+        }
+    }
+}
+
+/// Closes connections that have been idle for the limit; ends with the last one or with the pool.
+async fn sweep(pool: std::sync::Weak<Pool>, limit: Duration) {
+    loop {
+        tokio::time::sleep(limit).await;
+        let Some(pool) = pool.upgrade() else { return };
+        let now = Instant::now();
+        let mut idle = pool.idle.lock();
+        idle.connections.retain(|(_, since)| now.duration_since(*since) < limit);
+        if idle.connections.is_empty() {
+            idle.connections = Vec::new();
+            idle.swept = false;
+            return;
+        }
+    }
+}
+
+/// True when nothing has arrived on an idle connection: an end or stray bytes make it useless.
+fn is_quiet(io: &mut Io) -> bool {
+    let mut byte = [0];
+    let mut buf = ReadBuf::new(&mut byte);
+    Pin::new(io)
+        .poll_read(&mut Context::from_waker(noop_waker_ref()), &mut buf)
+        .is_pending()
+}
+
+impl Connection {
+    pub(crate) fn new(io: Io) -> Self {
+        Self { io, reused: false }
+    }
+
+    /// Sends a request and reads the response head. The connection goes back to `pool` when the body has ended.
+    ///
+    /// # Errors
+    /// The connection ended first, or what came back is not HTTP/1.
+    pub(crate) async fn send(
+        self,
+        req: Request<Body>,
+        addr: SocketAddr,
+        pool: Option<Arc<Pool>>,
+    ) -> Result<Response<Body>, Error> {
+        let Self { mut io, reused } = self;
+        let method = req.method().clone();
+        let mut upload = h1_write::start(req);
+        let mut buf = Bytes::new();
+        let mut sending = true;
+        let head = poll_fn(|cx| {
+            if sending {
+                match upload.poll_write(cx, &mut io) {
+                    Poll::Ready(Ok(())) => sending = false,
+                    Poll::Ready(Err(error @ Error::RequestBody(_))) => return Poll::Ready(Err(error)),
+                    // An application that stops reading may still have answered.
+                    Poll::Ready(Err(_)) => sending = false,
+                    Poll::Pending => {}
+                }
+            }
+            poll_head(cx, &mut io, &mut buf, &method, &|| Error::Closed {
+                addr,
+                reused,
+                sent: true,
+            })
+        })
+        .await?;
+        let keep_alive = head.keep_alive && upload.is_done();
+        let upgraded = head.response.status() == StatusCode::SWITCHING_PROTOCOLS
+            || (method == Method::CONNECT && head.response.status().is_success());
+        let (source, pool) = if upgraded {
+            (Source::Upgraded(Some(io.unread(std::mem::take(&mut buf)))), None)
+        } else if sending {
+            let (read, mut write) = tokio::io::split(io);
+            tokio::spawn(async move {
+                if let Err(error) = poll_fn(|cx| upload.poll_write(cx, &mut write)).await {
+                    tracing::debug!(%error, "request body ended early");
+                }
+            });
+            (Source::Half(read), None)
+        } else {
+            (Source::Whole(io), pool.filter(|_| keep_alive))
+        };
+        let mut received = Received {
+            source: Some(source),
+            buf: BytesMut::new(),
+            framing: head.framing,
+            pool,
+        };
+        if let Framing::Length(length) = head.framing
+            && length == buf.len() as u64
+            && length > 0
+        {
+            // The whole body came with the head, as it does for small answers.
+            received.framing = Framing::None;
+            received.finish();
+            return Ok(head.response.map(|()| Body::full(buf)));
+        }
+        received.buf = BytesMut::from(buf);
+        if matches!(received.framing, Framing::None | Framing::Length(0)) && !upgraded {
+            received.finish();
+            return Ok(head.response.map(|()| Body::empty()));
+        }
+        Ok(head.response.map(|()| Body::h1(Box::new(received))))
+    }
+}
+
+/// Reads until a final response head is complete. Interim responses are passed over.
+fn poll_head(
+    cx: &mut Context<'_>,
+    io: &mut Io,
+    buf: &mut Bytes,
+    method: &Method,
+    closed: &dyn Fn() -> Error,
+) -> Poll<Result<h1_read::Head, Error>> {
+    loop {
+        if !buf.is_empty()
+            && let Some(head) = h1_read::head(buf, method)?
+        {
+            let status = head.response.status();
+            if status.is_informational() && status != StatusCode::SWITCHING_PROTOCOLS {
+                continue;
+            }
+            return Poll::Ready(Ok(head));
+        }
+        let mut space = [std::mem::MaybeUninit::uninit(); READ];
+        let mut read = ReadBuf::uninit(&mut space);
+        match ready!(Pin::new(&mut *io).poll_read(cx, &mut read)) {
+            Ok(()) if read.filled().is_empty() && buf.is_empty() => return Poll::Ready(Err(closed())),
+            Ok(()) if read.filled().is_empty() => {
+                return Poll::Ready(Err(Error::BadResponse("it ended within its head")));
+            }
+            Ok(()) if buf.is_empty() => *buf = Bytes::copy_from_slice(read.filled()),
+            Ok(()) => *buf = [&buf[..], read.filled()].concat().into(),
+            Err(error) if buf.is_empty() && is_reset(&error) => return Poll::Ready(Err(closed())),
+            Err(error) => return Poll::Ready(Err(Error::Response(error))),
+        }
+    }
+}
+
+fn is_reset(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionAborted
+    )
+}
+
+/// A response body that arrives on an HTTP/1 connection.
+pub(crate) struct Received {
+    source: Option<Source>,
+    buf: BytesMut,
+    framing: Framing,
+    /// Where the connection goes at a clean end.
+    pool: Option<Arc<Pool>>,
+}
+
+enum Source {
+    Whole(Io),
+    /// The request body still goes out on the other half.
+    Half(ReadHalf<Io>),
+    /// No longer HTTP: taken by the tunnel.
+    Upgraded(Option<Io>),
+}
+
+impl Received {
+    /// The connection of an answer that switched protocols; once.
+    pub(crate) fn take_upgraded(&mut self) -> Option<Io> {
+        match &mut self.source {
+            Some(Source::Upgraded(io)) => io.take(),
+            _ => None,
+        }
+    }
+
+    /// Gives the connection back, or closes it where it cannot be used again.
+    fn finish(&mut self) {
+        if let (Some(Source::Whole(io)), Some(pool)) = (self.source.take(), self.pool.take())
+            && self.buf.is_empty()
+        {
+            pool.put(io);
+        }
+    }
+
+    pub(crate) fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+        loop {
+            match self.framing.decode(&mut self.buf) {
+                Ok(Decoded::Data(data)) => {
+                    if self.framing == Framing::Length(0) {
+                        self.finish();
+                    }
+                    return Poll::Ready(Some(Ok(Frame::data(data))));
+                }
+                Ok(Decoded::Trailers(trailers)) => {
+                    self.finish();
+                    return Poll::Ready(Some(Ok(Frame::trailers(trailers))));
+                }
+                Ok(Decoded::End) => {
+                    self.finish();
+                    return Poll::Ready(None);
+                }
+                Ok(Decoded::More) => {}
+                Err(error) => {
+                    self.source = None;
+                    return Poll::Ready(Some(Err(error)));
+                }
+            }
+            match ready!(self.poll_fill(cx)) {
+                Ok(0) if self.framing == Framing::UntilClose => {
+                    self.source = None;
+                    self.framing = Framing::None;
+                    return Poll::Ready(None);
+                }
+                Ok(0) => {
+                    self.source = None;
+                    return Poll::Ready(Some(Err(Error::Response(io::ErrorKind::UnexpectedEof.into()))));
+                }
+                Ok(_) => {}
+                Err(error) => {
+                    self.source = None;
+                    return Poll::Ready(Some(Err(Error::Response(error))));
+                }
+            }
+        }
+    }
+
+    fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
+        let mut space = [std::mem::MaybeUninit::uninit(); 2 * READ];
+        let mut read = ReadBuf::uninit(&mut space);
+        let result = match &mut self.source {
+            Some(Source::Whole(io)) => ready!(Pin::new(io).poll_read(cx, &mut read)),
+            Some(Source::Half(half)) => ready!(Pin::new(half).poll_read(cx, &mut read)),
+            Some(Source::Upgraded(_)) | None => Ok(()),
+        };
+        result?;
+        self.buf.extend_from_slice(read.filled());
+        Poll::Ready(Ok(read.filled().len()))
+    }
+
+    pub(crate) fn is_end_stream(&self) -> bool {
+        matches!(self.framing, Framing::None | Framing::Length(0))
+    }
+
+    pub(crate) fn size_hint(&self) -> SizeHint {
+        match self.framing {
+            Framing::None => SizeHint::with_exact(0),
+            Framing::Length(left) => SizeHint::with_exact(left),
+            Framing::Chunked(_) | Framing::UntilClose => SizeHint::default(),
+        }
+    }
+}

@@ -1,0 +1,334 @@
+//! The wrappers around the service of either direction: admit, observe, rescue.
+//!
+//! They know nothing of routing or policy. From the outside in: [`Rescue`] turns errors into responses, [`Observe`]
+//! counts them, [`Admit`] enters the in-flight limit or sheds.
+
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    task::{Context, Poll, ready},
+};
+
+use http::{Request, Response, Version};
+use pin_project_lite::pin_project;
+use tower::{Layer, Service};
+use tulle_core::metrics::{Counter, Family, Labels, Registry};
+
+use crate::http::{
+    body::Body,
+    error::Error,
+    respond::{self, Asker, Reasons},
+    server::Closer,
+};
+
+/// Requests in flight in one direction, to the end of their responses.
+#[derive(Debug)]
+pub(crate) struct Admission {
+    in_flight: AtomicUsize,
+    limit: usize,
+}
+
+/// A place among the requests in flight.
+#[derive(Debug)]
+pub(crate) struct Slot(Arc<Admission>);
+
+impl Admission {
+    pub(crate) fn new(limit: usize) -> Arc<Self> {
+        Arc::new(Self {
+            in_flight: AtomicUsize::new(0),
+            limit,
+        })
+    }
+
+    fn enter(self: &Arc<Self>) -> Result<Slot, Error> {
+        let slot = Slot(self.clone());
+        if self.in_flight.fetch_add(1, Ordering::Relaxed) >= self.limit {
+            Err(Error::Shed)
+        } else {
+            Ok(slot)
+        }
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Enters the in-flight limit or sheds; the place is held to the end of the response.
+#[derive(Clone)]
+pub(crate) struct Admit(pub(crate) Arc<Admission>);
+
+#[derive(Clone)]
+pub(crate) struct Admitted<S> {
+    inner: S,
+    admission: Arc<Admission>,
+}
+
+impl<S> Layer<S> for Admit {
+    type Service = Admitted<S>;
+
+    fn layer(&self, inner: S) -> Admitted<S> {
+        Admitted {
+            inner,
+            admission: self.0.clone(),
+        }
+    }
+}
+
+pin_project! {
+    pub(crate) struct AdmitFuture<F> {
+        #[pin]
+        inner: Option<F>,
+        slot: Option<Slot>,
+    }
+}
+
+impl<S> Service<Request<Body>> for Admitted<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
+{
+    type Response = Response<Body>;
+    type Error = Error;
+    type Future = AdmitFuture<S::Future>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, req: Request<Body>) -> Self::Future {
+        match self.admission.enter() {
+            Ok(slot) => AdmitFuture {
+                inner: Some(self.inner.call(req)),
+                slot: Some(slot),
+            },
+            Err(_) => AdmitFuture {
+                inner: None,
+                slot: None,
+            },
+        }
+    }
+}
+
+impl<F: Future<Output = Result<Response<Body>, Error>>> Future for AdmitFuture<F> {
+    type Output = Result<Response<Body>, Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.project();
+        let Some(inner) = this.inner.as_pin_mut() else {
+            return Poll::Ready(Err(Error::Shed));
+        };
+        let rsp = ready!(inner.poll(cx))?;
+        let slot = this.slot.take();
+        Poll::Ready(Ok(rsp.map(|body| body.holding(slot))))
+    }
+}
+
+/// Counts requests and responses of one direction; these totals outlive every series with finer labels.
+#[derive(Clone)]
+pub(crate) struct Observe(Arc<Totals>);
+
+struct Totals {
+    requests: Arc<Counter>,
+    /// By the first digit of the status, from 1.
+    responses: [Arc<Counter>; 5],
+}
+
+impl Observe {
+    pub(crate) fn new(registry: &Registry, direction: &str) -> Self {
+        let labels = Labels::new().with("direction", direction);
+        let requests = registry.counter("tulle_http_requests_total", "HTTP requests by direction");
+        let responses = registry.counter("tulle_http_responses_total", "HTTP responses by direction and class");
+        let class = |n| responses.get(&labels.clone().with("status_class", format_args!("{n}xx")));
+        Self(Arc::new(Totals {
+            requests: requests.get(&labels),
+            responses: [1, 2, 3, 4, 5].map(class),
+        }))
+    }
+}
+
+#[derive(Clone)]
+pub(crate) struct Observed<S> {
+    inner: S,
+    totals: Arc<Totals>,
+}
+
+impl<S> Layer<S> for Observe {
+    type Service = Observed<S>;
+
+    fn layer(&self, inner: S) -> Observed<S> {
+        Observed {
+            inner,
+            totals: self.0.clone(),
+        }
+    }
+}
+
+pin_project! {
+    pub(crate) struct ObserveFuture<F> {
+        #[pin]
+        inner: F,
+        totals: Arc<Totals>,
+    }
+}
+
+impl<S> Service<Request<Body>> for Observed<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
+{
+    type Response = Response<Body>;
+    type Error = Error;
+    type Future = ObserveFuture<S::Future>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, req: Request<Body>) -> Self::Future {
+        self.totals.requests.inc();
+        ObserveFuture {
+            inner: self.inner.call(req),
+            totals: self.totals.clone(),
+        }
+    }
+}
+
+impl<F: Future<Output = Result<Response<Body>, Error>>> Future for ObserveFuture<F> {
+    type Output = Result<Response<Body>, Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.project();
+        let result = ready!(this.inner.poll(cx));
+        if let Ok(rsp) = &result {
+            let class = usize::from(rsp.status().as_u16() / 100).clamp(1, 5);
+            this.totals.responses[class - 1].inc();
+        }
+        Poll::Ready(result)
+    }
+}
+
+/// Counts the errors of one direction, by their label and by their cause.
+#[derive(Clone)]
+pub(crate) struct Errors {
+    errors: Family<Counter>,
+    causes: Family<Counter>,
+    labels: Arc<Labels>,
+}
+
+impl Errors {
+    pub(crate) fn new(errors: Family<Counter>, causes: Family<Counter>, labels: Labels) -> Self {
+        Self {
+            errors,
+            causes,
+            labels: Arc::new(labels),
+        }
+    }
+
+    pub(crate) fn count(&self, error: &Error) {
+        let labels = Labels::clone(&self.labels);
+        self.errors.get(&labels.clone().with("error", error.label())).inc();
+        self.causes.get(&labels.with("cause", error.cause())).inc();
+    }
+}
+
+/// Turns errors into responses, so that a client always hears why.
+#[derive(Clone)]
+pub(crate) struct Rescue {
+    pub(crate) reasons: Reasons,
+    pub(crate) closer: Closer,
+    pub(crate) errors: Errors,
+}
+
+#[derive(Clone)]
+pub(crate) struct Rescued<S> {
+    inner: S,
+    rescue: Rescue,
+}
+
+impl<S> Layer<S> for Rescue {
+    type Service = Rescued<S>;
+
+    fn layer(&self, inner: S) -> Rescued<S> {
+        Rescued {
+            inner,
+            rescue: self.clone(),
+        }
+    }
+}
+
+pin_project! {
+    pub(crate) struct RescueFuture<F> {
+        #[pin]
+        inner: F,
+        asker: Asker,
+        version: Version,
+        rescue: Rescue,
+    }
+}
+
+impl<S> Service<Request<Body>> for Rescued<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
+{
+    type Response = Response<Body>;
+    type Error = Error;
+    type Future = RescueFuture<S::Future>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, req: Request<Body>) -> Self::Future {
+        let (asker, version) = (Asker::of(&req), req.version());
+        RescueFuture {
+            inner: self.inner.call(req),
+            asker,
+            version,
+            rescue: self.rescue.clone(),
+        }
+    }
+}
+
+impl<F: Future<Output = Result<Response<Body>, Error>>> Future for RescueFuture<F> {
+    type Output = Result<Response<Body>, Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.project();
+        let error = match ready!(this.inner.poll(cx)) {
+            Ok(rsp) => return Poll::Ready(Ok(rsp)),
+            Err(error) => error,
+        };
+        this.rescue.errors.count(&error);
+        tracing::debug!(error = %Chain(&error), cause = error.cause(), side = ?error.side(), "request failed");
+        if let Error::H2(reset) = &error
+            && *this.version == Version::HTTP_2
+            && reset.is_reset()
+        {
+            return Poll::Ready(Err(error)); // the client sees the stream's reset as it was
+        }
+        if error.answer().close {
+            this.rescue.closer.notify_one();
+        }
+        Poll::Ready(Ok(respond::error(&error, *this.asker, this.rescue.reasons)))
+    }
+}
+
+/// An error with its causes, for logs.
+struct Chain<'a>(&'a Error);
+
+impl std::fmt::Display for Chain<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.0)?;
+        let mut cause = std::error::Error::source(self.0);
+        while let Some(error) = cause {
+            write!(f, ": {error}")?;
+            cause = error.source();
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,21 @@
+//! One request type and one response type for both directions and both versions.
+//!
+//! Servers and clients, the body, header hygiene, errors and the responses made of them. Nothing here decides where a
+//! request goes or who may send it.
+
+pub(crate) mod body;
+pub(crate) mod classify;
+pub(crate) mod client;
+pub(crate) mod error;
+pub(crate) mod filters;
+pub(crate) mod h1;
+mod h1_read;
+mod h1_write;
+pub(crate) mod h2;
+pub(crate) mod headers;
+pub(crate) mod layers;
+pub(crate) mod orig_proto;
+pub(crate) mod replay;
+pub(crate) mod respond;
+pub(crate) mod server;
+pub(crate) mod tunnel;

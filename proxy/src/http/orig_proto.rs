@@ -1,0 +1,168 @@
+//! HTTP/1 carried over HTTP/2 between proxies: the outbound side upgrades, the inbound side restores.
+
+use http::{
+    HeaderMap, Request, Response, Uri, Version,
+    header::{self, HeaderValue},
+    uri::{Authority, PathAndQuery, Scheme},
+};
+use tulle_core::names::header::L5D_ORIG_PROTO;
+
+use crate::http::{body::Body, error::Error};
+
+const HTTP_11: &str = "HTTP/1.1";
+const HTTP_10: &str = "HTTP/1.0";
+const ABSOLUTE_FORM: &str = "; absolute-form";
+
+/// Turns an HTTP/1 request into the HTTP/2 request that stands for it.
+///
+/// # Errors
+/// It addresses nobody, so HTTP/2 cannot express it.
+pub(crate) fn upgrade(req: &mut Request<Body>) -> Result<(), Error> {
+    let mark = match (req.version() == Version::HTTP_10, req.uri().scheme().is_some()) {
+        (false, false) => HTTP_11,
+        (false, true) => "HTTP/1.1; absolute-form",
+        (true, false) => HTTP_10,
+        (true, true) => "HTTP/1.0; absolute-form",
+    };
+    make_absolute(req)?;
+    let headers = req.headers_mut();
+    headers.insert(L5D_ORIG_PROTO, HeaderValue::from_static(mark));
+    headers.remove(header::HOST);
+    if headers.contains_key(header::TRANSFER_ENCODING) {
+        headers.remove(header::TRANSFER_ENCODING);
+    }
+    *req.version_mut() = Version::HTTP_2;
+    Ok(())
+}
+
+/// Puts scheme and authority, which HTTP/2 wants, into the target.
+///
+/// # Errors
+/// The request addresses nobody.
+pub(crate) fn make_absolute(req: &mut Request<Body>) -> Result<(), Error> {
+    if req.uri().scheme().is_some() && req.uri().authority().is_some() {
+        return Ok(());
+    }
+    let authority = match req.uri().authority() {
+        Some(authority) => authority.clone(),
+        None => {
+            let host = req
+                .headers()
+                .get(header::HOST)
+                .ok_or(Error::BadRequest("it names no host"))?;
+            Authority::try_from(host.as_bytes()).map_err(|_| Error::BadRequest("its host is not an authority"))?
+        }
+    };
+    let mut parts = http::uri::Parts::default();
+    parts.scheme = Some(Scheme::HTTP);
+    parts.authority = Some(authority);
+    parts.path_and_query = Some(
+        req.uri()
+            .path_and_query()
+            .cloned()
+            .unwrap_or_else(|| PathAndQuery::from_static("/")),
+    );
+    *req.uri_mut() = Uri::from_parts(parts).map_err(|_| Error::BadRequest("its target"))?;
+    Ok(())
+}
+
+/// Version of the HTTP/1 request that an HTTP/2 request stands for, after restoring it; `None` for real HTTP/2.
+///
+/// # Errors
+/// The mark is none that a proxy sends.
+pub(crate) fn restore(req: &mut Request<Body>) -> Result<Option<Version>, Error> {
+    if !req.headers().contains_key(L5D_ORIG_PROTO) {
+        return Ok(None);
+    }
+    let Some(mark) = req.headers_mut().remove(L5D_ORIG_PROTO) else {
+        return Ok(None);
+    };
+    let mark = mark.to_str().unwrap_or_default();
+    let (version, absolute) = match mark.strip_suffix(ABSOLUTE_FORM) {
+        Some(version) => (version, true),
+        None => (mark, false),
+    };
+    let version = match version {
+        HTTP_11 => Version::HTTP_11,
+        HTTP_10 => Version::HTTP_10,
+        _ => return Err(Error::BadRequest("its l5d-orig-proto is unknown")),
+    };
+    *req.version_mut() = version;
+    if !absolute {
+        make_origin(req);
+    }
+    Ok(Some(version))
+}
+
+/// Moves the authority from the target to `Host`, as HTTP/1 servers expect it.
+pub(crate) fn make_origin(req: &mut Request<Body>) {
+    let uri = std::mem::take(req.uri_mut());
+    let mut parts = uri.into_parts();
+    if let Some(authority) = parts.authority.take()
+        && !req.headers().contains_key(header::HOST)
+        && let Ok(host) = HeaderValue::from_str(authority.as_str())
+    {
+        req.headers_mut().insert(header::HOST, host);
+    }
+    if let Some(path) = parts.path_and_query {
+        *req.uri_mut() = Uri::from(path);
+    }
+}
+
+/// Marks the response to a restored request and removes what HTTP/2 must not carry.
+pub(crate) fn mark_response(rsp: &mut Response<Body>, version: Version) {
+    let mark = if version == Version::HTTP_10 { HTTP_10 } else { HTTP_11 };
+    rsp.headers_mut().insert(L5D_ORIG_PROTO, HeaderValue::from_static(mark));
+    strip_for_http2(rsp.headers_mut());
+    *rsp.version_mut() = Version::HTTP_2;
+}
+
+/// Removes headers that are not allowed in HTTP/2.
+pub(crate) fn strip_for_http2(headers: &mut HeaderMap) {
+    if headers.contains_key(header::TRANSFER_ENCODING) {
+        headers.remove(header::TRANSFER_ENCODING);
+    }
+}
+
+/// Turns the response to an upgraded request back into HTTP/1.
+pub(crate) fn downgrade(rsp: &mut Response<Body>) {
+    rsp.headers_mut().remove(L5D_ORIG_PROTO);
+    *rsp.version_mut() = Version::HTTP_11;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_upgraded_is_restored() {
+        for (uri, host, version) in [
+            ("/a?b=c", "web:80", Version::HTTP_11),
+            ("http://web/a", "web", Version::HTTP_11),
+            ("/", "web", Version::HTTP_10),
+            ("http://web/", "web", Version::HTTP_10),
+        ] {
+            let original = || {
+                Request::post(uri)
+                    .version(version)
+                    .header("host", host)
+                    .body(Body::empty())
+                    .unwrap()
+            };
+            let mut req = original();
+            upgrade(&mut req).unwrap();
+            assert_eq!(req.version(), Version::HTTP_2);
+            assert_eq!(req.uri().authority().unwrap(), host);
+            assert_eq!(restore(&mut req).unwrap(), Some(version));
+            assert_eq!((req.uri(), req.version()), (original().uri(), version));
+            if !uri.starts_with("http") {
+                assert_eq!(req.headers()["host"], host);
+            }
+        }
+    }
+
+    #[test]
+    fn a_request_to_nobody_is_refused() {
+        assert!(upgrade(&mut Request::get("/").body(Body::empty()).unwrap()).is_err());
+    }
+}

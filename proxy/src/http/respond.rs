@@ -1,0 +1,115 @@
+//! Errors as responses: HTTP, or gRPC where the client speaks it.
+
+use http::{
+    HeaderMap, Request, Response, StatusCode, Version,
+    header::{self, HeaderName, HeaderValue},
+};
+use tulle_core::names::header as names;
+
+use crate::http::{body::Body, error::Error, headers};
+
+const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
+const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
+
+/// What must be known of a request to answer it with an error.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Asker {
+    version: Version,
+    grpc: bool,
+}
+
+/// Whether responses of ours say why: towards our own application, or to a peer with an identity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reasons {
+    Told,
+    Kept,
+}
+
+impl Asker {
+    pub(crate) fn of(req: &Request<Body>) -> Self {
+        Self {
+            version: req.version(),
+            grpc: headers::is_grpc(req.version(), req.headers()),
+        }
+    }
+}
+
+/// The response that an error becomes.
+pub(crate) fn error(error: &Error, asker: Asker, reasons: Reasons) -> Response<Body> {
+    let answer = error.answer();
+    let mut rsp = Response::new(Body::empty());
+    let told = headers_of(&mut rsp, error, reasons);
+    if asker.grpc {
+        told.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+        told.insert(GRPC_STATUS, HeaderValue::from(answer.grpc));
+        if reasons == Reasons::Told || matches!(error, Error::InjectedGrpc { .. }) {
+            told.insert(GRPC_MESSAGE, text(&error.to_string()));
+        }
+        *rsp.status_mut() = StatusCode::OK;
+    } else {
+        if let Error::Redirect { location, .. } = error {
+            told.insert(header::LOCATION, location.clone());
+        }
+        *rsp.status_mut() = answer.status;
+    }
+    if answer.close {
+        if asker.version <= Version::HTTP_11 {
+            rsp.headers_mut()
+                .insert(header::CONNECTION, HeaderValue::from_static("close"));
+        }
+        if reasons == Reasons::Told {
+            rsp.headers_mut()
+                .insert(names::L5D_PROXY_CONNECTION, HeaderValue::from_static("close"));
+        }
+    }
+    rsp
+}
+
+fn headers_of<'a>(rsp: &'a mut Response<Body>, error: &Error, reasons: Reasons) -> &'a mut HeaderMap {
+    let told = rsp.headers_mut();
+    told.insert(header::CONTENT_LENGTH, HeaderValue::from_static("0"));
+    if reasons == Reasons::Told {
+        told.insert(names::L5D_PROXY_ERROR, text(&error.to_string()));
+        told.insert(names::L5D_PROXY_CAUSE, HeaderValue::from_static(error.cause()));
+    }
+    told
+}
+
+/// A message as a header value; what headers cannot carry is left out.
+fn text(message: &str) -> HeaderValue {
+    let printable: String = message.chars().filter(|c| (' '..='~').contains(c)).collect();
+    HeaderValue::from_str(&printable).unwrap_or(HeaderValue::from_static("error"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn grpc_clients_get_a_grpc_status() {
+        let req = Request::post("http://x/s/m")
+            .version(Version::HTTP_2)
+            .header("content-type", "application/grpc+proto")
+            .body(Body::empty())
+            .unwrap();
+        let rsp = error(&Error::Shed, Asker::of(&req), Reasons::Told);
+        assert_eq!(
+            (rsp.status(), &rsp.headers()["grpc-status"]),
+            (StatusCode::OK, &HeaderValue::from(14))
+        );
+        assert_eq!(rsp.headers()["l5d-proxy-cause"], "overload");
+    }
+
+    #[test]
+    fn strangers_are_told_no_reasons() {
+        let req = Request::get("/").body(Body::empty()).unwrap();
+        let rsp = error(
+            &Error::Unauthorized { rule: "x".into() },
+            Asker::of(&req),
+            Reasons::Kept,
+        );
+        assert_eq!(rsp.status(), StatusCode::FORBIDDEN);
+        assert!(!rsp.headers().contains_key("l5d-proxy-error"));
+        assert!(!rsp.headers().contains_key("connection"));
+    }
+}

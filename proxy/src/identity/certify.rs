@@ -1,0 +1,281 @@
+//! Token and signing request in, certificate out, for as long as the process lives.
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use rustls::pki_types::CertificateDer;
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
+use tonic::Status;
+use tracing::{debug, info, warn};
+use tulle_core::backoff::{Backoff, Steps};
+use tulle_core::metrics::{Counter, Gauge, Labels, Registry};
+use tulle_core::ready::Latch;
+use tulle_proto::identity::identity_client::IdentityClient;
+use tulle_proto::identity::{CertifyRequest, CertifyResponse};
+
+use crate::api::channel::{Channel, Security};
+use crate::identity::key::Key;
+use crate::identity::{Anchors, Config};
+use crate::tls::creds::{Credentials, CredentialsError, Leaf, TrustAnchors};
+
+/// Keeps [`Credentials`] certified.
+pub(crate) struct Certifier {
+    config: Config,
+    key: Key,
+    creds: Credentials,
+    client: IdentityClient<Channel>,
+    /// Whether the answers come from whom they should.
+    security: Security,
+    metrics: Metrics,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum CertifyError {
+    #[error("reading the identity token from {}", .path.display())]
+    Token {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("identity token in {} is empty", .path.display())]
+    NoToken { path: PathBuf },
+    #[error("asking for a certificate ({:?}): {}", .0.code(), .0.message())]
+    Refused(Status),
+    #[error("asking for a certificate took longer than {CERTIFY_TIMEOUT:?}")]
+    Timeout,
+    #[error("using the trust anchors that came with the certificate")]
+    Anchors(#[source] CredentialsError),
+    #[error("using the certificate")]
+    Certificate(#[source] CredentialsError),
+}
+
+struct Metrics {
+    expires_at: Arc<Gauge>,
+    refreshed_at: Arc<Gauge>,
+    succeeded: Arc<Counter>,
+    failed: Arc<Counter>,
+}
+
+impl Certifier {
+    /// Certifies `creds` with `key` at the identity service behind `channel`.
+    pub(crate) fn new(config: Config, key: Key, creds: Credentials, channel: Channel, registry: &Registry) -> Self {
+        let security = channel.target().security.clone();
+        let client = IdentityClient::new(channel);
+        Self {
+            config,
+            key,
+            creds,
+            client,
+            security,
+            metrics: Metrics::new(registry),
+        }
+    }
+
+    /// Gets a certificate, then a new one in time, and follows the file of trust anchors; never returns.
+    ///
+    /// `uncertified` is dropped with the first certificate.
+    pub(crate) async fn run(mut self, uncertified: Latch) {
+        let mut uncertified = Some(uncertified);
+        let mut anchors_in_file = self.config.anchors.read().ok();
+        let mut look_at_file = ticks(ANCHORS_INTERVAL);
+        let mut remind = ticks(REMINDER_INTERVAL);
+        let mut delays = self.backoff();
+        let mut due = Instant::now();
+        let mut last_error = None;
+        loop {
+            // Each branch only waits; certifying itself is bounded by a timeout.
+            tokio::select! {
+                () = sleep_until(due) => match self.certify().await {
+                    Ok(lifetime) => {
+                        uncertified = None;
+                        last_error = None;
+                        delays.reset();
+                        due = Instant::now() + lifetime;
+                    }
+                    Err(error) => {
+                        self.metrics.failed.inc();
+                        let delay = delays.next_delay();
+                        debug!(error = %causes(&error), ?delay, "certification failed");
+                        if last_error.is_none() {
+                            warn!(error = %causes(&error), "no new certificate, trying again");
+                        }
+                        last_error = Some(error);
+                        due = Instant::now() + delay;
+                    }
+                },
+                _ = remind.tick() => {
+                    if uncertified.is_some() && let Some(error) = &last_error {
+                        warn!(error = %causes(error), "still waiting for a certificate");
+                    }
+                }
+                _ = look_at_file.tick() => {
+                    if self.follow_file(&mut anchors_in_file) {
+                        // Whom others accept may have changed with whom we accept.
+                        due = Instant::now();
+                    }
+                }
+            }
+        }
+    }
+
+    /// Quick at first, because a mesh may start all at once; then at the cadence of the configuration.
+    fn backoff(&self) -> Steps {
+        let max = self.config.min_refresh.max(FIRST_RETRY);
+        Backoff {
+            min: FIRST_RETRY,
+            max,
+            jitter: 0.1,
+        }
+        .steps()
+    }
+
+    /// Gets and installs one certificate; returns the time until the next is due.
+    async fn certify(&mut self) -> Result<Duration, CertifyError> {
+        let req = CertifyRequest {
+            identity: self.creds.id().to_string(),
+            token: self.token().await?,
+            certificate_signing_request: self.key.csr.clone(),
+        };
+        let answer = timeout(CERTIFY_TIMEOUT, self.client.certify(req))
+            .await
+            .map_err(|_| CertifyError::Timeout)?;
+        let answer = answer.map_err(CertifyError::Refused)?.into_inner();
+        let anchors = self.anchors_of(&answer)?;
+        let intermediates = answer.intermediate_certificates.into_iter();
+        let chain = std::iter::once(answer.leaf_certificate)
+            .chain(intermediates)
+            .map(CertificateDer::from)
+            .collect();
+        let leaf = Leaf {
+            chain,
+            key: self.key.pkcs8.clone_key(),
+        };
+        let validity = self.creds.replace(leaf, anchors).map_err(CertifyError::Certificate)?;
+
+        let now = SystemTime::now();
+        let left = validity.not_after.duration_since(now).unwrap_or_default();
+        self.metrics.refreshed(now, validity.not_after);
+        let next = refresh_after(left, &self.config);
+        info!(id = %self.creds.id(), ?left, ?next, "certified");
+        Ok(next)
+    }
+
+    async fn token(&self) -> Result<Vec<u8>, CertifyError> {
+        let path = &self.config.token_file;
+        let token = tokio::fs::read(path).await.map_err(|source| CertifyError::Token {
+            path: path.clone(),
+            source,
+        })?;
+        let token = token.trim_ascii();
+        match token.is_empty() {
+            true => Err(CertifyError::NoToken { path: path.clone() }),
+            false => Ok(token.to_vec()),
+        }
+    }
+
+    /// The bundle to trust from now on: ours, or a new one from a control plane that ours has verified.
+    fn anchors_of(&self, answer: &CertifyResponse) -> Result<TrustAnchors, CertifyError> {
+        let current = self.creds.anchors();
+        let verified = matches!(self.security, Security::MutualTls(_));
+        if answer.trust_anchors.is_empty() || !verified {
+            return Ok(current);
+        }
+        let certificates = answer.trust_anchors.iter().cloned().map(CertificateDer::from).collect();
+        let sent = TrustAnchors::from_der(certificates).map_err(CertifyError::Anchors)?;
+        if sent != current {
+            info!("the control plane sent new trust anchors");
+        }
+        Ok(sent)
+    }
+
+    /// Takes over a bundle that has changed in its file; true if it has.
+    fn follow_file(&self, known: &mut Option<TrustAnchors>) -> bool {
+        if let Anchors::Fixed(_) = self.config.anchors {
+            return false;
+        }
+        let read = match self.config.anchors.read() {
+            Ok(read) => read,
+            Err(error) => {
+                if known.take().is_some() {
+                    warn!(error = %causes(&error), "the trust anchors stay as they were");
+                }
+                return false;
+            }
+        };
+        if known.as_ref() == Some(&read) {
+            return false;
+        }
+        *known = Some(read.clone());
+        match self.creds.replace_anchors(read) {
+            Ok(()) => info!("trust anchors have changed"),
+            Err(error) => warn!(error = %causes(&error), "the trust anchors stay as they were"),
+        }
+        true
+    }
+}
+
+impl Metrics {
+    fn new(registry: &Registry) -> Self {
+        let none = Labels::new();
+        let gauge = |name, help| registry.gauge(name, help).get(&none);
+        let refreshes = registry.counter(
+            "control_identity_cert_refreshes_total",
+            "Certificates asked for, by result.",
+        );
+        Self {
+            expires_at: gauge(
+                "control_identity_cert_expiration_timestamp_seconds",
+                "When our certificate expires, in seconds since 1970.",
+            ),
+            refreshed_at: gauge(
+                "control_identity_cert_refresh_timestamp_seconds",
+                "When our certificate was made, in seconds since 1970.",
+            ),
+            succeeded: refreshes.get(&none.clone().with("result", "ok")),
+            failed: refreshes.get(&none.with("result", "error")),
+        }
+    }
+
+    fn refreshed(&self, at: SystemTime, expires_at: SystemTime) {
+        self.succeeded.inc();
+        self.refreshed_at.set(timestamp(at));
+        self.expires_at.set(timestamp(expires_at));
+    }
+}
+
+/// 70 % of what is left, a little earlier at random so that a fleet that started together spreads, within the bounds.
+fn refresh_after(left: Duration, config: &Config) -> Duration {
+    left.mul_f64(fastrand::f64().mul_add(-0.07, 0.7))
+        .clamp(config.min_refresh, config.max_refresh)
+}
+
+fn timestamp(time: SystemTime) -> i64 {
+    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
+}
+
+fn ticks(period: Duration) -> tokio::time::Interval {
+    let mut ticks = interval(period);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks
+}
+
+/// An error and what led to it, on one line.
+fn causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
+/// Longer than a channel waits for a connection, so that its reason is seen.
+const CERTIFY_TIMEOUT: Duration = Duration::from_secs(20);
+const FIRST_RETRY: Duration = Duration::from_millis(500);
+const REMINDER_INTERVAL: Duration = Duration::from_secs(15);
+/// A mounted file changes rarely; this is how long a revoked root lives on at most.
+const ANCHORS_INTERVAL: Duration = Duration::from_secs(10);

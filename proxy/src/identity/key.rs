@@ -1,0 +1,131 @@
+//! The key pair of this process, and the request to certify it.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use rcgen::{
+    CertificateParams, CertificateSigningRequestParams, DistinguishedName, DnType, KeyPair, PKCS_ECDSA_P256_SHA256,
+    PublicKeyData, SanType,
+};
+use rustls::pki_types::{CertificateSigningRequestDer, PrivatePkcs8KeyDer};
+use tulle_core::identity::Identity;
+
+/// An ECDSA P-256 key and its signing request. The key is never printed.
+pub(crate) struct Key {
+    pub(super) pkcs8: PrivatePkcs8KeyDer<'static>,
+    /// PKCS#10 in DER.
+    pub(super) csr: Vec<u8>,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub(crate) enum KeyError {
+    #[error("making a key pair and signing request for {id}")]
+    Generate {
+        id: Identity,
+        #[source]
+        source: rcgen::Error,
+    },
+    #[error("reading {}", .path.display())]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{} is there without {}, both or neither are needed", .found.display(), .missing.display())]
+    Half { found: PathBuf, missing: PathBuf },
+    #[error("using {}, an ECDSA P-256 key in PKCS#8 DER is needed", .path.display())]
+    BadKey {
+        path: PathBuf,
+        #[source]
+        source: rcgen::Error,
+    },
+    #[error("using {}, a PKCS#10 signing request in DER is needed", .path.display())]
+    BadRequest {
+        path: PathBuf,
+        #[source]
+        source: rcgen::Error,
+    },
+    #[error("{} was made for another key than {}", .csr.display(), .key.display())]
+    Mismatch { key: PathBuf, csr: PathBuf },
+}
+
+impl Key {
+    /// The files in `dir` if there are any, else a pair of our own.
+    pub(crate) fn load(dir: Option<&Path>, id: &Identity) -> Result<Self, KeyError> {
+        let Some(dir) = dir else { return Self::generate(id) };
+        let (key, csr) = (dir.join(KEY_FILE), dir.join(CSR_FILE));
+        match (read(&key)?, read(&csr)?) {
+            (None, None) => Self::generate(id),
+            (Some(_), None) => Err(KeyError::Half {
+                found: key,
+                missing: csr,
+            }),
+            (None, Some(_)) => Err(KeyError::Half {
+                found: csr,
+                missing: key,
+            }),
+            (Some(pkcs8), Some(request)) => Self::check(pkcs8, request, key, csr),
+        }
+    }
+
+    pub(crate) fn generate(id: &Identity) -> Result<Self, KeyError> {
+        let failed = |source| KeyError::Generate { id: id.clone(), source };
+        let pair = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(failed)?;
+        let mut params = CertificateParams::default();
+        params.distinguished_name = DistinguishedName::new();
+        params.distinguished_name.push(DnType::CommonName, id.as_str());
+        params.subject_alt_names = vec![match id {
+            Identity::Dns(name) => SanType::DnsName((&**name).try_into().map_err(failed)?),
+            Identity::Uri(uri) => SanType::URI((&**uri).try_into().map_err(failed)?),
+        }];
+        let request = params.serialize_request(&pair).map_err(failed)?;
+        Ok(Self {
+            pkcs8: PrivatePkcs8KeyDer::from(pair.serialize_der()),
+            csr: request.der().to_vec(),
+        })
+    }
+
+    /// Takes foreign files only if they fit together: a request that nobody can answer would fail much later.
+    fn check(pkcs8: Vec<u8>, csr: Vec<u8>, key: PathBuf, request: PathBuf) -> Result<Self, KeyError> {
+        let pkcs8 = PrivatePkcs8KeyDer::from(pkcs8);
+        let pair = KeyPair::from_pkcs8_der_and_sign_algo(&pkcs8, &PKCS_ECDSA_P256_SHA256).map_err(|source| {
+            KeyError::BadKey {
+                path: key.clone(),
+                source,
+            }
+        })?;
+        let parsed = CertificateSigningRequestParams::from_der(&CertificateSigningRequestDer::from(&csr[..])).map_err(
+            |source| KeyError::BadRequest {
+                path: request.clone(),
+                source,
+            },
+        )?;
+        if parsed.public_key.der_bytes() != pair.der_bytes() {
+            return Err(KeyError::Mismatch { key, csr: request });
+        }
+        Ok(Self { pkcs8, csr })
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Key(…)")
+    }
+}
+
+fn read(path: &Path) -> Result<Option<Vec<u8>>, KeyError> {
+    match fs::read(path) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(KeyError::Read {
+            path: path.to_owned(),
+            source,
+        }),
+    }
+}
+
+const KEY_FILE: &str = "key.p8";
+const CSR_FILE: &str = "csr.der";

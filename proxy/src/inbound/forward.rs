@@ -1,0 +1,108 @@
+//! Bytes to the application: authorized before it is dialled, cut when the policy turns.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::io::AsyncWriteExt;
+use tulle_core::metrics::Labels;
+
+use crate::{
+    inbound::{
+        Inbound, Peer,
+        metrics::{connection_labels, with_meta},
+        policy::{Current, Port},
+    },
+    net::{
+        connect, copy,
+        io::{Io, Tcp},
+    },
+    policy::authz::{self, Denied},
+    tls::status::ServerTls,
+};
+
+/// How a connection reaches the application as bytes.
+pub(super) struct Forward<'a> {
+    pub(super) inbound: &'a Inbound,
+    pub(super) peer: &'a Peer,
+    pub(super) tls: &'a ServerTls,
+    pub(super) port: &'a Port,
+}
+
+impl Forward<'_> {
+    /// Whether the client may have a connection under `current`.
+    fn authorize(&self, current: &Current) -> Result<Labels, (Labels, Denied)> {
+        let policy = &current.policy;
+        let labels = connection_labels(self.peer.target, self.tls, &policy.meta);
+        match authz::authorize(&policy.authorizations, self.peer.client.0.ip(), self.tls.proven()) {
+            Ok(authorization) => {
+                if authorization.meta.is_audit() {
+                    tracing::info!(client = %self.peer.client.0, target = %self.peer.target, "connection audited");
+                }
+                Ok(with_meta(labels, "authz", &authorization.meta))
+            }
+            Err(denied) => Err((labels, denied)),
+        }
+    }
+
+    /// Dials the application, if the client may.
+    pub(super) async fn open(&self, current: &Current) -> Option<Io> {
+        let permitted = self.authorize(current).ok()?;
+        self.dial(&permitted).await
+    }
+
+    async fn dial(&self, permitted: &Labels) -> Option<Io> {
+        let target = self.peer.target;
+        match connect::dial(target, &self.inbound.connect).await {
+            Ok(stream) => {
+                self.inbound.families.tcp_allow.get(permitted).inc();
+                Some(Io::tcp(Tcp::new(stream)).count(self.inbound.app_counts(target)))
+            }
+            Err(error) => {
+                tracing::debug!(%target, %error, "application cannot be reached");
+                self.inbound.families.tcp_failed(target, "i/o");
+                None
+            }
+        }
+    }
+
+    /// Copies between `client` and the application until both are done or the policy refuses the client.
+    ///
+    /// `app` is the application's side where it was dialled before, `first` what the client said meanwhile.
+    pub(super) async fn run(&self, mut client: Io, app: Option<Io>, first: Bytes, mut current: Arc<Current>) {
+        let mut app = match app {
+            Some(app) => app,
+            None => match self.authorize(&current) {
+                Ok(permitted) => match self.dial(&permitted).await {
+                    Some(app) => app,
+                    None => return,
+                },
+                Err((labels, denied)) => {
+                    tracing::info!(client = %self.peer.client.0, target = %self.peer.target, %denied, "connection refused");
+                    return self.inbound.families.tcp_denied(&labels, denied);
+                }
+            },
+        };
+        if !first.is_empty() && app.write_all(&first).await.is_err() {
+            return;
+        }
+        let copying = copy::both(&mut client, &mut app);
+        tokio::pin!(copying);
+        loop {
+            tokio::select! {
+                result = &mut copying => {
+                    if let Err(error) = result {
+                        tracing::debug!(target = %self.peer.target, %error, "connection ended");
+                    }
+                    return;
+                }
+                changed = self.port.changed_from(&current) => {
+                    current = changed;
+                    if let Err((labels, denied)) = self.authorize(&current) {
+                        tracing::info!(client = %self.peer.client.0, %denied, "connection ended by a changed policy");
+                        return self.inbound.families.tcp_terminated(&labels, denied);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! The request path of the inbound side: restore, authorize, send, observe (I8–I11).
+
+use std::{net::SocketAddr, sync::Arc};
+
+use http::{HeaderValue, Request, Response, Version};
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+use tokio::time::Instant;
+use tulle_core::{
+    drain,
+    metrics::{Counter, Labels},
+    names::header as names,
+};
+
+use crate::{
+    http::{
+        body::Body,
+        classify,
+        client::{Client, Protocol, Reuse},
+        error::{Error, Retry},
+        filters, headers, orig_proto, tunnel,
+    },
+    inbound::{
+        Inbound, Peer,
+        metrics::{connection_labels, with_meta},
+        policy::{Current, Port},
+    },
+    metrics::http::Series,
+    policy::{
+        authz::{self, Authorization},
+        matches::Head,
+        route,
+    },
+    tls::status::ServerTls,
+};
+
+/// One connection that speaks HTTP.
+pub(super) struct HttpConnection {
+    pub(super) inbound: Arc<Inbound>,
+    pub(super) peer: Peer,
+    pub(super) tls: ServerTls,
+    pub(super) port: Arc<Port>,
+    /// The application, from this worker.
+    pub(super) app: Arc<Client>,
+    /// `l5d-client-id` of every request.
+    pub(super) client_id: Option<HeaderValue>,
+    pub(super) seen: Mutex<Seen>,
+    pub(super) drain: drain::Watch,
+}
+
+/// Series that requests on this connection were counted in, so that each is looked up once.
+pub(super) type Seen = SmallVec<[(Arc<Current>, usize, usize, Arc<Handles>); 1]>;
+
+/// What a permitted request is counted in.
+pub(super) struct Handles {
+    allowed: Arc<Counter>,
+    series: Arc<Series>,
+}
+
+impl HttpConnection {
+    /// Carries one request to the application.
+    pub(super) async fn serve(&self, mut req: Request<Body>) -> Result<Response<Body>, Error> {
+        let started = Instant::now();
+        let restored = orig_proto::restore(&mut req)?;
+        headers::check_target(&req)?;
+        let upgrade = headers::wants_upgrade(&req).then(|| hyper::upgrade::on(&mut req));
+        if upgrade.is_none() && req.version() <= Version::HTTP_11 {
+            headers::strip_hop_by_hop(req.headers_mut());
+        }
+        match &self.client_id {
+            Some(id) => {
+                req.headers_mut().insert(names::L5D_CLIENT_ID, id.clone());
+            }
+            None => {
+                req.headers_mut().remove(names::L5D_CLIENT_ID);
+            }
+        }
+        let handles = self.authorize(&mut req)?;
+        handles.allowed.inc();
+        handles.series.request();
+        let rsp = self.send(req, upgrade).await?;
+        let mut rsp = classify::observe(rsp, handles.series.clone(), started, ());
+        if let Some(version) = restored {
+            orig_proto::mark_response(&mut rsp, version);
+        }
+        Ok(rsp)
+    }
+
+    /// Finds the route, asks its authorizations, applies its filters and the rate limit.
+    fn authorize(&self, req: &mut Request<Body>) -> Result<Arc<Handles>, Error> {
+        let current = self.port.current();
+        let policy = &current.policy;
+        let labels = || connection_labels(self.peer.target, &self.tls, &policy.meta);
+        let refused = |error: Error| {
+            self.inbound.families.http_refused(&labels(), &error);
+            error
+        };
+        let Some(http) = policy.protocol.http() else {
+            return Err(Error::InvalidPolicy("this port does not speak HTTP any more".into()));
+        };
+        let head = Head::of(req.method(), req.uri(), req.headers());
+        let found = route::find(&http.routes, &head).ok_or_else(|| refused(Error::RouteNotFound))?;
+        let permitted = authz::authorize(&found.rule.payload, self.peer.client.0.ip(), self.tls.proven());
+        let authorization = permitted.map_err(|denied| {
+            let labels = with_meta(labels(), "route", &found.route.meta);
+            self.inbound.families.http_denied(&labels, denied);
+            tracing::info!(client = %self.peer.client.0, target = %self.peer.target, %denied, "request refused");
+            Error::Unauthorized {
+                rule: policy.meta.to_string(),
+            }
+        })?;
+        if authorization.meta.is_audit() {
+            tracing::info!(client = %self.peer.client.0, target = %self.peer.target, "request audited");
+        }
+        let handles = self.handles(&current, found.route, authorization);
+        if !found.rule.filters.is_empty() {
+            let (filters, prefix) = (&found.rule.filters, found.prefix);
+            filters::apply(filters, req, prefix)?;
+        }
+        if let Some(limiter) = &current.limiter
+            && limiter.check(self.tls.client_id(), Instant::now()).is_err()
+        {
+            return Err(refused(Error::RateLimited));
+        }
+        Ok(handles)
+    }
+
+    /// The series for requests that this authorization permits on this route.
+    fn handles<T>(
+        &self,
+        current: &Arc<Current>,
+        route: &route::Route<T>,
+        authorization: &Authorization,
+    ) -> Arc<Handles> {
+        // The addresses identify route and authorization for as long as `current`, which owns them, is held.
+        let (at_route, at_authorization) = (
+            std::ptr::from_ref(route).addr(),
+            std::ptr::from_ref(authorization).addr(),
+        );
+        let mut seen = self.seen.lock();
+        let known = seen
+            .iter()
+            .find(|(of, r, a, _)| Arc::ptr_eq(of, current) && *r == at_route && *a == at_authorization);
+        if let Some((.., handles)) = known {
+            return handles.clone();
+        }
+        seen.retain(|(of, ..)| Arc::ptr_eq(of, current));
+        let labels = connection_labels(self.peer.target, &self.tls, &current.policy.meta);
+        let labels = with_meta(labels, "route", &route.meta);
+        let labels: Labels = with_meta(labels, "authz", &authorization.meta);
+        let families = &self.inbound.families;
+        let handles = Arc::new(Handles {
+            allowed: families.http_allow.get(&labels),
+            series: families.http.series(labels),
+        });
+        seen.push((current.clone(), at_route, at_authorization, handles.clone()));
+        handles
+    }
+
+    /// Sends the request to the application; a pooled connection that turns out to be closed is replaced once, where
+    /// that is safe.
+    async fn send(
+        &self,
+        req: Request<Body>,
+        upgrade: Option<hyper::upgrade::OnUpgrade>,
+    ) -> Result<Response<Body>, Error> {
+        let protocol = if req.version() == Version::HTTP_2 {
+            Protocol::Http2
+        } else {
+            Protocol::Http1
+        };
+        let reuse = if upgrade.is_some() || req.version() == Version::HTTP_10 {
+            Reuse::OwnConnection
+        } else {
+            Reuse::Pooled
+        };
+        let again =
+            (req.method().is_idempotent() && http_body::Body::is_end_stream(req.body()) && reuse == Reuse::Pooled)
+                .then(|| copy_of(&req));
+        let ready = self.app.ready(protocol, reuse).await.map_err(unreachable_app)?;
+        let mut rsp = match self.app.send(ready, req).await {
+            Err(error) if error.retry() != Retry::No && again.is_some() => {
+                let Some(req) = again else { return Err(error) };
+                let ready = self
+                    .app
+                    .ready(protocol, Reuse::OwnConnection)
+                    .await
+                    .map_err(unreachable_app)?;
+                self.app.send(ready, req).await?
+            }
+            result => result?,
+        };
+        match (upgrade, rsp.body_mut().take_upgraded()) {
+            (Some(client), Some(upstream)) => tunnel::spawn(client, upstream, &self.drain),
+            _ => headers::strip_hop_by_hop(rsp.headers_mut()),
+        }
+        Ok(rsp)
+    }
+}
+
+/// A request without a body, once more.
+fn copy_of(req: &Request<Body>) -> Request<Body> {
+    let mut copy = Request::new(Body::empty());
+    *copy.method_mut() = req.method().clone();
+    *copy.uri_mut() = req.uri().clone();
+    *copy.version_mut() = req.version();
+    *copy.headers_mut() = req.headers().clone();
+    copy
+}
+
+/// An application that cannot be dialled is a bad gateway, whatever the reason: the peer may try another endpoint.
+fn unreachable_app(error: Error) -> Error {
+    match error {
+        Error::ConnectTimeout(source) => Error::Connect(source),
+        other => other,
+    }
+}
+
+/// The client for the application at one address.
+pub(super) fn client(inbound: &Arc<Inbound>, target: SocketAddr) -> Client {
+    let (connect, counts) = (inbound.connect, inbound.app_counts(target));
+    let open = move |_: Protocol| -> std::pin::Pin<Box<dyn Future<Output = _> + Send>> {
+        let counts = counts.clone();
+        Box::pin(async move {
+            let stream = crate::net::connect::dial(target, &connect)
+                .await
+                .map_err(Error::connect)?;
+            Ok(crate::net::io::Io::tcp(crate::net::io::Tcp::new(stream)).count(counts))
+        })
+    };
+    Client::new(target, Box::new(open), inbound.http2_client, inbound.pool)
+}

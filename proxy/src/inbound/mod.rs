@@ -1,0 +1,457 @@
+//! From a peer to the application: the connection path, I1 to I6.
+//!
+//! A connection is accepted, its policy found, TLS terminated where it is meant for us, its protocol learned; HTTP goes
+//! on per request in [`http`], everything else as bytes in [`forward`].
+
+mod direct;
+mod forward;
+mod http;
+pub(crate) mod metrics;
+pub(crate) mod policy;
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
+
+use ::http::HeaderValue;
+use bytes::{Bytes, BytesMut};
+use parking_lot::Mutex;
+use tokio::net::TcpStream;
+use tower::ServiceBuilder;
+use tulle_core::{
+    addr::{ClientAddr, OrigDst},
+    drain,
+};
+
+use crate::{
+    http::{
+        client::{Client, PoolConfig, Protocol},
+        h2,
+        layers::{Admission, Admit, Errors, Observe, Rescue},
+        respond::Reasons,
+        server::{self, Closer},
+    },
+    inbound::{
+        forward::Forward,
+        http::HttpConnection,
+        metrics::Families,
+        policy::{Current, Port, Ports},
+    },
+    net::{
+        connect,
+        counts::Counts,
+        detect::{self, Verdict},
+        first::{self, First},
+        io::{Io, Tcp},
+        orig_dst,
+    },
+    policy::{authz::ConnTls, server::ServerProtocol},
+    tls::{
+        creds::{Alpn, Credentials},
+        header::SessionProtocol,
+        server::{self as tls_server, Hello},
+        status::{ServerTls, WhyServerPlain},
+        verify::HandshakeFailure,
+    },
+};
+
+/// The inbound side of the process; shared by all workers.
+pub(crate) struct Inbound {
+    /// The proxy's own port.
+    pub(crate) own_port: u16,
+    /// Addresses of this workload; empty where they are not known.
+    pub(crate) ips: BTreeSet<IpAddr>,
+    pub(crate) orig_dst: orig_dst::Of,
+    pub(crate) creds: Credentials,
+    pub(crate) ports: Ports,
+    pub(crate) detect_timeout: Duration,
+    pub(crate) connect: connect::Config,
+    pub(crate) http2_client: h2::Params,
+    pub(crate) pool: PoolConfig,
+    pub(crate) server: server::Config,
+    pub(crate) admission: Arc<Admission>,
+    pub(crate) observe: Observe,
+    pub(crate) errors: Errors,
+    pub(crate) families: Families,
+    /// Clients of the application, by worker and address.
+    pub(crate) apps: Vec<Mutex<HashMap<SocketAddr, Arc<Client>>>>,
+}
+
+/// Who is connected, and to what.
+#[derive(Clone, Copy, Debug)]
+struct Peer {
+    client: ClientAddr,
+    /// The application's address.
+    target: SocketAddr,
+}
+
+impl ServerTls {
+    /// What the client has proven by its TLS.
+    fn proven(&self) -> ConnTls<'_> {
+        match self {
+            Self::Terminated { client_id } => ConnTls::Terminated {
+                client: client_id.as_ref(),
+            },
+            Self::PassedThrough { .. } | Self::Plain(_) => ConnTls::NotTerminated,
+        }
+    }
+}
+
+impl Inbound {
+    /// Serves one accepted connection to its end.
+    pub(crate) async fn serve(
+        self: Arc<Self>,
+        worker: usize,
+        stream: TcpStream,
+        client: ClientAddr,
+        drain: drain::Watch,
+    ) {
+        let OrigDst(target) = match (self.orig_dst)(&stream, client.0) {
+            Ok(target) => target,
+            Err(error) => return tracing::debug!(client = %client.0, %error, "unknown what the client dialled"),
+        };
+        if !self.ips.is_empty() && !self.ips.contains(&target.ip()) {
+            return tracing::info!(client = %client.0, %target, "refused: not an address of this workload");
+        }
+        let connection = Connection {
+            inbound: self,
+            worker,
+            drain,
+        };
+        if target.port() == connection.inbound.own_port {
+            Box::pin(connection.direct(stream, client, target)).await;
+        } else {
+            connection.redirected(stream, Peer { client, target }).await;
+        }
+    }
+
+    /// The application's client of one worker.
+    fn app(self: &Arc<Self>, worker: usize, target: SocketAddr) -> Arc<Client> {
+        self.apps[worker]
+            .lock()
+            .entry(target)
+            .or_insert_with(|| Arc::new(http::client(self, target)))
+            .clone()
+    }
+
+    /// What connections to the application are counted in.
+    fn app_counts(&self, target: SocketAddr) -> Arc<Counts> {
+        let labels = metrics::target_labels(target)
+            .with("peer", "dst")
+            .with("tls", "no_identity");
+        self.families.tcp.series(labels.with("no_tls_reason", "loopback"))
+    }
+
+    fn client_counts(&self, peer: &Peer, tls: &ServerTls, current: &Current) -> Arc<Counts> {
+        let labels = metrics::connection_labels(peer.target, tls, &current.policy.meta).with("peer", "src");
+        self.families.tcp.series(labels)
+    }
+}
+
+/// One accepted connection.
+struct Connection {
+    inbound: Arc<Inbound>,
+    worker: usize,
+    drain: drain::Watch,
+}
+
+/// The first bytes of a connection, before TLS.
+enum Opening {
+    /// TLS that ends here.
+    Ours(Bytes),
+    /// TLS for somebody else, which nobody looks into.
+    Foreign { seen: Bytes, sni: String },
+    /// No TLS: what was seen, and the application's side where it was dialled meanwhile.
+    Plain(First),
+}
+
+impl Connection {
+    /// A connection that was redirected to us: the policy of the port it went to decides all.
+    async fn redirected(&self, stream: TcpStream, peer: Peer) {
+        let port = self.inbound.ports.get(peer.target.port());
+        let current = port.current();
+        if current.policy.protocol == ServerProtocol::Opaque {
+            let tls = ServerTls::Plain(WhyServerPlain::PortSkipped);
+            let io = self.counted(Tcp::new(stream), &peer, &tls, &current);
+            return self
+                .forward(&peer, &tls, &port)
+                .run(io, None, Bytes::new(), current)
+                .await;
+        }
+        let plain = ServerTls::Plain(WhyServerPlain::NoTlsFromRemote);
+        let (stream, opening) = match self.opening(stream, &peer, &plain, &port, &current).await {
+            Ok(opened) => opened,
+            Err(error) => {
+                self.inbound.families.tcp_failed(peer.target, error);
+                return tracing::debug!(client = %peer.client.0, error, "connection ended before it was served");
+            }
+        };
+        match opening {
+            Opening::Ours(seen) => {
+                let Some((io, tls)) = self.terminate(stream, seen, &peer, Alpn::Unset).await else {
+                    return;
+                };
+                let io = io.count(self.inbound.client_counts(&peer, &tls, &current));
+                self.terminated(io, peer, tls, port, current).await;
+            }
+            Opening::Foreign { seen, sni } => {
+                let tls = ServerTls::PassedThrough { sni };
+                let io = self.counted(Tcp::with_prefix(stream, seen), &peer, &tls, &current);
+                self.forward(&peer, &tls, &port)
+                    .run(io, None, Bytes::new(), current)
+                    .await;
+            }
+            Opening::Plain(first) => {
+                let io = self.counted(Tcp::new(stream), &peer, &plain, &current);
+                self.begun(io, first, peer, plain, port, current).await;
+            }
+        }
+    }
+
+    /// A connection to our own port: mTLS with a transport header, or nothing.
+    async fn direct(&self, stream: TcpStream, client: ClientAddr, local: SocketAddr) {
+        let peer = Peer { client, target: local };
+        let families = &self.inbound.families;
+        let fail = |failure: HandshakeFailure| {
+            families.handshake_failed(local, failure);
+            tracing::info!(client = %client.0, %failure, "direct connection refused");
+        };
+        let deadline = tokio::time::Instant::now() + self.inbound.detect_timeout;
+        let opened = tokio::time::timeout_at(
+            deadline,
+            self.terminate(stream, Bytes::new(), &peer, Alpn::TransportHeader),
+        );
+        let Ok(Some((io, tls))) = opened.await else { return };
+        let ServerTls::Terminated { client_id: Some(_) } = &tls else {
+            return fail(HandshakeFailure::NoCertificate);
+        };
+        let (io, header) = match tokio::time::timeout_at(deadline, direct::header(io)).await {
+            Ok(Ok(read)) => read,
+            Ok(Err(error)) => {
+                families.tcp_failed(local, "transport header");
+                return tracing::info!(client = %client.0, %error, "direct connection refused");
+            }
+            Err(_) => return families.tcp_failed(local, "transport header timeout"),
+        };
+        direct::count(families, &header, &tls);
+        let peer = Peer {
+            client,
+            target: direct::target(local, &header),
+        };
+        let port = self.inbound.ports.get(peer.target.port());
+        let current = port.current();
+        let io = io.count(self.inbound.client_counts(&peer, &tls, &current));
+        match header.protocol {
+            None => {
+                self.forward(&peer, &tls, &port)
+                    .run(io, None, Bytes::new(), current)
+                    .await
+            }
+            Some(SessionProtocol::Http1) => self.http(io, Protocol::Http1, peer, tls, port).await,
+            Some(SessionProtocol::Http2) => self.http(io, Protocol::Http2, peer, tls, port).await,
+        }
+    }
+
+    fn counted(&self, tcp: Tcp, peer: &Peer, tls: &ServerTls, current: &Current) -> Io {
+        Io::tcp(tcp).count(self.inbound.client_counts(peer, tls, current))
+    }
+
+    fn forward<'a>(&'a self, peer: &'a Peer, tls: &'a ServerTls, port: &'a Port) -> Forward<'a> {
+        Forward {
+            inbound: &self.inbound,
+            peer,
+            tls,
+            port,
+        }
+    }
+
+    /// Looks for TLS. Where the port's protocol is not known, silence may mean that the server speaks first.
+    async fn opening(
+        &self,
+        stream: TcpStream,
+        peer: &Peer,
+        plain: &ServerTls,
+        port: &Port,
+        current: &Current,
+    ) -> Result<(TcpStream, Opening), &'static str> {
+        const LATE: &str = "tls detection timeout";
+        let limit = self.inbound.detect_timeout;
+        let deadline = tokio::time::Instant::now() + limit;
+        let mut stream = stream;
+        let first = if let ServerProtocol::Detect { timeout, .. } = &current.policy.protocol {
+            let forward = self.forward(peer, plain, port);
+            let learned = &port.learned[usize::from(false)];
+            first::words(&mut stream, learned, (*timeout).min(limit), forward.open(current))
+                .await
+                .map_err(|_| "i/o")?
+        } else {
+            let mut seen = BytesMut::new();
+            let read = tokio::time::timeout_at(deadline, detect::read_some(&mut stream, &mut seen));
+            match read.await.map_err(|_| LATE)?.map_err(|_| "i/o")? {
+                0 => First::Closed,
+                _ => First::Client(seen.freeze(), Verdict::Incomplete, None),
+            }
+        };
+        let First::Client(seen, verdict, app) = first else {
+            return Ok((stream, Opening::Plain(first)));
+        };
+        if seen.is_empty() && app.is_none() {
+            return Err(LATE); // nothing came, and the application may not be dialled
+        }
+        let mut seen = BytesMut::from(seen);
+        loop {
+            match tls_server::sni(&seen) {
+                Hello::NotTls => {
+                    return Ok((stream, Opening::Plain(First::Client(seen.freeze(), verdict, app))));
+                }
+                Hello::ClientHello { sni: Some(sni) } if self.inbound.creds.is_ours(&sni) => {
+                    return Ok((stream, Opening::Ours(seen.freeze())));
+                }
+                Hello::ClientHello { sni: Some(sni) } => {
+                    return Ok((
+                        stream,
+                        Opening::Foreign {
+                            seen: seen.freeze(),
+                            sni,
+                        },
+                    ));
+                }
+                Hello::ClientHello { sni: None } => {
+                    return Ok((
+                        stream,
+                        Opening::Plain(First::Client(seen.freeze(), Verdict::NotHttp, app)),
+                    ));
+                }
+                Hello::Incomplete => {
+                    let read = tokio::time::timeout_at(deadline, detect::read_some(&mut stream, &mut seen));
+                    if read.await.map_err(|_| LATE)?.map_err(|_| "i/o")? == 0 {
+                        return Ok((
+                            stream,
+                            Opening::Plain(First::Client(seen.freeze(), Verdict::NotHttp, app)),
+                        ));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Ends TLS here; the failure is counted by its reason.
+    async fn terminate(&self, stream: TcpStream, seen: Bytes, peer: &Peer, alpn: Alpn) -> Option<(Io, ServerTls)> {
+        let shaking = tls_server::accept(Tcp::with_prefix(stream, seen), &self.inbound.creds, alpn);
+        match tokio::time::timeout(self.inbound.detect_timeout, shaking).await {
+            Ok(Ok((tls, facts))) => Some((
+                Io::tls_server(tls),
+                ServerTls::Terminated {
+                    client_id: facts.client_id,
+                },
+            )),
+            Ok(Err(error)) => {
+                self.inbound.families.handshake_failed(peer.target, error.failure());
+                tracing::info!(client = %peer.client.0, target = %peer.target, %error, "TLS handshake failed");
+                None
+            }
+            Err(_) => {
+                self.inbound.families.tcp_failed(peer.target, "tls detection timeout");
+                None
+            }
+        }
+    }
+
+    /// A connection whose TLS ended here: learns its protocol where the policy does not say.
+    async fn terminated(&self, mut io: Io, peer: Peer, tls: ServerTls, port: Arc<Port>, current: Arc<Current>) {
+        let protocol = match &current.policy.protocol {
+            ServerProtocol::Detect { timeout, .. } => {
+                let first = {
+                    let forward = self.forward(&peer, &tls, &port);
+                    let learned = &port.learned[usize::from(true)];
+                    first::words(&mut io, learned, *timeout, forward.open(&current)).await
+                };
+                return match first {
+                    Ok(first) => self.begun(io, first, peer, tls, port, current).await,
+                    Err(_) => self.inbound.families.tcp_failed(peer.target, "i/o"),
+                };
+            }
+            // A peer's proxy may have upgraded what the application speaks as HTTP/1.
+            ServerProtocol::Http1(_) => {
+                let mut seen = BytesMut::new();
+                let looked = detect::look(&mut io, &mut seen, self.inbound.detect_timeout).await;
+                io = io.unread(seen.freeze());
+                match looked {
+                    Ok(detect::Look::Seen(Verdict::Http2)) => Protocol::Http2,
+                    Ok(detect::Look::Closed) | Err(_) => return,
+                    Ok(_) => Protocol::Http1,
+                }
+            }
+            ServerProtocol::Http2(_) | ServerProtocol::Grpc(_) => Protocol::Http2,
+            ServerProtocol::Opaque | ServerProtocol::Tls => {
+                return self
+                    .forward(&peer, &tls, &port)
+                    .run(io, None, Bytes::new(), current)
+                    .await;
+            }
+        };
+        self.http(io, protocol, peer, tls, port).await;
+    }
+
+    /// Goes on with a connection of which the first bytes are known.
+    async fn begun(&self, io: Io, first: First, peer: Peer, tls: ServerTls, port: Arc<Port>, current: Arc<Current>) {
+        let (seen, verdict, app) = match first {
+            First::Closed => return,
+            First::Server { server, client } => {
+                return self
+                    .forward(&peer, &tls, &port)
+                    .run(io, Some(server), client, current)
+                    .await;
+            }
+            First::Client(seen, verdict, app) => (seen, verdict, app),
+        };
+        let protocol = match (&current.policy.protocol, verdict) {
+            (ServerProtocol::Http1(_), _) | (ServerProtocol::Detect { .. }, Verdict::Http1) => Protocol::Http1,
+            (ServerProtocol::Http2(_) | ServerProtocol::Grpc(_), _)
+            | (ServerProtocol::Detect { .. }, Verdict::Http2) => Protocol::Http2,
+            _ => return self.forward(&peer, &tls, &port).run(io, app, seen, current).await,
+        };
+        drop(app); // dialled in case the server spoke first
+        self.http(io.unread(seen), protocol, peer, tls, port).await;
+    }
+
+    /// Serves HTTP, request by request.
+    async fn http(&self, io: Io, protocol: Protocol, peer: Peer, tls: ServerTls, port: Arc<Port>) {
+        let inbound = &self.inbound;
+        let closer = Closer::default();
+        let client_id = tls.client_id().and_then(|id| HeaderValue::from_str(id.as_str()).ok());
+        let rescue = Rescue {
+            reasons: if client_id.is_some() {
+                Reasons::Told
+            } else {
+                Reasons::Kept
+            },
+            closer: closer.clone(),
+            errors: inbound.errors.clone(),
+        };
+        let connection = Arc::new(HttpConnection {
+            app: inbound.app(self.worker, peer.target),
+            inbound: inbound.clone(),
+            peer,
+            tls,
+            port,
+            client_id,
+            seen: Mutex::default(),
+            drain: self.drain.clone(),
+        });
+        let service = ServiceBuilder::new()
+            .layer(rescue)
+            .layer(inbound.observe.clone())
+            .layer(Admit(inbound.admission.clone()))
+            .service_fn(move |req| {
+                let connection = connection.clone();
+                async move { connection.serve(req).await }
+            });
+        if let Err(error) = server::serve(io, protocol, service, &inbound.server, closer, &self.drain).await {
+            tracing::debug!(client = %peer.client.0, %error, "HTTP connection ended");
+        }
+    }
+}

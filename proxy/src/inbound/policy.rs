@@ -1,0 +1,148 @@
+//! The live policy of each port: watched while the port is in use, the environment's default until it is known.
+
+use std::{collections::HashMap, sync::Arc, time::Duration};
+
+use parking_lot::Mutex;
+use tokio::{sync::watch, time::Instant};
+use tulle_core::ports::PortSet;
+
+use crate::{
+    api::{policies::Policies, watch::Watched},
+    net::first::Learned,
+    policy::{
+        decode,
+        rate_limit::Limiter,
+        server::{ServerHttp, ServerPolicy, ServerProtocol},
+    },
+};
+
+/// The policies of all ports that were asked for.
+pub(crate) struct Ports {
+    policies: Policies,
+    defaults: Defaults,
+    /// Ports that stay watched.
+    kept: PortSet,
+    idle: Duration,
+    known: Mutex<HashMap<u16, (Arc<Port>, Instant)>>,
+}
+
+/// What holds for a port before the control plane has spoken.
+pub(crate) struct Defaults {
+    pub(crate) detect: Arc<Current>,
+    pub(crate) opaque: Arc<Current>,
+    pub(crate) opaque_ports: PortSet,
+    /// For policies that cannot be decoded.
+    pub(crate) detect_timeout: Duration,
+}
+
+/// One port of this workload.
+pub(crate) struct Port {
+    policy: watch::Receiver<Watched<Arc<Current>>>,
+    default: Arc<Current>,
+    /// Who speaks first inside TLS, and without it.
+    pub(super) learned: [Learned; 2],
+}
+
+/// A policy and the state that lives as long as it holds.
+pub(crate) struct Current {
+    pub(super) policy: ServerPolicy,
+    pub(super) limiter: Option<Limiter>,
+}
+
+impl Current {
+    pub(crate) fn new(policy: ServerPolicy) -> Arc<Self> {
+        let limit = policy.protocol.http().and_then(|http| http.rate_limit.as_deref());
+        let limiter = limit.map(|limit| Limiter::new(limit, Instant::now()));
+        Arc::new(Self { policy, limiter })
+    }
+}
+
+impl ServerProtocol {
+    /// The routes, for protocols that have them.
+    pub(super) fn http(&self) -> Option<&ServerHttp> {
+        match self {
+            Self::Detect { http, .. } | Self::Http1(http) | Self::Http2(http) | Self::Grpc(http) => Some(http),
+            Self::Opaque | Self::Tls => None,
+        }
+    }
+}
+
+impl Ports {
+    pub(crate) fn new(policies: Policies, defaults: Defaults, kept: PortSet, idle: Duration) -> Self {
+        let ports = Self {
+            policies,
+            defaults,
+            kept,
+            idle,
+            known: Mutex::default(),
+        };
+        for port in ports.kept.ranges().flatten() {
+            ports.get(port);
+        }
+        ports
+    }
+
+    /// The port, watched from now on until it has not been asked for in a while.
+    pub(super) fn get(&self, port: u16) -> Arc<Port> {
+        let now = Instant::now();
+        let mut known = self.known.lock();
+        if let Some((found, used)) = known.get_mut(&port) {
+            *used = now;
+            return found.clone();
+        }
+        known.retain(|port, (found, used)| {
+            self.kept.contains(*port) || Arc::strong_count(found) > 1 || now.duration_since(*used) < self.idle
+        });
+        let made = Arc::new(self.watch(port));
+        known.insert(port, (made.clone(), now));
+        made
+    }
+
+    fn watch(&self, port: u16) -> Port {
+        let timeout = self.defaults.detect_timeout;
+        let policy = self
+            .policies
+            .inbound(port, move |update| match decode::inbound::server_policy(update) {
+                Ok(policy) => Current::new(policy),
+                Err(error) => {
+                    tracing::warn!(port, %error, "policy cannot be understood, nobody may use the port until it can");
+                    Current::new(ServerPolicy::invalid(timeout))
+                }
+            });
+        let default = if self.defaults.opaque_ports.contains(port) {
+            self.defaults.opaque.clone()
+        } else {
+            self.defaults.detect.clone()
+        };
+        Port {
+            policy,
+            default,
+            learned: Default::default(),
+        }
+    }
+}
+
+impl Port {
+    /// The policy in force.
+    pub(super) fn current(&self) -> Arc<Current> {
+        match &*self.policy.borrow() {
+            Watched::Known(current) => current.clone(),
+            // A workload that the control plane does not know has the default of its environment.
+            Watched::Pending | Watched::Refused(_) => self.default.clone(),
+        }
+    }
+
+    /// Waits until another policy than `seen` is in force.
+    pub(super) async fn changed_from(&self, seen: &Arc<Current>) -> Arc<Current> {
+        let mut policy = self.policy.clone();
+        loop {
+            let current = self.current();
+            if !Arc::ptr_eq(&current, seen) {
+                return current;
+            }
+            if policy.changed().await.is_err() {
+                std::future::pending::<()>().await; // the watch has ended; what is known stays
+            }
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! `request_total`, `response_total` and `response_latency_ms`, the families that dashboards read.
+
+use std::{sync::Arc, time::Duration};
+
+use http::StatusCode;
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
+
+/// Upper bounds in milliseconds; what lies above is counted in the implied last bucket.
+const LATENCY_MS: &[f64] = &[
+    1., 2., 3., 4., 5., 10., 20., 30., 40., 50., 100., 200., 300., 400., 500., 1_000., 2_000., 3_000., 4_000., 5_000.,
+    10_000., 20_000., 30_000., 40_000., 50_000.,
+];
+
+/// The families, shared by both directions.
+#[derive(Clone)]
+pub(crate) struct Families {
+    requests: Family<Counter>,
+    responses: Family<Counter>,
+    latency: Family<Histogram>,
+}
+
+/// Handles by what they count.
+type Few<K, M> = SmallVec<[(K, Arc<M>); 2]>;
+
+/// The series of requests that share their labels.
+pub(crate) struct Series {
+    families: Families,
+    labels: Labels,
+    requests: Arc<Counter>,
+    /// Few statuses occur, so a short list is faster than a map.
+    latencies: Mutex<Few<StatusCode, Histogram>>,
+    responses: Mutex<Few<Outcome, Counter>>,
+}
+
+/// How a response went, as far as labels tell.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Outcome {
+    pub(crate) status: StatusCode,
+    pub(crate) grpc: Option<i32>,
+    pub(crate) success: bool,
+    /// Whether the body ended early.
+    pub(crate) error: bool,
+}
+
+impl Families {
+    /// The families, with `prefix` before their names.
+    pub(crate) fn with_prefix(registry: &Registry, prefix: &str) -> Self {
+        let name = |name| format!("{prefix}{name}");
+        Self {
+            requests: registry.counter(&name("request_total"), "HTTP requests"),
+            responses: registry.counter(&name("response_total"), "HTTP responses, by how they ended"),
+            latency: registry.histogram(
+                &name("response_latency_ms"),
+                "Milliseconds from a request's head to the first data of its response",
+                LATENCY_MS,
+            ),
+        }
+    }
+
+    pub(crate) fn series(&self, labels: Labels) -> Arc<Series> {
+        Arc::new(Series {
+            families: self.clone(),
+            requests: self.requests.get(&labels),
+            labels,
+            latencies: Mutex::default(),
+            responses: Mutex::default(),
+        })
+    }
+}
+
+impl Series {
+    pub(crate) fn request(&self) {
+        self.requests.inc();
+    }
+
+    pub(crate) fn latency(&self, status: StatusCode, elapsed: Duration) {
+        // Whole milliseconds, as in the system that this is compatible with.
+        let ms = elapsed.as_millis() as f64;
+        let mut known = self.latencies.lock();
+        if let Some((_, histogram)) = known.iter().find(|(of, _)| *of == status) {
+            return histogram.observe(ms);
+        }
+        let histogram = self
+            .families
+            .latency
+            .get(&self.labels.clone().with("status_code", status.as_u16()));
+        histogram.observe(ms);
+        known.push((status, histogram));
+    }
+
+    pub(crate) fn response(&self, outcome: Outcome) {
+        let mut known = self.responses.lock();
+        if let Some((_, counter)) = known.iter().find(|(of, _)| *of == outcome) {
+            return counter.inc();
+        }
+        let mut labels = self
+            .labels
+            .clone()
+            .with("status_code", outcome.status.as_u16())
+            .with("classification", if outcome.success { "success" } else { "failure" });
+        if let Some(code) = outcome.grpc {
+            labels = labels.with("grpc_status", code);
+        }
+        if outcome.error {
+            labels = labels.with("error", "unknown");
+        }
+        let counter = self.families.responses.get(&labels);
+        counter.inc();
+        known.push((outcome, counter));
+    }
+}

@@ -1,0 +1,3 @@
+//! Handles that are only incremented. Looked up when a route or an endpoint is built, never by a request.
+
+pub(crate) mod http;

@@ -1,0 +1,79 @@
+//! Dialling: bounded in time, with the socket options of the direction, and never ourselves.
+
+use std::{io, net::SocketAddr, time::Duration};
+
+use socket2::{SockRef, TcpKeepalive};
+use tokio::net::TcpStream;
+
+/// Socket options for accepted or dialled connections.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct SocketOptions {
+    /// TCP keepalive time; off when absent.
+    pub(crate) keepalive: Option<Duration>,
+    /// `TCP_USER_TIMEOUT`; the kernel's default when absent.
+    pub(crate) user_timeout: Option<Duration>,
+}
+
+/// How to dial in one direction.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Config {
+    /// Bound on the TCP handshake, and again on the TLS handshake.
+    pub(crate) timeout: Duration,
+    pub(crate) options: SocketOptions,
+    /// The port of a listener of ours that must not be dialled: it would come back as a new connection for ever.
+    pub(crate) own_port: Option<u16>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ConnectError {
+    #[error("dialling {addr} took longer than {limit:?}")]
+    Timeout { addr: SocketAddr, limit: Duration },
+    #[error("dialling {addr}")]
+    Io {
+        addr: SocketAddr,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{addr} is this proxy's own listener")]
+    Ourselves { addr: SocketAddr },
+}
+
+/// Opens a TCP connection.
+///
+/// # Errors
+/// Refused, unreachable, or not established within the limit.
+pub(crate) async fn dial(addr: SocketAddr, config: &Config) -> Result<TcpStream, ConnectError> {
+    if config.own_port == Some(addr.port()) {
+        return Err(ConnectError::Ourselves { addr });
+    }
+    match tokio::time::timeout(config.timeout, TcpStream::connect(addr)).await {
+        Err(_) => Err(ConnectError::Timeout {
+            addr,
+            limit: config.timeout,
+        }),
+        Ok(Err(source)) => Err(ConnectError::Io { addr, source }),
+        Ok(Ok(stream)) => {
+            apply(&stream, config.options);
+            Ok(stream)
+        }
+    }
+}
+
+/// Sets the options a connection should have. A kernel that refuses one still carries traffic, so failures are only
+/// logged.
+pub(crate) fn apply(stream: &TcpStream, options: SocketOptions) {
+    let socket = SockRef::from(stream);
+    let set = || -> io::Result<()> {
+        socket.set_tcp_nodelay(true)?;
+        if let Some(time) = options.keepalive {
+            socket.set_tcp_keepalive(&TcpKeepalive::new().with_time(time))?;
+        }
+        if options.user_timeout.is_some() {
+            socket.set_tcp_user_timeout(options.user_timeout)?;
+        }
+        Ok(())
+    };
+    if let Err(error) = set() {
+        tracing::debug!(%error, "setting socket options failed");
+    }
+}

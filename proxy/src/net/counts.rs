@@ -1,0 +1,64 @@
+//! What is counted of a connection: that it opened and closed, and its bytes.
+
+use std::sync::Arc;
+
+use tulle_core::metrics::{Counter, Family, Gauge, Labels, Registry};
+
+/// The `tcp_*` families.
+#[derive(Clone)]
+pub(crate) struct Families {
+    open_total: Family<Counter>,
+    open: Family<Gauge>,
+    close_total: Family<Counter>,
+    read: Family<Counter>,
+    written: Family<Counter>,
+}
+
+/// The series of connections that share their labels.
+pub(crate) struct Counts {
+    families: Families,
+    labels: Labels,
+    open_total: Arc<Counter>,
+    open: Arc<Gauge>,
+    pub(crate) read: Arc<Counter>,
+    pub(crate) written: Arc<Counter>,
+}
+
+impl Families {
+    pub(crate) fn new(registry: &Registry) -> Self {
+        Self {
+            open_total: registry.counter("tcp_open_total", "Connections opened"),
+            open: registry.gauge("tcp_open_connections", "Connections open now"),
+            close_total: registry.counter("tcp_close_total", "Connections closed, by the error that ended them"),
+            read: registry.counter("tcp_read_bytes_total", "Bytes read from peers"),
+            written: registry.counter("tcp_write_bytes_total", "Bytes written to peers"),
+        }
+    }
+
+    pub(crate) fn series(&self, labels: Labels) -> Arc<Counts> {
+        Arc::new(Counts {
+            families: self.clone(),
+            open_total: self.open_total.get(&labels),
+            open: self.open.get(&labels),
+            read: self.read.get(&labels),
+            written: self.written.get(&labels),
+            labels,
+        })
+    }
+}
+
+impl Counts {
+    pub(crate) fn opened(&self) {
+        self.open_total.inc();
+        self.open.add(1);
+    }
+
+    pub(crate) fn closed(&self, errno: Option<i32>) {
+        self.open.add(-1);
+        let errno = errno.map_or_else(String::new, |errno| format!("{:?}", nix::errno::Errno::from_raw(errno)));
+        self.families
+            .close_total
+            .get(&self.labels.clone().with("errno", errno))
+            .inc();
+    }
+}

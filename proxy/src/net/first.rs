@@ -1,0 +1,139 @@
+//! Who speaks first: HTTP is recognised by the client's first bytes, other protocols may start with the server's.
+//!
+//! A client that stays silent for a moment is given the server's side: it is dialled, and whoever speaks first
+//! decides. What a target turned out to be is remembered, so that later connections wait less or not at all.
+
+use std::{
+    future::Future,
+    io,
+    pin::pin,
+    sync::atomic::{AtomicU8, Ordering},
+    time::Duration,
+};
+
+use bytes::{Bytes, BytesMut};
+use tokio::io::AsyncRead;
+
+use crate::net::{
+    detect::{self, Look, Verdict},
+    io::Io,
+};
+
+/// How long a client may think before the server is dialled as well. Clients of client-first protocols have their
+/// first bytes ready within a millisecond or two.
+const GRACE: Duration = Duration::from_millis(15);
+
+/// What connections to one target have shown so far.
+#[derive(Debug, Default)]
+pub(crate) struct Learned(AtomicU8);
+
+const SERVER_SPEAKS: u8 = 1;
+const CLIENT_SPEAKS: u8 = 2;
+
+/// How a connection began.
+#[derive(Debug)]
+pub(crate) enum First {
+    /// The client spoke, or will be taken for silent: its bytes, what they are, and the server's side where it was
+    /// dialled meanwhile.
+    Client(Bytes, Verdict, Option<Io>),
+    /// The server spoke; its bytes are in front of its side again. The client's, if any, are not.
+    Server { server: Io, client: Bytes },
+    /// The client left without a byte.
+    Closed,
+}
+
+/// Waits for the first bytes of either side, `limit` at most; after that the connection is opaque.
+///
+/// `dial` opens the server's side; it must have authorized the client before. It yields `None` when that is not
+/// possible, and then only the client is listened to.
+///
+/// # Errors
+/// Reading from the client failed.
+pub(crate) async fn words<C: AsyncRead + Unpin>(
+    client: &mut C,
+    learned: &Learned,
+    limit: Duration,
+    dial: impl Future<Output = Option<Io>>,
+) -> io::Result<First> {
+    let mut seen = BytesMut::new();
+    if !learned.is(SERVER_SPEAKS) {
+        let patience = if learned.is(CLIENT_SPEAKS) {
+            limit
+        } else {
+            GRACE.min(limit)
+        };
+        match detect::look(client, &mut seen, patience).await? {
+            Look::TimedOut if patience < limit => {}
+            look => return Ok(learned.client(look, seen, None)),
+        }
+    }
+    // Rare, and much larger than what a plain request needs.
+    Box::pin(both(client, seen, learned, limit, dial)).await
+}
+
+async fn both<C: AsyncRead + Unpin>(
+    client: &mut C,
+    mut seen: BytesMut,
+    learned: &Learned,
+    limit: Duration,
+    dial: impl Future<Output = Option<Io>>,
+) -> io::Result<First> {
+    if !seen.is_empty() {
+        // A request that comes in pieces: the client is the one who speaks.
+        let look = detect::look(client, &mut seen, limit).await?;
+        return Ok(learned.client(look, seen, None));
+    }
+    let mut said = BytesMut::new();
+    let (look, server) = {
+        let mut looking = pin!(detect::look(client, &mut seen, limit));
+        // The client may still speak while the server is dialled.
+        tokio::select! {
+            biased;
+            look = &mut looking => (look?, None),
+            dialled = dial => match dialled {
+                None => (looking.await?, None),
+                Some(mut server) => tokio::select! {
+                    biased;
+                    look = &mut looking => (look?, Some(server)),
+                    read = detect::read_some(&mut server, &mut said) => match read {
+                        Ok(_) => (Look::TimedOut, Some(server)),
+                        Err(_) => (looking.await?, None),
+                    },
+                },
+            },
+        }
+    };
+    match server {
+        Some(server) if !said.is_empty() => {
+            learned.note(SERVER_SPEAKS);
+            Ok(First::Server {
+                server: server.unread(said.freeze()),
+                client: seen.freeze(),
+            })
+        }
+        server => Ok(learned.client(look, seen, server)),
+    }
+}
+
+impl Learned {
+    fn is(&self, what: u8) -> bool {
+        self.0.load(Ordering::Relaxed) == what
+    }
+
+    fn note(&self, what: u8) {
+        self.0.store(what, Ordering::Relaxed);
+    }
+
+    fn client(&self, look: Look, seen: BytesMut, server: Option<Io>) -> First {
+        let verdict = match look {
+            Look::Seen(verdict) => verdict,
+            Look::Closed => return First::Closed,
+            Look::TimedOut => Verdict::NotHttp,
+        };
+        // Only HTTP proves who speaks first: other clients may have answered a greeting that we have not seen.
+        if verdict != Verdict::NotHttp {
+            self.note(CLIENT_SPEAKS);
+        }
+        First::Client(seen.freeze(), verdict, server)
+    }
+}

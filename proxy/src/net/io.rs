@@ -1,0 +1,231 @@
+//! `Io`, the one stream type: plain TCP, TLS in either role, bytes that were looked at before, and byte counts.
+
+use std::{
+    io,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+};
+
+use bytes::{Buf, Bytes};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::TcpStream,
+};
+use tokio_rustls::{client, server};
+
+use crate::net::counts::Counts;
+
+/// A TCP stream whose first bytes may have been read already; they are delivered again.
+#[derive(Debug)]
+pub(crate) struct Tcp {
+    stream: TcpStream,
+    prefix: Bytes,
+}
+
+/// Any connection the proxy holds, in either direction.
+pub(crate) struct Io {
+    stream: Stream,
+    prefix: Bytes,
+    counted: Option<Counted>,
+}
+
+enum Stream {
+    Tcp(Tcp),
+    // Boxed: a rustls connection is several hundred bytes, and most futures hold an `Io`.
+    TlsClient(Box<client::TlsStream<Tcp>>),
+    TlsServer(Box<server::TlsStream<Tcp>>),
+}
+
+/// Where the connection's bytes and its end are counted.
+struct Counted {
+    metrics: Arc<Counts>,
+    errno: Option<i32>,
+}
+
+impl Tcp {
+    pub(crate) fn new(stream: TcpStream) -> Self {
+        Self {
+            stream,
+            prefix: Bytes::new(),
+        }
+    }
+
+    pub(crate) fn with_prefix(stream: TcpStream, prefix: Bytes) -> Self {
+        Self { stream, prefix }
+    }
+}
+
+impl Io {
+    pub(crate) fn tcp(tcp: Tcp) -> Self {
+        Self::of(Stream::Tcp(tcp))
+    }
+
+    pub(crate) fn tls_client(tls: client::TlsStream<Tcp>) -> Self {
+        Self::of(Stream::TlsClient(Box::new(tls)))
+    }
+
+    pub(crate) fn tls_server(tls: server::TlsStream<Tcp>) -> Self {
+        Self::of(Stream::TlsServer(Box::new(tls)))
+    }
+
+    fn of(stream: Stream) -> Self {
+        Self {
+            stream,
+            prefix: Bytes::new(),
+            counted: None,
+        }
+    }
+
+    /// Puts bytes that were read from this stream back in front of it.
+    pub(crate) fn unread(mut self, bytes: Bytes) -> Self {
+        debug_assert!(self.prefix.is_empty(), "one look at a time");
+        self.prefix = bytes;
+        self
+    }
+
+    /// Counts this connection from now on: bytes both ways, and its end when it is dropped.
+    pub(crate) fn count(mut self, metrics: Arc<Counts>) -> Self {
+        metrics.opened();
+        self.counted = Some(Counted { metrics, errno: None });
+        self
+    }
+
+    fn note_error<T>(&mut self, result: &io::Result<T>) {
+        if let (Err(error), Some(counted)) = (result, &mut self.counted) {
+            counted.errno = error.raw_os_error();
+        }
+    }
+}
+
+impl Drop for Io {
+    fn drop(&mut self) {
+        if let Some(counted) = self.counted.take() {
+            counted.metrics.closed(counted.errno);
+        }
+    }
+}
+
+impl std::fmt::Debug for Io {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self.stream {
+            Stream::Tcp(_) => "Io::Tcp",
+            Stream::TlsClient(_) => "Io::TlsClient",
+            Stream::TlsServer(_) => "Io::TlsServer",
+        })
+    }
+}
+
+/// Copies as much of `prefix` as fits; true when it delivered something.
+fn deliver_prefix(prefix: &mut Bytes, buf: &mut ReadBuf<'_>) -> bool {
+    if prefix.is_empty() || buf.remaining() == 0 {
+        return false;
+    }
+    let n = prefix.len().min(buf.remaining());
+    buf.put_slice(&prefix[..n]);
+    prefix.advance(n);
+    if prefix.is_empty() {
+        *prefix = Bytes::new(); // gives the allocation back
+    }
+    true
+}
+
+impl AsyncRead for Tcp {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        if deliver_prefix(&mut self.prefix, buf) {
+            return Poll::Ready(Ok(()));
+        }
+        Pin::new(&mut self.stream).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Tcp {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+/// Runs a poll function on whichever stream this is.
+macro_rules! on_stream {
+    ($self:ident, $s:ident => $call:expr) => {
+        match &mut $self.stream {
+            Stream::Tcp($s) => $call,
+            Stream::TlsClient($s) => $call,
+            Stream::TlsServer($s) => $call,
+        }
+    };
+}
+
+impl AsyncRead for Io {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        if deliver_prefix(&mut self.prefix, buf) {
+            return Poll::Ready(Ok(()));
+        }
+        let before = buf.filled().len();
+        let result = ready!(on_stream!(self, s => Pin::new(s).poll_read(cx, buf)));
+        self.note_error(&result);
+        if let Some(counted) = &self.counted {
+            counted.metrics.read.add((buf.filled().len() - before) as u64);
+        }
+        Poll::Ready(result)
+    }
+}
+
+impl AsyncWrite for Io {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        let result = ready!(on_stream!(self, s => Pin::new(s).poll_write(cx, buf)));
+        self.wrote(&result);
+        Poll::Ready(result)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let result = ready!(on_stream!(self, s => Pin::new(s).poll_write_vectored(cx, bufs)));
+        self.wrote(&result);
+        Poll::Ready(result)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        on_stream!(self, s => Pin::new(s).poll_flush(cx))
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        on_stream!(self, s => Pin::new(s).poll_shutdown(cx))
+    }
+}
+
+impl Io {
+    fn wrote(&mut self, result: &io::Result<usize>) {
+        self.note_error(result);
+        if let (Ok(n), Some(counted)) = (result, &self.counted) {
+            counted.metrics.written.add(*n as u64);
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! Listening sockets and the accept loop of one worker.
+
+use std::{
+    future::Future,
+    io,
+    net::{Ipv6Addr, SocketAddr},
+    time::Duration,
+};
+
+use socket2::{Domain, Protocol, Socket, Type};
+use tokio::net::{TcpListener, TcpStream};
+use tulle_core::addr::{self, ClientAddr};
+
+use crate::net::connect::{self, SocketOptions};
+
+/// How long an accept loop rests after the process ran out of descriptors or memory.
+const PAUSE_AFTER_ERROR: Duration = Duration::from_millis(50);
+/// Connections that may wait to be accepted, unless the environment says otherwise.
+const BACKLOG: i32 = 4096;
+
+/// Whether an address is bound more than once in this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sharing {
+    Alone,
+    /// Once a worker; the kernel spreads connections between them.
+    Workers,
+}
+
+/// Binds `addr`.
+///
+/// # Errors
+/// The address is taken by another process, not ours to bind, or not on this host.
+pub(crate) fn bind(addr: SocketAddr, backlog: Option<u32>, sharing: Sharing) -> io::Result<std::net::TcpListener> {
+    let socket = Socket::new(Domain::for_address(addr), Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_reuse_address(true)?;
+    socket.set_reuse_port(sharing == Sharing::Workers)?;
+    if addr.ip() == Ipv6Addr::UNSPECIFIED {
+        socket.set_only_v6(false)?; // one listener serves both families
+    }
+    socket.set_nonblocking(true)?;
+    socket.bind(&addr.into())?;
+    socket.listen(backlog.map_or(BACKLOG, |n| i32::try_from(n).unwrap_or(i32::MAX)))?;
+    Ok(socket.into())
+}
+
+/// Accepts until `stop` resolves, then takes what the kernel already queued, so that nobody who got through the
+/// handshake is reset.
+pub(crate) async fn accept_loop(
+    listener: TcpListener,
+    options: SocketOptions,
+    stop: impl Future<Output = ()>,
+    serve: impl Fn(TcpStream, ClientAddr),
+) {
+    let hand_over = |(stream, peer): (TcpStream, SocketAddr)| {
+        connect::apply(&stream, options);
+        serve(stream, ClientAddr(addr::canonical(peer)));
+    };
+    tokio::pin!(stop);
+    loop {
+        tokio::select! {
+            biased;
+            () = &mut stop => break,
+            accepted = listener.accept() => match accepted {
+                Ok(connection) => hand_over(connection),
+                Err(error) if is_of_one_connection(&error) => {}
+                Err(error) => {
+                    tracing::warn!(%error, "accepting a connection failed");
+                    tokio::time::sleep(PAUSE_AFTER_ERROR).await;
+                }
+            },
+        }
+    }
+    while let Some(Ok(connection)) = futures_util::FutureExt::now_or_never(listener.accept()) {
+        hand_over(connection);
+    }
+}
+
+/// True for errors that concern the connection being accepted, not the listener.
+fn is_of_one_connection(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::ConnectionRefused | io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset
+    )
+}

@@ -1,0 +1,14 @@
+//! Sockets and bytes: accepting, dialling, looking at the first bytes, copying.
+//!
+//! Knows nothing of HTTP semantics or policy. Connections enter through [`listen`] and [`connect`] and leave as
+//! [`io::Io`], the one stream type of the proxy.
+
+pub(crate) mod connect;
+pub(crate) mod copy;
+pub(crate) mod counts;
+pub(crate) mod detect;
+pub(crate) mod first;
+pub(crate) mod io;
+pub(crate) mod listen;
+pub(crate) mod listeners;
+pub(crate) mod orig_dst;

@@ -1,0 +1,229 @@
+//! What stands behind a route: a balancer, a fixed endpoint, or a refusal; and the choice among several.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Weak},
+};
+
+use parking_lot::Mutex;
+use tokio::{sync::watch, time::Instant};
+
+use crate::{
+    api::{
+        destination::Destinations,
+        watch::{Position, Watched},
+    },
+    balance::{
+        balancer::{Balancer, PickError, Strategy},
+        breaker::{Breaker, Wake},
+        endpoints::Endpoints,
+        load::Load,
+        weighted::{self, Weights},
+    },
+    http::error::Error,
+    outbound::endpoint::{Common, Endpoint},
+    policy::{
+        client::{self, BackendTarget, Distribution, FailureAccrual, LoadParams, Queue},
+        decode,
+    },
+};
+
+/// Where requests or connections of a route go; `F` is what filters those of one backend.
+pub(crate) enum Backends<F> {
+    /// Nowhere.
+    None,
+    FirstAvailable(Vec<Choice<F>>),
+    ByWeight(Weights, Vec<Choice<F>>),
+}
+
+pub(crate) struct Choice<F> {
+    pub(super) filters: Vec<F>,
+    pub(super) backend: Backend,
+}
+
+#[derive(Clone)]
+pub(crate) enum Backend {
+    Balanced(Arc<Balanced>),
+    Forward(Arc<Endpoint>),
+    Fail,
+}
+
+/// The endpoints of one service, followed for as long as somebody holds this.
+pub(crate) struct Balanced {
+    balancer: Arc<Balancer<Endpoint>>,
+    params: Params,
+    _followed: watch::Receiver<Watched<()>>,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+struct Params {
+    load: LoadParams,
+    queue: Queue,
+    accrual: Option<FailureAccrual>,
+}
+
+/// Makes backends; those for the same service and settings are one.
+pub(crate) struct Factory {
+    pub(crate) common: Arc<Common>,
+    pub(crate) destinations: Destinations,
+    pub(crate) strategy: Strategy,
+    pub(crate) balanced: Mutex<HashMap<Arc<str>, Vec<Weak<Balanced>>>>,
+}
+
+impl Factory {
+    pub(super) fn backends<F: Clone>(
+        &self,
+        distribution: &Distribution<F>,
+        accrual: Option<FailureAccrual>,
+    ) -> Backends<F> {
+        let choice = |route: &client::RouteBackend<F>| Choice {
+            filters: route.filters.clone(),
+            backend: self.backend(&route.backend, accrual),
+        };
+        match distribution {
+            Distribution::Empty => Backends::None,
+            Distribution::FirstAvailable(list) => Backends::FirstAvailable(list.iter().map(choice).collect()),
+            Distribution::RandomAvailable(list) => match Weights::new(list.iter().map(|(_, weight)| *weight)) {
+                Some(weights) => Backends::ByWeight(weights, list.iter().map(|(route, _)| choice(route)).collect()),
+                None => Backends::None,
+            },
+        }
+    }
+
+    fn backend(&self, backend: &client::Backend, accrual: Option<FailureAccrual>) -> Backend {
+        match &backend.target {
+            BackendTarget::Fail => Backend::Fail,
+            BackendTarget::Forward(spec) => {
+                let load = Load::new(UNMEASURED, Instant::now());
+                let breaker = Breaker::new(None, Wake::default(), Instant::now());
+                Backend::Forward(Arc::new(Endpoint::new(&self.common, None, spec.clone(), load, breaker)))
+            }
+            BackendTarget::Balance { path, load } => Backend::Balanced(self.balanced(
+                path,
+                Params {
+                    load: *load,
+                    queue: backend.queue,
+                    accrual,
+                },
+            )),
+        }
+    }
+
+    /// The balancer of a service by its name, with the settings that services have without a policy.
+    pub(super) fn service(&self, path: &Arc<str>, queue: Queue) -> Backend {
+        Backend::Balanced(self.balanced(
+            path,
+            Params {
+                load: UNMEASURED,
+                queue,
+                accrual: None,
+            },
+        ))
+    }
+
+    fn balanced(&self, path: &Arc<str>, params: Params) -> Arc<Balanced> {
+        let mut known = self.balanced.lock();
+        known.retain(|_, list| {
+            list.retain(|balanced| balanced.strong_count() > 0);
+            !list.is_empty()
+        });
+        let list = known.entry(path.clone()).or_default();
+        if let Some(found) = list
+            .iter()
+            .filter_map(Weak::upgrade)
+            .find(|balanced| balanced.params == params)
+        {
+            return found;
+        }
+        let made = Arc::new(self.follow(path, params));
+        list.push(Arc::downgrade(&made));
+        made
+    }
+
+    fn follow(&self, path: &Arc<str>, params: Params) -> Balanced {
+        let balancer = Arc::new(Balancer::new(self.strategy, params.queue));
+        let (common, authority, fed) = (self.common.clone(), path.clone(), balancer.clone());
+        let mut endpoints = Endpoints::default();
+        let followed = self.destinations.endpoints(path, move |position, update| {
+            if position == Position::First {
+                endpoints.resync();
+            }
+            let changed = decode::endpoint::endpoint_update(update).map(|update| {
+                endpoints.apply(update, |spec| {
+                    let now = Instant::now();
+                    let breaker = Breaker::new(params.accrual, fed.wake(), now);
+                    let load = Load::new(params.load, now);
+                    Arc::new(Endpoint::new(&common, Some(&authority), spec.clone(), load, breaker))
+                })
+            });
+            match changed {
+                Ok(Some(discovered)) => fed.update(discovered),
+                Ok(None) => {}
+                Err(error) => tracing::warn!(service = %authority, %error, "endpoints cannot be understood"),
+            }
+        });
+        Balanced {
+            balancer,
+            params,
+            _followed: followed,
+        }
+    }
+}
+
+impl<F> Backends<F> {
+    /// The backend for a request or connection that comes now.
+    ///
+    /// # Errors
+    /// There is none.
+    pub(super) fn choose(&self) -> Result<&Choice<F>, Error> {
+        let chosen = match self {
+            Self::None => None,
+            Self::FirstAvailable(list) if list.len() == 1 => list.first(),
+            Self::FirstAvailable(list) => {
+                let now = Instant::now();
+                list.get(weighted::first_available(list.len(), |index| {
+                    list[index].backend.is_available(now)
+                }))
+            }
+            Self::ByWeight(weights, list) => {
+                let (now, random) = (Instant::now(), fastrand::u32(..));
+                let available = weights.choose_available(random, |index| list[index].backend.is_available(now));
+                list.get(available.unwrap_or_else(|| weights.choose(random)))
+            }
+        };
+        chosen.ok_or(Error::Unavailable)
+    }
+}
+
+impl Backend {
+    fn is_available(&self, now: Instant) -> bool {
+        match self {
+            Self::Balanced(balanced) => balanced.balancer.is_available(now),
+            Self::Forward(_) => true,
+            Self::Fail => false,
+        }
+    }
+
+    /// An endpoint to try, rather one that has not been tried.
+    ///
+    /// # Errors
+    /// None is available, or becomes so in time.
+    pub(super) async fn pick(&self, tried: &[Arc<Endpoint>]) -> Result<Arc<Endpoint>, Error> {
+        match self {
+            Self::Balanced(balanced) => balanced.balancer.pick(tried).await.map_err(|error| match error {
+                PickError::NoEndpoints => Error::NoEndpoints,
+                PickError::FailFast(limit) => Error::FailFast(limit),
+                PickError::Unavailable => Error::Unavailable,
+                PickError::QueueFull(_) => Error::QueueFull,
+            }),
+            Self::Forward(endpoint) => Ok(endpoint.clone()),
+            Self::Fail => Err(Error::NoBackend("it has no dispatcher")),
+        }
+    }
+}
+
+/// What an endpoint is believed to take before it has answered.
+const UNMEASURED: LoadParams = LoadParams::PeakEwma {
+    default_rtt: std::time::Duration::from_millis(30),
+    decay: std::time::Duration::from_secs(10),
+};

@@ -1,0 +1,190 @@
+//! From what was dialled to what is known of it: looked up once, followed while in use.
+
+use std::{collections::HashMap, net::SocketAddr, sync::Arc, time::Duration};
+
+use arc_swap::ArcSwap;
+use parking_lot::Mutex;
+use tokio::{runtime::Handle, sync::watch};
+use tulle_core::addr::{Addr, OrigDst};
+
+use crate::{
+    api::{
+        destination::Destinations,
+        policies::Policies,
+        watch::{Refusal, Watched},
+    },
+    http::error::Error,
+    net::first::Learned,
+    outbound::{
+        backend::{Backends, Factory},
+        destination::{self, Destination, OpaquePlan, Plan},
+    },
+    policy::{
+        client::{ClientPolicy, ForwardParams},
+        decode,
+        endpoint::EndpointSpec,
+        meta::Meta,
+        profile::Profile,
+    },
+};
+
+/// What is known of all addresses in use.
+pub(crate) struct Discover {
+    pub(crate) destinations: Destinations,
+    pub(crate) policies: Policies,
+    pub(crate) factory: Factory,
+    pub(crate) forward: ForwardParams,
+    /// How long an address stays known that nobody uses.
+    pub(crate) idle: Duration,
+    /// Where the followers run.
+    pub(crate) runtime: Handle,
+    pub(crate) known: Mutex<HashMap<SocketAddr, Arc<Destination>>>,
+}
+
+impl Discover {
+    /// What is known of an address; waits for the first answer.
+    ///
+    /// # Errors
+    /// The control plane did not say anything within `limit`.
+    pub(super) async fn get(self: &Arc<Self>, dst: OrigDst, limit: Duration) -> Result<Arc<Destination>, Error> {
+        let found = self.join_or_follow(dst.0);
+        if *found.known.borrow() {
+            return Ok(found);
+        }
+        // Rare, and larger than the rest of a connection's start.
+        let mut known = found.known.subscribe();
+        match Box::pin(tokio::time::timeout(limit, known.wait_for(|known| *known))).await {
+            Ok(Ok(_)) => {}
+            _ => return Err(Error::Undiscovered(dst.0)),
+        }
+        drop(known);
+        Ok(found)
+    }
+
+    fn join_or_follow(self: &Arc<Self>, dst: SocketAddr) -> Arc<Destination> {
+        let mut known = self.known.lock();
+        if let Some(found) = known.get(&dst) {
+            return found.clone();
+        }
+        let nowhere = OpaquePlan {
+            refusal: Some(destination::Refusal::Invalid),
+            backends: Backends::None,
+        };
+        let made = Arc::new(Destination {
+            orig_dst: dst,
+            plan: ArcSwap::from_pointee(Plan::Opaque(Arc::new(nowhere))),
+            known: watch::Sender::new(false),
+            learned: Learned::default(),
+        });
+        known.insert(dst, made.clone());
+        self.runtime.spawn(follow(self.clone(), made.clone()));
+        made
+    }
+}
+
+/// Keeps a destination's plan up to date until nobody has used it for a while.
+async fn follow(discover: Arc<Discover>, destination: Arc<Destination>) {
+    let target = Addr::Socket(destination.orig_dst);
+    let mut profile = discover.destinations.profile(&target, decode::profile::profile);
+    let timeout = discover.forward.detect_timeout;
+    let mut policy = discover.policies.outbound(&target, move |policy| {
+        decode::outbound::client_policy(policy).unwrap_or_else(|error| {
+            tracing::warn!(%error, "policy of a destination cannot be understood, nothing is sent there");
+            ClientPolicy::invalid(timeout)
+        })
+    });
+    loop {
+        if let Some(plan) = plan(&discover, destination.orig_dst, profile.as_ref(), &policy) {
+            destination.plan.store(Arc::new(plan));
+            destination.known.send_replace(true);
+        }
+        let profile_changed = async {
+            let changed = match &mut profile {
+                Some(profile) => profile.changed().await.is_ok(),
+                None => false,
+            };
+            if !changed {
+                std::future::pending::<()>().await;
+            }
+        };
+        let policy_changed = async {
+            if policy.changed().await.is_err() {
+                std::future::pending::<()>().await; // refused for good; the profile may still change
+            }
+        };
+        tokio::select! {
+            () = profile_changed => {}
+            () = policy_changed => {}
+            () = unused(&discover, &destination) => return,
+        }
+    }
+}
+
+/// The plan that follows from what has been said so far; none while an answer is outstanding.
+fn plan(
+    discover: &Discover,
+    dst: SocketAddr,
+    profile: Option<&watch::Receiver<Watched<Profile>>>,
+    policy: &watch::Receiver<Watched<ClientPolicy>>,
+) -> Option<Plan> {
+    let profile = profile.map(|profile| profile.borrow());
+    let profile = match profile.as_deref() {
+        Some(Watched::Pending) => return None,
+        Some(Watched::Known(profile)) => Some(profile),
+        Some(Watched::Refused(_)) | None => None,
+    };
+    let policy = policy.borrow();
+    let forward =
+        |name: &str, spec: Arc<EndpointSpec>| ClientPolicy::forward(Meta::default_named(name), spec, discover.forward);
+    let synthesized = match &*policy {
+        Watched::Pending => return None,
+        Watched::Known(policy) => {
+            return Some(destination::compile(
+                &discover.factory,
+                policy,
+                profile,
+                discover.forward.queue,
+                dst.port(),
+            ));
+        }
+        Watched::Refused(refusal) if unknown_there(refusal) => {
+            match profile.and_then(|profile| profile.endpoint.clone()) {
+                Some(endpoint) => forward("endpoint", endpoint),
+                None => forward("fallback", Arc::new(EndpointSpec::plain(dst))),
+            }
+        }
+        Watched::Refused(refusal) => {
+            tracing::warn!(%dst, code = ?refusal.code, message = refusal.message, "destination is refused");
+            ClientPolicy::invalid(discover.forward.detect_timeout)
+        }
+    };
+    Some(destination::compile(
+        &discover.factory,
+        &synthesized,
+        profile,
+        discover.forward.queue,
+        dst.port(),
+    ))
+}
+
+/// Whether the control plane has no policy for a destination, so that traffic goes where it was dialled.
+fn unknown_there(refusal: &Refusal) -> bool {
+    matches!(refusal.code, tonic::Code::NotFound | tonic::Code::Unimplemented)
+}
+
+/// Waits until the destination has been unused for the idle time, and forgets it.
+async fn unused(discover: &Discover, destination: &Arc<Destination>) {
+    /// The map's and the follower's own.
+    const OURS: usize = 2;
+    let mut idle_before = false;
+    loop {
+        tokio::time::sleep(discover.idle).await;
+        let mut known = discover.known.lock();
+        let idle = Arc::strong_count(destination) <= OURS;
+        if idle && idle_before {
+            known.remove(&destination.orig_dst);
+            return;
+        }
+        idle_before = idle;
+    }
+}

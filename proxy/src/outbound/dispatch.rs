@@ -1,0 +1,330 @@
+//! Sending a request: pick an endpoint, connect, send; once more to another one where nothing was processed (O7–O11).
+
+use http::{HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
+use http_body::Body as _;
+use hyper::upgrade::OnUpgrade;
+use smallvec::SmallVec;
+use std::{sync::Arc, time::Duration};
+use tokio::time::Instant;
+use tulle_core::{drain, metrics::Labels, names::header as names};
+
+use crate::{
+    balance::{balancer::Candidate, breaker, load::Pending},
+    http::{
+        body::Body,
+        classify::{self, Ended},
+        client::{Protocol, Ready, Reuse},
+        error::{Error, Retry, grpc},
+        headers, orig_proto,
+        replay::{self, Kept},
+        tunnel,
+    },
+    metrics::http::Outcome,
+    outbound::{backend::Backend, endpoint::Endpoint, metrics::Families},
+};
+
+/// Endpoints that one request is sent to at most.
+const MAX_TRIES: usize = 3;
+
+/// What a request needs besides itself.
+pub(super) struct Dispatch<'a> {
+    pub(super) worker: usize,
+    pub(super) backend: &'a Backend,
+    /// The identity that the application demands of the endpoint.
+    pub(super) required: Option<&'a str>,
+    pub(super) families: &'a Families,
+    pub(super) drain: &'a drain::Watch,
+}
+
+/// What a request needs of a connection.
+#[derive(Clone, Copy)]
+struct Needs {
+    version: Version,
+    upgrade: bool,
+    reuse: Reuse,
+}
+
+/// A request that can be sent again.
+pub(super) struct Copy {
+    method: Method,
+    uri: Uri,
+    version: Version,
+    headers: http::HeaderMap,
+    body: Option<Kept>,
+}
+
+/// What a request is on its way to one endpoint.
+struct Flight {
+    endpoint: Arc<Endpoint>,
+    /// Until the first data of the response.
+    pending: Option<Pending<Endpoint>>,
+}
+
+impl Dispatch<'_> {
+    /// Sends `req` to an endpoint of the backend and returns its response.
+    ///
+    /// # Errors
+    /// No endpoint is available, or the last one that was tried failed.
+    pub(super) async fn run(
+        &self,
+        mut req: Request<Body>,
+        upgrade: Option<OnUpgrade>,
+    ) -> Result<Response<Body>, Error> {
+        let started = Instant::now();
+        let mut tried: SmallVec<[Arc<Endpoint>; MAX_TRIES]> = SmallVec::new();
+        let needs = Needs::of(&req, upgrade.is_some());
+        let endpoint = loop {
+            let endpoint = self.backend.pick(&tried).await?;
+            match self.connect(&endpoint, needs).await {
+                Ok(ready) => break (endpoint, ready),
+                Err(error) if error.retry() == Retry::NeverSent && self.may_try_another(tried.len()) => {
+                    self.count_resent(&error);
+                    tried.push(endpoint);
+                }
+                Err(error) => return Err(error),
+            }
+        };
+        let (mut endpoint, mut ready) = endpoint;
+        let mut copy = if upgrade.is_none() { Copy::of(&mut req) } else { None };
+        loop {
+            let version = req.version();
+            let protocol = endpoint.protocol(version, upgrade.is_some());
+            prepare(&mut req, &endpoint, protocol)?;
+            let mut flight = Flight::start(&endpoint, started);
+            endpoint.series.request();
+            let sent = endpoint.client(self.worker).send(ready, req).await;
+            match sent {
+                Ok(mut rsp)
+                    if !(never_reached(&rsp, &endpoint) && copy.is_some() && self.may_try_another(tried.len())) =>
+                {
+                    flight.judge(&rsp);
+                    finish(&mut rsp, protocol, version);
+                    let upgraded = rsp.body_mut().take_upgraded();
+                    let rsp = classify::observe(rsp, endpoint.series.clone(), started, flight);
+                    if let (Some(client), Some(upstream)) = (upgrade, upgraded) {
+                        tunnel::spawn(client, upstream, self.drain);
+                    }
+                    return Ok(rsp);
+                }
+                Err(error) if !self.resendable(&error, copy.as_ref(), tried.len()) => {
+                    flight.failed();
+                    return Err(error);
+                }
+                Err(error) => {
+                    self.count_resent(&error);
+                    // A pooled connection that turned out to be closed says nothing against its endpoint.
+                    if !matches!(error, Error::Closed { reused: true, .. }) {
+                        flight.failed();
+                    }
+                }
+                Ok(_) => flight.failed(),
+            }
+            tried.push(endpoint);
+            let Some(again) = copy.take().and_then(Copy::request) else {
+                return Err(Error::Unavailable);
+            };
+            req = again;
+            endpoint = self.backend.pick(&tried).await?;
+            ready = self.connect(&endpoint, needs).await?;
+        }
+    }
+
+    /// A connection to the endpoint; a failure counts against it.
+    async fn connect(&self, endpoint: &Arc<Endpoint>, needs: Needs) -> Result<Ready, Error> {
+        if let Some(required) = self.required
+            && endpoint.identity().is_none_or(|identity| identity.as_str() != required)
+        {
+            return Err(Error::RequireId {
+                required: required.to_owned(),
+                actual: endpoint.identity().cloned(),
+            });
+        }
+        let protocol = endpoint.protocol(needs.version, needs.upgrade);
+        let ready = endpoint.client(self.worker).ready(protocol, needs.reuse).await;
+        match &ready {
+            Ok(_) => endpoint.breaker().connected(),
+            Err(error) => {
+                tracing::debug!(addr = %endpoint.spec.addr, %error, "endpoint cannot be reached");
+                endpoint.breaker().connect_failed(Instant::now());
+            }
+        }
+        ready
+    }
+
+    fn may_try_another(&self, n_tried: usize) -> bool {
+        n_tried + 1 < MAX_TRIES
+    }
+
+    fn resendable(&self, error: &Error, copy: Option<&Copy>, n_tried: usize) -> bool {
+        let safe = match error.retry() {
+            Retry::No => false,
+            Retry::NeverSent => true,
+            Retry::IfIdempotent => copy.is_some_and(|copy| copy.method.is_idempotent()),
+        };
+        safe && copy.is_some() && self.may_try_another(n_tried)
+    }
+
+    fn count_resent(&self, error: &Error) {
+        self.families
+            .retries
+            .get(&Labels::new().with("cause", error.cause()))
+            .inc();
+    }
+}
+
+impl Needs {
+    fn of(req: &Request<Body>, upgrade: bool) -> Self {
+        let version = req.version();
+        // Without a host, a server may take the whole connection to be for one site.
+        let anonymous = req.uri().authority().is_none() && !req.headers().contains_key(header::HOST);
+        let own = upgrade || version == Version::HTTP_10 || anonymous;
+        Self {
+            version,
+            upgrade,
+            reuse: if own { Reuse::OwnConnection } else { Reuse::Pooled },
+        }
+    }
+}
+
+/// Gives the request the form in which it travels.
+fn prepare(req: &mut Request<Body>, endpoint: &Endpoint, protocol: Protocol) -> Result<(), Error> {
+    if let Some(authority) = &endpoint.spec.authority_override {
+        req.headers_mut().remove(header::HOST);
+        req.headers_mut().remove(names::L5D_DST_CANONICAL);
+        let mut parts = std::mem::take(req.uri_mut()).into_parts();
+        parts.scheme = parts.scheme.or(Some(http::uri::Scheme::HTTP));
+        parts.authority = Some(authority.clone());
+        parts.path_and_query = parts
+            .path_and_query
+            .or_else(|| Some(http::uri::PathAndQuery::from_static("/")));
+        *req.uri_mut() = Uri::from_parts(parts).map_err(|_| Error::BadRequest("its target"))?;
+        if protocol == Protocol::Http1 {
+            orig_proto::make_origin(req);
+        }
+    }
+    if protocol == Protocol::Http2 && req.version() != Version::HTTP_2 {
+        return orig_proto::upgrade(req);
+    }
+    Ok(())
+}
+
+/// Takes out of a response what only proxies should see.
+fn finish(rsp: &mut Response<Body>, protocol: Protocol, asked: Version) {
+    let upgraded = asked != Version::HTTP_2 && protocol == Protocol::Http2;
+    if upgraded {
+        orig_proto::downgrade(rsp);
+    } else if protocol == Protocol::Http1 && rsp.status() != StatusCode::SWITCHING_PROTOCOLS {
+        headers::strip_hop_by_hop(rsp.headers_mut());
+    }
+    let words = headers::strip_proxy_headers(rsp.headers_mut());
+    if let Some(error) = words.error {
+        tracing::debug!(status = %rsp.status(), ?error, "peer's proxy answered");
+    }
+    if words.close && asked <= Version::HTTP_11 && !upgraded {
+        rsp.headers_mut()
+            .insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
+}
+
+/// True when the peer's proxy says that its application was never reached.
+fn never_reached(rsp: &Response<Body>, endpoint: &Endpoint) -> bool {
+    rsp.status() == StatusCode::BAD_GATEWAY
+        && endpoint.identity().is_some()
+        && rsp.headers().get(names::L5D_PROXY_CAUSE).is_some_and(|cause| {
+            cause.as_bytes().starts_with(b"connect-refused") || cause.as_bytes().starts_with(b"connect-timeout")
+        })
+}
+
+impl Copy {
+    /// Keeps what is needed to send `req` once more; its body is kept as it passes.
+    pub(super) fn of(req: &mut Request<Body>) -> Option<Self> {
+        let body = if req.body().is_end_stream() {
+            None
+        } else {
+            let (sent, kept) = replay::keep(std::mem::take(req.body_mut()));
+            *req.body_mut() = sent;
+            Some(kept)
+        };
+        Some(Self {
+            method: req.method().clone(),
+            uri: req.uri().clone(),
+            version: req.version(),
+            headers: req.headers().clone(),
+            body,
+        })
+    }
+
+    /// The request again, if its body could be kept.
+    pub(super) fn request(self) -> Option<Request<Body>> {
+        let body = match self.body {
+            None => Body::empty(),
+            Some(kept) => kept.again()?,
+        };
+        let mut req = Request::new(body);
+        *req.method_mut() = self.method;
+        *req.uri_mut() = self.uri;
+        *req.version_mut() = self.version;
+        *req.headers_mut() = self.headers;
+        Some(req)
+    }
+}
+
+impl Flight {
+    fn start(endpoint: &Arc<Endpoint>, started: Instant) -> Self {
+        Self {
+            endpoint: endpoint.clone(),
+            pending: Some(Pending::new(endpoint.clone(), started)),
+        }
+    }
+
+    /// A failure counts as slow, where the policy says so, however fast it came.
+    fn judge(&mut self, rsp: &Response<Body>) {
+        let status = rsp.status();
+        let code = classify::grpc_status(rsp.headers());
+        let overloaded = status == StatusCode::TOO_MANY_REQUESTS || code == Some(grpc::RESOURCE_EXHAUSTED);
+        if (overloaded || !classify::is_success(status, code))
+            && let Some(pending) = self.pending.take()
+        {
+            let retry_after = rsp
+                .headers()
+                .get(header::RETRY_AFTER)
+                .and_then(|after| after.to_str().ok()?.parse().ok());
+            pending.failed(retry_after.map(Duration::from_secs), Instant::now());
+        }
+    }
+
+    /// The attempt brought no response.
+    fn failed(mut self) {
+        if let Some(pending) = self.pending.take() {
+            pending.failed(None, Instant::now());
+        }
+        self.endpoint
+            .breaker()
+            .record(breaker::Outcome::Failure, Instant::now());
+    }
+}
+
+impl Ended for Flight {
+    fn first_data(&mut self) {
+        if let Some(pending) = self.pending.take() {
+            pending.answered(Instant::now());
+        }
+    }
+
+    fn ended(&mut self, outcome: Outcome) {
+        self.first_data();
+        let verdict = match outcome {
+            Outcome { success: false, .. } => breaker::Outcome::Failure,
+            Outcome {
+                status: StatusCode::TOO_MANY_REQUESTS,
+                ..
+            } => breaker::Outcome::Overloaded,
+            Outcome {
+                grpc: Some(grpc::RESOURCE_EXHAUSTED),
+                ..
+            } => breaker::Outcome::Overloaded,
+            _ => breaker::Outcome::Success,
+        };
+        self.endpoint.breaker().record(verdict, Instant::now());
+    }
+}

@@ -1,0 +1,216 @@
+//! From the application to a backend: the connection path, O1 to O4.
+//!
+//! A connection is accepted, what it dialled is looked up, its protocol learned; HTTP goes on per request in [`http`],
+//! everything else draws a backend per connection in [`opaque`].
+
+pub(crate) mod backend;
+mod connector;
+mod destination;
+pub(crate) mod discover;
+mod dispatch;
+pub(crate) mod endpoint;
+mod http;
+pub(crate) mod metrics;
+mod opaque;
+mod profile;
+
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use bytes::{Bytes, BytesMut};
+use tokio::net::TcpStream;
+use tower::ServiceBuilder;
+use tulle_core::{
+    addr::{ClientAddr, OrigDst},
+    drain,
+};
+
+use crate::{
+    http::{
+        client::Protocol,
+        layers::{Admission, Admit, Errors, Observe, Rescue},
+        respond::Reasons,
+        server::{self, Closer},
+    },
+    net::{
+        detect::{self, Verdict},
+        first::{self, First},
+        io::{Io, Tcp},
+        orig_dst,
+    },
+    outbound::{
+        destination::{Destination, OpaquePlan, Plan},
+        discover::Discover,
+        http::HttpConnection,
+        metrics::Families,
+        opaque::OpaqueError,
+    },
+    policy::client,
+    tls::server::{self as tls_server, Hello},
+};
+
+/// The outbound side of the process; shared by all workers.
+pub(crate) struct Outbound {
+    pub(crate) orig_dst: orig_dst::Of,
+    /// Our own listeners: a connection that dialled one of them leads nowhere.
+    pub(crate) own: Vec<SocketAddr>,
+    pub(crate) discover: Arc<Discover>,
+    pub(crate) detect_timeout: Duration,
+    pub(crate) server: server::Config,
+    pub(crate) admission: Arc<Admission>,
+    pub(crate) observe: Observe,
+    pub(crate) errors: Errors,
+    pub(crate) reasons: Reasons,
+    pub(crate) families: Families,
+}
+
+impl Outbound {
+    /// Serves one accepted connection to its end.
+    pub(crate) async fn serve(
+        self: Arc<Self>,
+        worker: usize,
+        stream: TcpStream,
+        client: ClientAddr,
+        drain: drain::Watch,
+    ) {
+        let dst = match (self.orig_dst)(&stream, client.0) {
+            Ok(dst) => dst,
+            Err(error) => return tracing::debug!(client = %client.0, %error, "unknown what the application dialled"),
+        };
+        if self.own.contains(&dst.0) {
+            return tracing::info!(client = %client.0, dst = %dst.0, "refused: this proxy was dialled itself");
+        }
+        let destination = match self.discover.get(dst, self.detect_timeout).await {
+            Ok(destination) => destination,
+            Err(error) => {
+                self.families.tcp_failed(dst.0, "discovery timeout");
+                return tracing::info!(dst = %dst.0, %error, "connection refused");
+            }
+        };
+        let counts = self.families.tcp.series(
+            metrics::target_labels(dst.0)
+                .with("peer", "src")
+                .with("tls", "no_identity")
+                .with("no_tls_reason", "loopback"),
+        );
+        let io = Io::tcp(Tcp::new(stream)).count(counts);
+        Connection {
+            outbound: self,
+            worker,
+            dst,
+            destination,
+            drain,
+        }
+        .serve(io)
+        .await;
+    }
+}
+
+/// One accepted connection.
+struct Connection {
+    outbound: Arc<Outbound>,
+    worker: usize,
+    dst: OrigDst,
+    destination: Arc<Destination>,
+    drain: drain::Watch,
+}
+
+impl Connection {
+    async fn serve(self, mut io: Io) {
+        let plan = self.destination.plan.load_full();
+        match &*plan {
+            Plan::Http1(_) => self.http(io, Protocol::Http1).await,
+            Plan::Http2(_) => self.http(io, Protocol::Http2).await,
+            Plan::Opaque(opaque) => self.opaque(io, opaque, None, Bytes::new()).await,
+            Plan::Tls(routes) => {
+                let sni = tokio::time::timeout(self.outbound.detect_timeout, server_name(&mut io)).await;
+                let Ok(Some((sni, seen))) = sni else {
+                    return self.outbound.families.tcp_failed(self.dst.0, "no server name");
+                };
+                let list: Vec<_> = routes.iter().map(|(route, _)| route.clone()).collect();
+                let found =
+                    client::find_tls(&list, &sni).and_then(|found| list.iter().position(|route| route == found));
+                match found {
+                    Some(index) => self.opaque(io, &routes[index].1, None, seen).await,
+                    None => self.outbound.families.tcp_failed(self.dst.0, "no route"),
+                }
+            }
+            Plan::Detect { timeout, opaque, .. } => {
+                let limit = (*timeout).min(self.outbound.detect_timeout);
+                let dial = async { opaque::open(opaque).await.ok() };
+                let first = match first::words(&mut io, &self.destination.learned, limit, dial).await {
+                    Ok(first) => first,
+                    Err(error) => return tracing::debug!(dst = %self.dst.0, %error, "application left"),
+                };
+                match first {
+                    First::Closed => {}
+                    First::Client(seen, Verdict::Http1, _) => self.http(io.unread(seen), Protocol::Http1).await,
+                    First::Client(seen, Verdict::Http2, _) => self.http(io.unread(seen), Protocol::Http2).await,
+                    First::Client(seen, _, server) => self.opaque(io, opaque, server, seen).await,
+                    First::Server { server, client } => self.opaque(io, opaque, Some(server), client).await,
+                }
+            }
+        }
+    }
+
+    /// Carries bytes; `server` is the other side where it was dialled before.
+    async fn opaque(&self, io: Io, plan: &Arc<OpaquePlan>, server: Option<Io>, first: Bytes) {
+        let server = match server {
+            Some(server) => server,
+            None => match opaque::open(plan).await {
+                Ok(server) => server,
+                Err(error) => {
+                    let label = match &error {
+                        OpaqueError::Refused(refusal) => refusal.label(),
+                        OpaqueError::Unreached(error) => error.label(),
+                    };
+                    self.outbound.families.tcp_failed(self.dst.0, label);
+                    return tracing::info!(dst = %self.dst.0, %error, "connection refused");
+                }
+            },
+        };
+        opaque::join(io, server, first).await;
+    }
+
+    /// Serves HTTP, request by request.
+    async fn http(&self, io: Io, protocol: Protocol) {
+        let outbound = &self.outbound;
+        let closer = Closer::default();
+        let rescue = Rescue {
+            reasons: outbound.reasons,
+            closer: closer.clone(),
+            errors: outbound.errors.clone(),
+        };
+        let connection = Arc::new(HttpConnection {
+            outbound: outbound.clone(),
+            worker: self.worker,
+            destination: self.destination.clone(),
+            drain: self.drain.clone(),
+        });
+        let service = ServiceBuilder::new()
+            .layer(rescue)
+            .layer(outbound.observe.clone())
+            .layer(Admit(outbound.admission.clone()))
+            .service_fn(move |req| {
+                let connection = connection.clone();
+                async move { connection.serve(req).await }
+            });
+        if let Err(error) = server::serve(io, protocol, service, &outbound.server, closer, &self.drain).await {
+            tracing::debug!(dst = %self.dst.0, %error, "HTTP connection ended");
+        }
+    }
+}
+
+/// Reads until the name in a ClientHello is known; the bytes stay with the caller.
+async fn server_name(io: &mut Io) -> Option<(String, Bytes)> {
+    let mut seen = BytesMut::new();
+    loop {
+        match tls_server::sni(&seen) {
+            Hello::ClientHello { sni } => return Some((sni?, seen.freeze())),
+            Hello::NotTls => return None,
+            Hello::Incomplete => {}
+        }
+        if detect::read_some(io, &mut seen).await.ok()? == 0 {
+            return None;
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! Byte streams: an endpoint is drawn per connection, and bytes pass until both sides are done.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use smallvec::SmallVec;
+use tokio::{io::AsyncWriteExt, time::Instant};
+
+use crate::{
+    balance::{balancer::Candidate, load::Pending},
+    http::error::{Error, Retry},
+    net::{copy, io::Io},
+    outbound::{
+        destination::{self, OpaquePlan, Refusal},
+        endpoint::Endpoint,
+    },
+};
+
+/// Endpoints that one connection is offered to at most.
+const MAX_TRIES: usize = 3;
+
+/// Why a connection reached no endpoint.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum OpaqueError {
+    #[error("refused by policy: {}", .0.label())]
+    Refused(Refusal),
+    #[error(transparent)]
+    Unreached(#[from] Error),
+}
+
+/// Opens a connection to an endpoint of the plan; one that cannot be reached is replaced by another.
+///
+/// # Errors
+/// The policy refuses, or no endpoint could be reached.
+pub(super) async fn open(plan: &OpaquePlan) -> Result<Io, OpaqueError> {
+    if let Some(refusal) = plan.refusal {
+        return Err(OpaqueError::Refused(refusal));
+    }
+    let choice = plan.backends.choose()?;
+    if let Some(refusal) = destination::refusal(&choice.filters) {
+        return Err(OpaqueError::Refused(refusal));
+    }
+    let mut tried: SmallVec<[Arc<Endpoint>; MAX_TRIES]> = SmallVec::new();
+    loop {
+        let endpoint = choice.backend.pick(&tried).await?;
+        let pending = Pending::new(endpoint.clone(), Instant::now());
+        match endpoint.connector.open(None).await {
+            Ok(io) => {
+                endpoint.breaker().connected();
+                pending.answered(Instant::now());
+                return Ok(io);
+            }
+            Err(error) => {
+                endpoint.breaker().connect_failed(Instant::now());
+                tracing::debug!(addr = %endpoint.spec.addr, %error, "endpoint cannot be reached");
+                if error.retry() != Retry::NeverSent || tried.len() + 1 >= MAX_TRIES {
+                    return Err(error.into());
+                }
+                tried.push(endpoint);
+            }
+        }
+    }
+}
+
+/// Copies between the two sides until both are done; `first` is what the client said before.
+pub(super) async fn join(mut client: Io, mut server: Io, first: Bytes) {
+    let result = async {
+        if !first.is_empty() {
+            server.write_all(&first).await?;
+            server.flush().await?;
+        }
+        copy::both(&mut client, &mut server).await
+    };
+    if let Err(error) = result.await {
+        tracing::debug!(%error, "connection ended");
+    }
+}

@@ -1,0 +1,316 @@
+//! Who may: the first authorization whose network and authentication a client satisfies.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::sync::Arc;
+
+use ahash::HashSet;
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use tulle_core::identity::Identity;
+use tulle_core::nets::NetworkMatch;
+
+use crate::policy::meta::Meta;
+
+/// Permission for clients from some networks that prove who they are in some way.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Authorization {
+    pub(crate) networks: Vec<NetworkMatch>,
+    pub(crate) authentication: Authentication,
+    pub(crate) meta: Arc<Meta>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Authentication {
+    /// Nothing to prove.
+    Unauthenticated,
+    /// TLS that ends in this proxy, with or without a client certificate.
+    TlsUnauthenticated,
+    /// TLS with a client certificate that carries one of these names.
+    TlsIdentities {
+        identities: HashSet<Box<str>>,
+        suffixes: Vec<IdentitySuffix>,
+    },
+}
+
+/// A group of identities.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum IdentitySuffix {
+    /// Every identity that the trust anchors vouch for.
+    Any,
+    /// DNS names that end with this text, which starts with a dot.
+    Dns(Box<str>),
+}
+
+/// How a client's connection was secured, as far as authorization cares.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum ConnTls<'a> {
+    /// No TLS, or TLS that is not ours to open.
+    NotTerminated,
+    Terminated {
+        client: Option<&'a Identity>,
+    },
+}
+
+/// Why no authorization fits, by the one that came closest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+pub(crate) enum Denied {
+    #[error("no authorization permits this network")]
+    Network,
+    #[error("authorization requires mTLS")]
+    NoTls,
+    #[error("authorization requires a client identity")]
+    NoIdentity,
+    #[error("no authorization permits this client identity")]
+    Identity,
+}
+
+/// The first authorization that permits a client.
+///
+/// # Errors
+/// Nobody permits it.
+pub(crate) fn authorize<'a>(
+    authorizations: &'a [Authorization],
+    client: IpAddr,
+    tls: ConnTls<'_>,
+) -> Result<&'a Authorization, Denied> {
+    let client = client.to_canonical();
+    let mut denied = Denied::Network;
+    for authorization in authorizations {
+        match authorization.permits(client, tls) {
+            Ok(()) => return Ok(authorization),
+            Err(reason) => denied = denied.max(reason),
+        }
+    }
+    Err(denied)
+}
+
+impl Authorization {
+    /// Permission by what the client proves, wherever it is.
+    pub(crate) fn anywhere(authentication: Authentication, meta: Arc<Meta>) -> Self {
+        Self {
+            networks: everywhere(),
+            authentication,
+            meta,
+        }
+    }
+
+    /// The permission that every server policy ends with: an application may always reach itself.
+    pub(crate) fn localhost() -> Self {
+        let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
+        Self {
+            networks: loopback.map(|ip| IpNet::from(ip).into()).to_vec(),
+            authentication: Authentication::Unauthenticated,
+            meta: Meta::default_named("localhost"),
+        }
+    }
+
+    fn permits(&self, client: IpAddr, tls: ConnTls<'_>) -> Result<(), Denied> {
+        if !self.networks.iter().any(|network| network.contains(client)) {
+            return Err(Denied::Network);
+        }
+        self.authentication.permits(tls)
+    }
+}
+
+impl Authentication {
+    /// Any identity that the trust anchors vouch for.
+    pub(crate) fn any_identity() -> Self {
+        Self::TlsIdentities {
+            identities: HashSet::default(),
+            suffixes: vec![IdentitySuffix::Any],
+        }
+    }
+
+    fn permits(&self, tls: ConnTls<'_>) -> Result<(), Denied> {
+        let (identities, suffixes) = match (self, tls) {
+            (Self::Unauthenticated, _) => return Ok(()),
+            (_, ConnTls::NotTerminated) => return Err(Denied::NoTls),
+            (Self::TlsUnauthenticated, ConnTls::Terminated { .. }) => return Ok(()),
+            (Self::TlsIdentities { identities, suffixes }, ConnTls::Terminated { .. }) => (identities, suffixes),
+        };
+        let ConnTls::Terminated { client: Some(client) } = tls else {
+            return Err(Denied::NoIdentity);
+        };
+        let permitted = identities.contains(client.as_str()) || suffixes.iter().any(|suffix| suffix.contains(client));
+        if permitted { Ok(()) } else { Err(Denied::Identity) }
+    }
+}
+
+impl IdentitySuffix {
+    /// From labels in order: `["ns", "cluster", "local"]` stands for all names below `ns.cluster.local`.
+    pub(crate) fn from_labels<S: AsRef<str>>(labels: &[S]) -> Self {
+        if labels.is_empty() {
+            return Self::Any;
+        }
+        let mut suffix = String::new();
+        for label in labels {
+            suffix.push('.');
+            // As identities are kept.
+            suffix.push_str(&label.as_ref().to_ascii_lowercase());
+        }
+        Self::Dns(suffix.into())
+    }
+
+    fn contains(&self, client: &Identity) -> bool {
+        match (self, client) {
+            (Self::Any, _) => true,
+            (Self::Dns(suffix), Identity::Dns(name)) => name.ends_with(&**suffix),
+            // The parts of a URI do not nest from right to left; a suffix would permit other trust domains.
+            (Self::Dns(_), Identity::Uri(_)) => false,
+        }
+    }
+}
+
+/// All addresses of both families.
+fn everywhere() -> Vec<NetworkMatch> {
+    [Ipv4Net::default().into(), Ipv6Net::default().into()]
+        .map(|net: IpNet| net.into())
+        .to_vec()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn identities(names: &[&str], suffixes: Vec<IdentitySuffix>) -> Authentication {
+        Authentication::TlsIdentities {
+            identities: names.iter().map(|name| (*name).into()).collect(),
+            suffixes,
+        }
+    }
+
+    fn from(net: &str, except: &str, authentication: Authentication) -> Authorization {
+        let except = tulle_core::nets::parse_networks(except).unwrap();
+        Authorization {
+            networks: vec![NetworkMatch {
+                net: net.parse().unwrap(),
+                except,
+            }],
+            authentication,
+            meta: Meta::default_named(net),
+        }
+    }
+
+    fn check(authorizations: &[Authorization], client: &str, tls: ConnTls<'_>) -> Result<String, Denied> {
+        authorize(authorizations, client.parse().unwrap(), tls).map(|found| found.meta.name().to_owned())
+    }
+
+    #[test]
+    fn networks_and_their_exceptions_decide_first() {
+        let open = [from("10.0.0.0/8", "10.1.0.0/16", Authentication::Unauthenticated)];
+        for (client, expected) in [
+            ("10.0.0.1", Ok("10.0.0.0/8".to_owned())),
+            ("::ffff:10.0.0.1", Ok("10.0.0.0/8".to_owned())),
+            ("10.1.0.1", Err(Denied::Network)),
+            ("192.168.0.1", Err(Denied::Network)),
+            ("fd00::1", Err(Denied::Network)),
+        ] {
+            assert_eq!(check(&open, client, ConnTls::NotTerminated), expected, "{client}");
+        }
+    }
+
+    #[test]
+    fn authentication_decides_next() {
+        let dns: Identity = "web.shop.serviceaccount.identity.linkerd.cluster.local"
+            .parse()
+            .unwrap();
+        let uri: Identity = "spiffe://root.test/shop/web".parse().unwrap();
+        let none = ConnTls::NotTerminated;
+        let anonymous = ConnTls::Terminated { client: None };
+        let as_dns = ConnTls::Terminated { client: Some(&dns) };
+        let as_uri = ConnTls::Terminated { client: Some(&uri) };
+        let suffix = |labels: &[&str]| identities(&[], vec![IdentitySuffix::from_labels(labels)]);
+        for (authentication, expected) in [
+            (Authentication::Unauthenticated, [Ok(()), Ok(()), Ok(()), Ok(())]),
+            (
+                Authentication::TlsUnauthenticated,
+                [Err(Denied::NoTls), Ok(()), Ok(()), Ok(())],
+            ),
+            (
+                Authentication::any_identity(),
+                [Err(Denied::NoTls), Err(Denied::NoIdentity), Ok(()), Ok(())],
+            ),
+            (
+                identities(&[dns.as_str()], vec![]),
+                [
+                    Err(Denied::NoTls),
+                    Err(Denied::NoIdentity),
+                    Ok(()),
+                    Err(Denied::Identity),
+                ],
+            ),
+            (
+                identities(&[uri.as_str()], vec![]),
+                [
+                    Err(Denied::NoTls),
+                    Err(Denied::NoIdentity),
+                    Err(Denied::Identity),
+                    Ok(()),
+                ],
+            ),
+            (
+                suffix(&["linkerd", "cluster", "local"]),
+                [
+                    Err(Denied::NoTls),
+                    Err(Denied::NoIdentity),
+                    Ok(()),
+                    Err(Denied::Identity),
+                ],
+            ),
+            (
+                suffix(&["kerd", "cluster", "local"]),
+                [
+                    Err(Denied::NoTls),
+                    Err(Denied::NoIdentity),
+                    Err(Denied::Identity),
+                    Err(Denied::Identity),
+                ],
+            ),
+            (
+                identities(&[], vec![]),
+                [
+                    Err(Denied::NoTls),
+                    Err(Denied::NoIdentity),
+                    Err(Denied::Identity),
+                    Err(Denied::Identity),
+                ],
+            ),
+        ] {
+            let list = [Authorization::anywhere(
+                authentication.clone(),
+                Meta::default_named("x"),
+            )];
+            let found = [none, anonymous, as_dns, as_uri].map(|tls| check(&list, "10.0.0.1", tls).map(drop));
+            assert_eq!(found, expected, "{authentication:?}");
+        }
+    }
+
+    #[test]
+    fn a_suffix_matches_names_of_any_family_only_below_it() {
+        let suffix = IdentitySuffix::from_labels(&["cluster", "local"]);
+        let contains = |name: &str| suffix.contains(&name.parse().unwrap());
+        assert!(contains("a.cluster.local"));
+        assert!(!contains("cluster.local"));
+        assert!(!contains("spiffe://a.cluster.local"));
+    }
+
+    #[test]
+    fn the_first_that_fits_permits_and_the_closest_denial_is_told() {
+        let dns: Identity = "a.test".parse().unwrap();
+        let list = [
+            from("10.0.0.0/8", "", identities(&["b.test"], vec![])),
+            from("10.0.0.0/16", "", Authentication::any_identity()),
+            from("10.0.0.0/24", "", Authentication::Unauthenticated),
+            Authorization::localhost(),
+        ];
+        let meshed = ConnTls::Terminated { client: Some(&dns) };
+        assert_eq!(check(&list, "10.0.0.1", meshed), Ok("10.0.0.0/16".to_owned()));
+        assert_eq!(
+            check(&list, "10.0.0.1", ConnTls::NotTerminated),
+            Ok("10.0.0.0/24".to_owned())
+        );
+        assert_eq!(check(&list, "10.1.0.1", meshed), Err(Denied::Identity));
+        assert_eq!(check(&list, "10.1.0.1", ConnTls::NotTerminated), Err(Denied::NoTls));
+        assert_eq!(check(&list, "::1", ConnTls::NotTerminated), Ok("localhost".to_owned()));
+        assert_eq!(check(&[], "10.0.0.1", meshed), Err(Denied::Network));
+    }
+}

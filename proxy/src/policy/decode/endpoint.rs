@@ -1,0 +1,347 @@
+//! Endpoints and their changes, from `destination.proto`.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::num::NonZeroU16;
+
+use tracing::warn;
+use tulle_core::identity::Identity;
+use tulle_proto::destination as proto;
+use tulle_proto::net::TcpAddress;
+
+use crate::policy::decode::{DecodeError, client_meta, optional_duration};
+use crate::policy::endpoint::{
+    EndpointSpec, EndpointTls, EndpointUpdate, Http2Params, KeepAlive, Locality, ProtocolHint,
+};
+
+/// Reads a change to a set of endpoints; those that nobody could dial are left out.
+///
+/// # Errors
+/// The message says nothing, or nothing that we know.
+pub(crate) fn endpoint_update(message: proto::Update) -> Result<EndpointUpdate, DecodeError> {
+    match message.update.ok_or(DecodeError::Missing("update"))? {
+        proto::update::Update::Add(set) => {
+            let decode = |addr| match endpoint(addr, &set.metric_labels) {
+                Ok(spec) => Some(spec),
+                Err(error) => {
+                    warn!(%error, "endpoint left out");
+                    None
+                }
+            };
+            Ok(EndpointUpdate::Add(set.addrs.into_iter().filter_map(decode).collect()))
+        }
+        proto::update::Update::Remove(set) => {
+            // What cannot be read was not added either.
+            Ok(EndpointUpdate::Remove(
+                set.addrs
+                    .into_iter()
+                    .filter_map(|message| addr(Some(message)).ok())
+                    .collect(),
+            ))
+        }
+        proto::update::Update::NoEndpoints(_) => Ok(EndpointUpdate::NoEndpoints),
+    }
+}
+
+/// Reads one endpoint; `set_labels` are those of all endpoints it came with.
+///
+/// # Errors
+/// Its address is missing or cannot be dialled.
+pub(super) fn endpoint(
+    message: proto::WeightedAddr,
+    set_labels: &BTreeMap<String, String>,
+) -> Result<EndpointSpec, DecodeError> {
+    let mut labels = set_labels.clone();
+    labels.extend(message.metric_labels);
+    let locality = match labels.get("zone_locality").map(String::as_str) {
+        Some("local") => Locality::Local,
+        Some("remote") => Locality::Remote,
+        _ => Locality::Unknown,
+    };
+    let (hint, opaque_transport) = match message.protocol_hint {
+        Some(hint) => {
+            let port = hint
+                .opaque_transport
+                .and_then(|transport| u16::try_from(transport.inbound_port).ok());
+            let hint = match hint.protocol {
+                Some(proto::protocol_hint::Protocol::H2(_)) => ProtocolHint::H2,
+                Some(proto::protocol_hint::Protocol::Opaque(_)) => ProtocolHint::Opaque,
+                None => ProtocolHint::Unknown,
+            };
+            (hint, port.and_then(NonZeroU16::new))
+        }
+        None => (ProtocolHint::Unknown, None),
+    };
+    let authority = message.authority_override.map(|message| message.authority_override);
+    Ok(EndpointSpec {
+        addr: addr(message.addr)?,
+        weight: message.weight,
+        labels,
+        tls: message.tls_identity.and_then(tls),
+        hint,
+        opaque_transport,
+        authority_override: authority.and_then(|authority| authority.parse().ok()),
+        http2: message.http2.map(http2_params).unwrap_or_default(),
+        locality,
+        resource: client_meta(message.resource_ref).ok(),
+    })
+}
+
+fn addr(message: Option<TcpAddress>) -> Result<SocketAddr, DecodeError> {
+    let message = message.ok_or(DecodeError::Missing("address of an endpoint"))?;
+    let addr: SocketAddr = message.try_into().map_err(|source| DecodeError::Convert {
+        field: "address of an endpoint",
+        source,
+    })?;
+    if addr.port() == 0 {
+        return Err(DecodeError::invalid(
+            "address of an endpoint",
+            addr,
+            "a port from 1 to 65535",
+        ));
+    }
+    Ok(addr)
+}
+
+/// `None` where no peer could prove to be the one that is named: then it is not meshed.
+fn tls(message: proto::TlsIdentity) -> Option<EndpointTls> {
+    let server_name = message.server_name.map(|name| name.name);
+    let (identity, server_name) = match message.strategy? {
+        proto::tls_identity::Strategy::DnsLikeIdentity(dns) => {
+            let Ok(identity @ Identity::Dns(_)) = dns.name.parse() else {
+                return None;
+            };
+            let server_name = server_name.unwrap_or(dns.name);
+            (identity, server_name)
+        }
+        // A URI is no server name, so one has to be told.
+        proto::tls_identity::Strategy::UriLikeIdentity(uri) => {
+            let Ok(identity @ Identity::Uri(_)) = uri.uri.parse() else {
+                return None;
+            };
+            (identity, server_name?)
+        }
+    };
+    match server_name.parse() {
+        Ok(Identity::Dns(server_name)) => Some(EndpointTls { identity, server_name }),
+        _ => None,
+    }
+}
+
+fn http2_params(message: proto::Http2ClientParams) -> Http2Params {
+    let set = |value: u32| Some(value).filter(|value| *value > 0);
+    let flow_control = message.flow_control.unwrap_or_default();
+    let internals = message.internals.unwrap_or_default();
+    Http2Params {
+        connection_window: set(flow_control.initial_connection_window_size),
+        stream_window: set(flow_control.initial_stream_window_size),
+        adaptive_window: flow_control.adaptive_flow_control,
+        keep_alive: message.keep_alive.and_then(keep_alive),
+        max_concurrent_reset_streams: set(internals.max_concurrent_reset_streams),
+        max_frame_size: set(internals.max_frame_size),
+        max_send_buf_size: set(internals.max_send_buf_size),
+    }
+}
+
+fn keep_alive(message: proto::http2_client_params::KeepAlive) -> Option<KeepAlive> {
+    let duration = |message| optional_duration("keep-alive", message).ok().flatten();
+    Some(KeepAlive {
+        interval: duration(message.interval)?,
+        timeout: duration(message.timeout)?,
+        while_idle: message.while_idle,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use proto::protocol_hint::{H2, Opaque, OpaqueTransport, Protocol};
+    use proto::tls_identity::{DnsLikeIdentity, Strategy, UriLikeIdentity};
+
+    use super::*;
+
+    fn address(port: u16) -> TcpAddress {
+        SocketAddr::from(([10, 0, 0, 1], port)).into()
+    }
+
+    fn weighted(edit: impl FnOnce(&mut proto::WeightedAddr)) -> proto::WeightedAddr {
+        let mut message = proto::WeightedAddr {
+            addr: Some(address(80)),
+            weight: 10_000,
+            ..Default::default()
+        };
+        edit(&mut message);
+        message
+    }
+
+    fn label(name: &str, value: &str) -> BTreeMap<String, String> {
+        BTreeMap::from([(name.to_owned(), value.to_owned())])
+    }
+
+    fn read(edit: impl FnOnce(&mut proto::WeightedAddr)) -> EndpointSpec {
+        endpoint(weighted(edit), &BTreeMap::new()).unwrap()
+    }
+
+    #[test]
+    fn labels_of_the_endpoint_win_over_those_of_the_set() {
+        let mut set = label("zone", "a");
+        set.extend(label("service", "web"));
+        let spec = endpoint(weighted(|addr| addr.metric_labels = label("zone", "b")), &set).unwrap();
+        assert_eq!(spec.labels["zone"], "b");
+        assert_eq!(spec.labels["service"], "web");
+        assert_eq!((spec.weight, spec.locality), (10_000, Locality::Unknown));
+        for (value, expected) in [
+            ("local", Locality::Local),
+            ("remote", Locality::Remote),
+            ("?", Locality::Unknown),
+        ] {
+            assert_eq!(
+                read(|addr| addr.metric_labels = label("zone_locality", value)).locality,
+                expected
+            );
+        }
+    }
+
+    #[test]
+    fn identities_need_a_server_name_and_what_is_no_identity_is_not_meshed() {
+        let dns = |name: &str| Strategy::DnsLikeIdentity(DnsLikeIdentity { name: name.into() });
+        let uri = |uri: &str| Strategy::UriLikeIdentity(UriLikeIdentity { uri: uri.into() });
+        for (strategy, server_name, expected) in [
+            (Some(dns("web.test")), None, Some(("web.test", "web.test"))),
+            (Some(dns("web.test")), Some("sni.test"), Some(("web.test", "sni.test"))),
+            (
+                Some(uri("spiffe://root/web")),
+                Some("web.test"),
+                Some(("spiffe://root/web", "web.test")),
+            ),
+            (Some(uri("spiffe://root/web")), None, None),
+            (Some(uri("web.test")), Some("web.test"), None),
+            (Some(dns("spiffe://root/web")), None, None),
+            (Some(dns("no name")), None, None),
+            (Some(dns("")), None, None),
+            (Some(dns("web.test")), Some("10.0.0.1"), None),
+            (None, Some("web.test"), None),
+        ] {
+            let server_name = server_name.map(|name: &str| DnsLikeIdentity { name: name.into() });
+            let message = proto::TlsIdentity { server_name, strategy };
+            let found = read(|addr| addr.tls_identity = Some(message.clone())).tls;
+            let found = found.as_ref().map(|tls| (tls.identity.as_str(), &*tls.server_name));
+            assert_eq!(found, expected, "{message:?}");
+        }
+    }
+
+    #[test]
+    fn protocol_hints_are_read() {
+        let hint = |protocol, port: Option<u32>| {
+            let opaque_transport = port.map(|inbound_port| OpaqueTransport { inbound_port });
+            let spec = read(|addr| {
+                addr.protocol_hint = Some(proto::ProtocolHint {
+                    opaque_transport,
+                    protocol,
+                });
+            });
+            (spec.hint, spec.opaque_transport.map(NonZeroU16::get))
+        };
+        assert_eq!(
+            hint(Some(Protocol::H2(H2 {})), Some(4143)),
+            (ProtocolHint::H2, Some(4143))
+        );
+        assert_eq!(
+            hint(Some(Protocol::Opaque(Opaque {})), None),
+            (ProtocolHint::Opaque, None)
+        );
+        assert_eq!(hint(None, Some(0)), (ProtocolHint::Unknown, None));
+        assert_eq!(hint(None, Some(65_536)), (ProtocolHint::Unknown, None));
+    }
+
+    #[test]
+    fn http2_settings_and_the_authority_are_read() {
+        let seconds = |seconds| Some(prost_types::Duration { seconds, nanos: 0 });
+        let keep_alive = |interval| proto::http2_client_params::KeepAlive {
+            interval,
+            timeout: seconds(3),
+            while_idle: true,
+        };
+        let spec = read(|addr| {
+            addr.http2 = Some(proto::Http2ClientParams {
+                keep_alive: Some(keep_alive(seconds(10))),
+                ..Default::default()
+            });
+            addr.authority_override = Some(proto::AuthorityOverride {
+                authority_override: "web:80".into(),
+            });
+        });
+        let (interval, timeout) = (Duration::from_secs(10), Duration::from_secs(3));
+        assert_eq!(
+            spec.http2.keep_alive,
+            Some(KeepAlive {
+                interval,
+                timeout,
+                while_idle: true
+            })
+        );
+        assert_eq!(spec.http2.stream_window, None);
+        assert_eq!(spec.authority_override.unwrap(), "web:80");
+        let spec = read(|addr| {
+            addr.http2 = Some(proto::Http2ClientParams {
+                keep_alive: Some(keep_alive(None)),
+                ..Default::default()
+            });
+            addr.authority_override = Some(proto::AuthorityOverride::default());
+        });
+        assert_eq!((spec.http2.keep_alive, spec.authority_override), (None, None));
+    }
+
+    #[test]
+    fn one_bad_address_does_not_take_the_others_along() {
+        let bad = [
+            None,
+            Some(TcpAddress { ip: None, port: 80 }),
+            Some(TcpAddress {
+                port: 65_536,
+                ..address(80)
+            }),
+            Some(address(0)),
+        ];
+        let mut addrs: Vec<_> = bad
+            .into_iter()
+            .map(|addr| proto::WeightedAddr {
+                addr,
+                ..weighted(|_| ())
+            })
+            .collect();
+        addrs.push(weighted(|_| ()));
+        let set = proto::WeightedAddrSet {
+            addrs,
+            ..Default::default()
+        };
+        let update = proto::Update {
+            update: Some(proto::update::Update::Add(set)),
+        };
+        let Ok(EndpointUpdate::Add(specs)) = endpoint_update(update) else {
+            panic!()
+        };
+        assert_eq!(specs.iter().map(|spec| spec.addr.port()).collect::<Vec<_>>(), [80]);
+    }
+
+    #[test]
+    fn removals_and_the_end_of_all_endpoints_are_read() {
+        let set = proto::AddrSet {
+            addrs: vec![address(80), address(0)],
+        };
+        let update = proto::Update {
+            update: Some(proto::update::Update::Remove(set)),
+        };
+        assert_eq!(
+            endpoint_update(update).unwrap(),
+            EndpointUpdate::Remove(vec![([10, 0, 0, 1], 80).into()])
+        );
+        for exists in [true, false] {
+            let none = proto::update::Update::NoEndpoints(proto::NoEndpoints { exists });
+            let update = proto::Update { update: Some(none) };
+            assert_eq!(endpoint_update(update).unwrap(), EndpointUpdate::NoEndpoints);
+        }
+        assert!(endpoint_update(proto::Update { update: None }).is_err());
+    }
+}

@@ -1,0 +1,607 @@
+//! The policy of a port, from `inbound.proto`.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use tulle_core::identity::Identity;
+use tulle_core::nets::NetworkMatch;
+use tulle_proto::http_route::HostMatch;
+use tulle_proto::inbound as proto;
+use tulle_proto::meta::Metadata;
+use tulle_proto::net::IpNetwork;
+
+use crate::policy::authz::{Authentication, Authorization, IdentitySuffix};
+use crate::policy::decode::{DecodeError, duration, meta, routes};
+use crate::policy::filter::Filter;
+use crate::policy::meta::{Meta, Resource};
+use crate::policy::rate_limit::{RateLimit, RateLimitOverride};
+use crate::policy::route::{Route, Rule};
+use crate::policy::server::{ServerHttp, ServerPolicy, ServerProtocol};
+
+/// All that count for a route, in their order.
+type Authorizations = Arc<[Authorization]>;
+
+/// Reads the policy of a port.
+///
+/// # Errors
+/// Anything is missing or cannot be meant; then nothing of the message counts.
+pub(crate) fn server_policy(message: proto::Server) -> Result<ServerPolicy, DecodeError> {
+    use proto::proxy_protocol::{Detect, Grpc, Http1, Http2, Kind};
+
+    let meta = labels_meta(&message.labels, "server")?;
+    let mut authorizations = authorizations(message.authorizations)?;
+    authorizations.push(Authorization::localhost());
+    let authorizations: Authorizations = authorizations.into();
+
+    let kind = message
+        .protocol
+        .and_then(|protocol| protocol.kind)
+        .ok_or(DecodeError::Missing("protocol"))?;
+    let protocol = match kind {
+        Kind::Detect(Detect {
+            timeout,
+            http_routes,
+            http_local_rate_limit,
+        }) => ServerProtocol::Detect {
+            timeout: duration("detect timeout", timeout)?,
+            http: http(http_routes, http_local_rate_limit, &authorizations)?,
+        },
+        Kind::Http1(Http1 {
+            routes,
+            local_rate_limit,
+        }) => ServerProtocol::Http1(http(routes, local_rate_limit, &authorizations)?),
+        Kind::Http2(Http2 {
+            routes,
+            local_rate_limit,
+        }) => ServerProtocol::Http2(http(routes, local_rate_limit, &authorizations)?),
+        Kind::Grpc(Grpc { routes }) => ServerProtocol::Grpc(grpc(routes, &authorizations)?),
+        Kind::Opaque(_) => ServerProtocol::Opaque,
+        Kind::Tls(_) => ServerProtocol::Tls,
+    };
+    Ok(ServerPolicy {
+        meta,
+        protocol,
+        authorizations,
+    })
+}
+
+fn http(
+    messages: Vec<proto::HttpRoute>,
+    limit: Option<proto::HttpLocalRateLimit>,
+    server: &Authorizations,
+) -> Result<ServerHttp, DecodeError> {
+    let rate_limit = limit.map(rate_limit).transpose()?.map(Arc::new);
+    if messages.is_empty() {
+        return Ok(ServerHttp {
+            rate_limit,
+            ..ServerHttp::catch_all(server.clone())
+        });
+    }
+    let routes = messages.into_iter().map(|message| {
+        let proto::HttpRoute {
+            metadata,
+            hosts,
+            authorizations,
+            rules,
+        } = message;
+        route(
+            Head {
+                metadata,
+                hosts,
+                authorizations,
+            },
+            server,
+            |payload| {
+                let rule = |rule: proto::http_route::Rule| {
+                    Ok(Rule {
+                        matches: routes::http_matches(rule.matches)?,
+                        filters: rule.filters.into_iter().map(http_filter).collect::<Result<_, _>>()?,
+                        payload: payload.clone(),
+                    })
+                };
+                rules.into_iter().map(rule).collect()
+            },
+        )
+    });
+    Ok(ServerHttp {
+        routes: routes.collect::<Result<_, _>>()?,
+        rate_limit,
+    })
+}
+
+fn grpc(messages: Vec<proto::GrpcRoute>, server: &Authorizations) -> Result<ServerHttp, DecodeError> {
+    if messages.is_empty() {
+        return Ok(ServerHttp::catch_all(server.clone()));
+    }
+    let routes = messages.into_iter().map(|message| {
+        let proto::GrpcRoute {
+            metadata,
+            hosts,
+            authorizations,
+            rules,
+        } = message;
+        route(
+            Head {
+                metadata,
+                hosts,
+                authorizations,
+            },
+            server,
+            |payload| {
+                let rule = |rule: proto::grpc_route::Rule| {
+                    Ok(Rule {
+                        matches: routes::grpc_matches(rule.matches)?,
+                        filters: rule.filters.into_iter().map(grpc_filter).collect::<Result<_, _>>()?,
+                        payload: payload.clone(),
+                    })
+                };
+                rules.into_iter().map(rule).collect()
+            },
+        )
+    });
+    Ok(ServerHttp {
+        routes: routes.collect::<Result<_, _>>()?,
+        rate_limit: None,
+    })
+}
+
+/// What routes of both kinds begin with.
+struct Head {
+    metadata: Option<Metadata>,
+    hosts: Vec<HostMatch>,
+    authorizations: Vec<proto::Authz>,
+}
+
+fn route(
+    head: Head,
+    server: &Authorizations,
+    rules: impl FnOnce(&Authorizations) -> Result<Vec<Rule<Authorizations>>, DecodeError>,
+) -> Result<Route<Authorizations>, DecodeError> {
+    let meta = meta(head.metadata)?;
+    let decode = || {
+        let authorizations = with_server(head.authorizations, server)?;
+        let hosts = routes::hosts(head.hosts)?;
+        Ok(Route {
+            meta: meta.clone(),
+            hosts,
+            rules: rules(&authorizations)?,
+        })
+    };
+    decode().map_err(|error: DecodeError| error.within(&meta))
+}
+
+fn http_filter(message: proto::http_route::Filter) -> Result<Filter, DecodeError> {
+    use proto::http_route::filter::Kind;
+    match message.kind {
+        Some(Kind::FailureInjector(injector)) => routes::http_failure(injector),
+        Some(Kind::RequestHeaderModifier(modifier)) => routes::request_headers(modifier),
+        Some(Kind::Redirect(redirect)) => routes::redirect(redirect),
+        None => Ok(Filter::Unknown),
+    }
+}
+
+fn grpc_filter(message: proto::grpc_route::Filter) -> Result<Filter, DecodeError> {
+    use proto::grpc_route::filter::Kind;
+    match message.kind {
+        Some(Kind::FailureInjector(injector)) => routes::grpc_failure(injector),
+        Some(Kind::RequestHeaderModifier(modifier)) => routes::request_headers(modifier),
+        None => Ok(Filter::Unknown),
+    }
+}
+
+/// A route's own authorizations, then the server's.
+fn with_server(messages: Vec<proto::Authz>, server: &Authorizations) -> Result<Authorizations, DecodeError> {
+    if messages.is_empty() {
+        return Ok(server.clone());
+    }
+    let mut own = authorizations(messages)?;
+    own.extend(server.iter().cloned());
+    Ok(own.into())
+}
+
+fn authorizations(messages: Vec<proto::Authz>) -> Result<Vec<Authorization>, DecodeError> {
+    messages.into_iter().map(authorization).collect()
+}
+
+fn authorization(message: proto::Authz) -> Result<Authorization, DecodeError> {
+    let meta = match message.metadata {
+        Some(metadata) => meta(Some(metadata))?,
+        None => labels_meta(&message.labels, "serverauthorization")?,
+    };
+    let decode = || {
+        if message.networks.is_empty() {
+            return Err(DecodeError::Missing("networks of an authorization"));
+        }
+        let networks = message.networks.into_iter().map(network).collect::<Result<_, _>>()?;
+        let authentication = authentication(message.authentication)?;
+        Ok(Authorization {
+            networks,
+            authentication,
+            meta: meta.clone(),
+        })
+    };
+    decode().map_err(|error: DecodeError| error.within(&meta))
+}
+
+fn network(message: proto::Network) -> Result<NetworkMatch, DecodeError> {
+    let net = |message: IpNetwork| {
+        message.try_into().map_err(|source| DecodeError::Convert {
+            field: "network",
+            source,
+        })
+    };
+    Ok(NetworkMatch {
+        net: net(message.net.ok_or(DecodeError::Missing("network"))?)?,
+        except: message.except.into_iter().map(net).collect::<Result<_, _>>()?,
+    })
+}
+
+fn authentication(message: Option<proto::Authn>) -> Result<Authentication, DecodeError> {
+    use proto::authn::Permit;
+    use proto::authn::permit_mesh_tls::{Clients, PermitClientIdentities};
+
+    let permit = message
+        .and_then(|message| message.permit)
+        .ok_or(DecodeError::Missing("authentication"))?;
+    let clients = match permit {
+        Permit::Unauthenticated(_) => return Ok(Authentication::Unauthenticated),
+        Permit::MeshTls(tls) => tls.clients.ok_or(DecodeError::Missing("clients of meshTLS"))?,
+    };
+    Ok(match clients {
+        Clients::Unauthenticated(_) => Authentication::TlsUnauthenticated,
+        Clients::Identities(PermitClientIdentities { identities, suffixes }) => Authentication::TlsIdentities {
+            identities: identities.into_iter().map(identity).collect(),
+            suffixes: suffixes
+                .iter()
+                .map(|suffix| IdentitySuffix::from_labels(&suffix.parts))
+                .collect(),
+        },
+    })
+}
+
+/// Spelled as certificates' names are; what is no identity is kept, and nobody has it.
+fn identity(message: proto::Identity) -> Box<str> {
+    match message.name.parse::<Identity>() {
+        Ok(identity) => identity.as_str().into(),
+        Err(_) => message.name.into(),
+    }
+}
+
+fn rate_limit(message: proto::HttpLocalRateLimit) -> Result<RateLimit, DecodeError> {
+    let overrides = message.overrides.into_iter().map(|entry| {
+        Ok(RateLimitOverride {
+            requests_per_second: entry
+                .limit
+                .ok_or(DecodeError::Missing("limit of a rate limit override"))?
+                .requests_per_second,
+            clients: entry
+                .clients
+                .unwrap_or_default()
+                .identities
+                .into_iter()
+                .map(identity)
+                .collect(),
+        })
+    });
+    Ok(RateLimit {
+        meta: meta(message.metadata)?,
+        total: message.total.map(|limit| limit.requests_per_second),
+        identity: message.identity.map(|limit| limit.requests_per_second),
+        overrides: overrides.collect::<Result<_, _>>()?,
+    })
+}
+
+/// The resource that labels name; `default:x` is the default `x`.
+fn labels_meta(labels: &BTreeMap<String, String>, default_kind: &str) -> Result<Arc<Meta>, DecodeError> {
+    let name = labels.get("name").ok_or(DecodeError::Missing("label name"))?;
+    if let Some(name) = name.strip_prefix("default:") {
+        return Ok(Meta::default_named(name));
+    }
+    let label = |name, default: &str| labels.get(name).map_or(default, String::as_str).into();
+    Ok(Arc::new(Meta::Resource(Resource {
+        group: label("group", "policy.linkerd.io"),
+        kind: label("kind", default_kind),
+        namespace: "".into(),
+        name: name.as_str().into(),
+        section: "".into(),
+        port: None,
+    })))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use proto::authn::permit_mesh_tls::{Clients, PermitClientIdentities};
+    use proto::authn::{Permit, PermitMeshTls, PermitUnauthenticated};
+    use proto::http_local_rate_limit::{Limit, Override};
+    use proto::proxy_protocol::{Detect, Kind};
+    use proto::{Authn, Authz, Network, ProxyProtocol, Server};
+    use tulle_core::identity::Identity as Id;
+    use tulle_proto::http_route::HttpRouteMatch;
+    use tulle_proto::meta::{self as proto_meta, metadata};
+
+    use super::*;
+    use crate::policy::authz::{ConnTls, authorize};
+
+    fn labels(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+        pairs
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+            .collect()
+    }
+
+    fn net(text: &str) -> Option<IpNetwork> {
+        Some(text.parse::<ipnet::IpNet>().unwrap().into())
+    }
+
+    fn permit(permit: Permit) -> Option<Authn> {
+        Some(Authn { permit: Some(permit) })
+    }
+
+    fn authz() -> Authz {
+        Authz {
+            networks: vec![Network {
+                net: net("10.0.0.0/8"),
+                except: vec![],
+            }],
+            authentication: permit(Permit::Unauthenticated(PermitUnauthenticated {})),
+            labels: labels(&[("name", "everybody")]),
+            metadata: None,
+        }
+    }
+
+    fn resource(name: &str) -> Option<Metadata> {
+        let resource = proto_meta::Resource {
+            group: "policy.linkerd.io".into(),
+            kind: "httproute".into(),
+            name: name.into(),
+            ..proto_meta::Resource::default()
+        };
+        Some(Metadata {
+            kind: Some(metadata::Kind::Resource(resource)),
+        })
+    }
+
+    fn route() -> proto::HttpRoute {
+        proto::HttpRoute {
+            metadata: resource("r"),
+            rules: vec![proto::http_route::Rule {
+                matches: vec![HttpRouteMatch::default()],
+                filters: vec![],
+            }],
+            ..proto::HttpRoute::default()
+        }
+    }
+
+    fn detect() -> Detect {
+        let seconds = prost_types::Duration { seconds: 10, nanos: 0 };
+        Detect {
+            timeout: Some(seconds),
+            http_routes: vec![route()],
+            http_local_rate_limit: None,
+        }
+    }
+
+    fn server(edit: impl FnOnce(&mut Server, &mut Detect)) -> Server {
+        let mut server = Server {
+            authorizations: vec![authz()],
+            labels: labels(&[("name", "web")]),
+            ..Server::default()
+        };
+        let mut detect = detect();
+        edit(&mut server, &mut detect);
+        let protocol = ProxyProtocol {
+            kind: Some(Kind::Detect(detect)),
+        };
+        server.protocol.get_or_insert(protocol);
+        server
+    }
+
+    fn detected(message: Server) -> (ServerPolicy, ServerHttp) {
+        let policy = server_policy(message).unwrap();
+        let ServerProtocol::Detect { timeout, http } = policy.protocol.clone() else {
+            panic!("{policy:?}")
+        };
+        assert_eq!(timeout, Duration::from_secs(10));
+        (policy, http)
+    }
+
+    #[test]
+    fn a_complete_policy_is_read() {
+        let message = server(|_, detect| {
+            detect.http_routes[0].authorizations = vec![Authz {
+                labels: labels(&[("name", "default:audit")]),
+                ..authz()
+            }];
+        });
+        let (policy, http) = detected(message.clone());
+        assert_eq!((policy.meta.kind(), policy.meta.name()), ("server", "web"));
+        let names = |list: &[Authorization]| list.iter().map(|a| a.meta.name().to_owned()).collect::<Vec<_>>();
+        assert_eq!(names(&policy.authorizations), ["everybody", "localhost"]);
+        let own = &http.routes[0].rules[0].payload;
+        assert_eq!(names(own), ["audit", "everybody", "localhost"]);
+        assert!(own[0].meta.is_audit() && !own[1].meta.is_audit());
+        assert_eq!(policy, server_policy(message).unwrap(), "equal updates are equal");
+    }
+
+    #[test]
+    fn without_routes_there_is_one_for_everything() {
+        let (policy, http) = detected(server(|_, detect| detect.http_routes.clear()));
+        assert_eq!(http.routes[0].meta.name(), "default");
+        assert_eq!(http.routes[0].rules[0].payload, policy.authorizations);
+        let http1 = Kind::Http1(proto::proxy_protocol::Http1 {
+            routes: vec![],
+            local_rate_limit: None,
+        });
+        let message = server(|server, _| server.protocol = Some(ProxyProtocol { kind: Some(http1) }));
+        let policy = server_policy(message).unwrap();
+        assert!(matches!(policy.protocol, ServerProtocol::Http1(_)));
+    }
+
+    #[test]
+    fn what_is_incomplete_is_refused_with_the_reason() {
+        let cases: Vec<(&str, Server)> = vec![
+            (
+                "protocol is missing",
+                server(|server, _| server.protocol = Some(ProxyProtocol { kind: None })),
+            ),
+            ("detect timeout is missing", server(|_, detect| detect.timeout = None)),
+            ("label name is missing", server(|server, _| server.labels.clear())),
+            (
+                "networks of an authorization is missing",
+                server(|server, _| {
+                    server.authorizations[0].networks.clear();
+                }),
+            ),
+            (
+                "network is missing",
+                server(|server, _| server.authorizations[0].networks[0].net = None),
+            ),
+            (
+                "prefix length 33",
+                server(|server, _| {
+                    server.authorizations[0].networks[0].net.as_mut().unwrap().prefix_len = 33;
+                }),
+            ),
+            (
+                "authentication is missing",
+                server(|server, _| server.authorizations[0].authentication = None),
+            ),
+            (
+                "authentication is missing",
+                server(|server, _| {
+                    server.authorizations[0].authentication = Some(Authn { permit: None });
+                }),
+            ),
+            (
+                "clients of meshTLS is missing",
+                server(|server, _| {
+                    server.authorizations[0].authentication = permit(Permit::MeshTls(PermitMeshTls { clients: None }));
+                }),
+            ),
+            (
+                "label name is missing",
+                server(|server, _| server.authorizations[0].labels.clear()),
+            ),
+            (
+                "metadata is missing",
+                server(|server, _| {
+                    server.authorizations[0].metadata = Some(Metadata { kind: None });
+                }),
+            ),
+            (
+                "metadata is missing",
+                server(|_, detect| detect.http_routes[0].metadata = None),
+            ),
+            (
+                "metadata.name is missing",
+                server(|_, detect| detect.http_routes[0].metadata = resource("")),
+            ),
+            (
+                "label name is missing",
+                server(|_, detect| {
+                    detect.http_routes[0].authorizations = vec![Authz {
+                        labels: labels(&[]),
+                        ..authz()
+                    }];
+                }),
+            ),
+            (
+                "path match is missing",
+                server(|_, detect| {
+                    detect.http_routes[0].rules[0].matches[0].path =
+                        Some(tulle_proto::http_route::PathMatch { kind: None });
+                }),
+            ),
+            (
+                "limit of a rate limit override is missing",
+                server(|_, detect| {
+                    let overrides = vec![Override::default()];
+                    detect.http_local_rate_limit = Some(proto::HttpLocalRateLimit {
+                        metadata: resource("l"),
+                        overrides,
+                        ..proto::HttpLocalRateLimit::default()
+                    });
+                }),
+            ),
+        ];
+        for (reason, message) in cases {
+            let error = anyhow::Error::new(server_policy(message).unwrap_err());
+            assert!(
+                format!("{error:#}").contains(reason),
+                "{error:#} does not say {reason:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn an_unknown_filter_lets_nothing_pass() {
+        let (_, http) = detected(server(|_, detect| {
+            detect.http_routes[0].rules[0].filters = vec![proto::http_route::Filter { kind: None }];
+        }));
+        assert_eq!(http.routes[0].rules[0].filters, [Filter::Unknown]);
+    }
+
+    #[test]
+    fn identities_and_suffixes_authorize() {
+        let clients = |names: &[&str], suffixes: &[&[&str]]| {
+            let identities = names
+                .iter()
+                .map(|name| proto::Identity { name: (*name).into() })
+                .collect();
+            let suffixes = suffixes.iter().map(|parts| proto::IdentitySuffix {
+                parts: parts.iter().map(|part| (*part).into()).collect(),
+            });
+            let suffixes = suffixes.collect();
+            Clients::Identities(PermitClientIdentities { identities, suffixes })
+        };
+        for (clients, name, expected) in [
+            (clients(&["A.test"], &[]), "a.test", true),
+            (clients(&["b.test"], &[]), "a.test", false),
+            (clients(&[], &[&["Test"]]), "a.test", true),
+            (clients(&[], &[&[]]), "spiffe://a/b", true),
+            (clients(&["not an identity"], &[]), "a.test", false),
+            (Clients::Unauthenticated(PermitUnauthenticated {}), "a.test", true),
+        ] {
+            let message = server(|server, _| {
+                let tls = PermitMeshTls {
+                    clients: Some(clients.clone()),
+                };
+                server.authorizations[0].authentication = permit(Permit::MeshTls(tls));
+            });
+            let policy = server_policy(message).unwrap();
+            let id: Id = name.parse().unwrap();
+            let tls = ConnTls::Terminated { client: Some(&id) };
+            let found = authorize(&policy.authorizations, [10, 0, 0, 1].into(), tls);
+            assert_eq!(found.is_ok(), expected, "{clients:?} {name}");
+        }
+    }
+
+    #[test]
+    fn rate_limits_are_read() {
+        let (_, http) = detected(server(|_, detect| {
+            let clients = proto::http_local_rate_limit::r#override::ClientIdentities {
+                identities: vec![proto::Identity { name: "a.test".into() }],
+            };
+            detect.http_local_rate_limit = Some(proto::HttpLocalRateLimit {
+                metadata: resource("l"),
+                total: Some(Limit { requests_per_second: 5 }),
+                identity: None,
+                overrides: vec![Override {
+                    limit: Some(Limit { requests_per_second: 2 }),
+                    clients: Some(clients),
+                }],
+            });
+        }));
+        let limit = http.rate_limit.unwrap();
+        assert_eq!((limit.total, limit.identity), (Some(5), None));
+        assert_eq!(
+            limit.overrides,
+            [RateLimitOverride {
+                requests_per_second: 2,
+                clients: vec!["a.test".into()]
+            }]
+        );
+    }
+}

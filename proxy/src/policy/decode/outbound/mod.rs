@@ -1,0 +1,492 @@
+//! The policy of a destination, from `outbound.proto`.
+
+use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tulle_core::backoff::Backoff;
+use tulle_proto::http_route::{self, HostMatch};
+use tulle_proto::meta::Metadata;
+use tulle_proto::outbound as proto;
+
+use crate::policy::client::{
+    Backend, BackendTarget, ClientHttp, ClientPolicy, ClientProtocol, Distribution, FailureAccrual, HttpTarget,
+    LoadParams, OpaqueFilter, OpaqueRoute, Queue, RequestOverrides, Retry, RetryConditions, RouteBackend, Timeouts,
+    TlsRoute,
+};
+use crate::policy::decode::endpoint::endpoint;
+use crate::policy::decode::{DecodeError, client_meta, duration, optional_duration, routes};
+use crate::policy::filter::Filter;
+use crate::policy::route::{Route, Rule};
+
+/// Reads the policy of a destination.
+///
+/// # Errors
+/// Anything is missing or cannot be meant; then nothing of the message counts.
+pub(crate) fn client_policy(message: proto::OutboundPolicy) -> Result<ClientPolicy, DecodeError> {
+    use proto::proxy_protocol::{Detect, Grpc, Http1, Http2, Kind};
+
+    let meta = client_meta(message.metadata)?;
+    let kind = message
+        .protocol
+        .and_then(|protocol| protocol.kind)
+        .ok_or(DecodeError::Missing("protocol"))?;
+    let http1 = |Http1 {
+                     routes,
+                     failure_accrual,
+                 }| http(routes, failure_accrual);
+    let http2 = |Http2 {
+                     routes,
+                     failure_accrual,
+                 }| http(routes, failure_accrual);
+    let protocol = match kind {
+        Kind::Detect(Detect {
+            timeout,
+            opaque,
+            http1: h1,
+            http2: h2,
+        }) => ClientProtocol::Detect {
+            timeout: duration("detect timeout", timeout)?,
+            http1: http1(h1.ok_or(DecodeError::Missing("HTTP/1 of a detected protocol"))?)?,
+            http2: http2(h2.ok_or(DecodeError::Missing("HTTP/2 of a detected protocol"))?)?,
+            opaque: opaque_route(
+                opaque
+                    .ok_or(DecodeError::Missing("opaque of a detected protocol"))?
+                    .routes,
+            )?,
+        },
+        Kind::Opaque(opaque) => ClientProtocol::Opaque(opaque_route(opaque.routes)?),
+        Kind::Http1(message) => ClientProtocol::Http1(http1(message)?),
+        Kind::Http2(message) => ClientProtocol::Http2(http2(message)?),
+        Kind::Grpc(Grpc {
+            routes,
+            failure_accrual,
+        }) => ClientProtocol::Grpc(grpc(routes, failure_accrual)?),
+        Kind::Tls(tls) => ClientProtocol::Tls(tls.routes.into_iter().map(tls_route).collect::<Result<_, _>>()?),
+    };
+    Ok(ClientPolicy { meta, protocol })
+}
+
+fn http(messages: Vec<proto::HttpRoute>, accrual: Option<proto::FailureAccrual>) -> Result<ClientHttp, DecodeError> {
+    let routes = messages.into_iter().map(|message| {
+        let proto::HttpRoute { metadata, hosts, rules } = message;
+        route(metadata, hosts, || rules.into_iter().map(http_rule).collect())
+    });
+    Ok(ClientHttp {
+        routes: routes.collect::<Result<_, _>>()?,
+        failure_accrual: accrual.map(failure_accrual).transpose()?,
+    })
+}
+
+fn grpc(messages: Vec<proto::GrpcRoute>, accrual: Option<proto::FailureAccrual>) -> Result<ClientHttp, DecodeError> {
+    let routes = messages.into_iter().map(|message| {
+        let proto::GrpcRoute { metadata, hosts, rules } = message;
+        route(metadata, hosts, || rules.into_iter().map(grpc_rule).collect())
+    });
+    Ok(ClientHttp {
+        routes: routes.collect::<Result<_, _>>()?,
+        failure_accrual: accrual.map(failure_accrual).transpose()?,
+    })
+}
+
+fn route(
+    metadata: Option<Metadata>,
+    hosts: Vec<HostMatch>,
+    rules: impl FnOnce() -> Result<Vec<Rule<HttpTarget>>, DecodeError>,
+) -> Result<Route<HttpTarget>, DecodeError> {
+    let meta = client_meta(metadata)?;
+    let decode = || {
+        Ok(Route {
+            meta: meta.clone(),
+            hosts: routes::hosts(hosts)?,
+            rules: rules()?,
+        })
+    };
+    decode().map_err(|error: DecodeError| error.within(&meta))
+}
+
+/// Reads the distribution of one kind of route. The kinds differ in nothing but the module that their types live in.
+macro_rules! distribution {
+    ($module:ident, $filter:path, $message:expr) => {{
+        use proto::$module::distribution::Kind;
+        let backend = |message: proto::$module::RouteBackend| {
+            let filters = message.filters.into_iter().map($filter).collect::<Result<_, _>>()?;
+            Ok(RouteBackend {
+                filters,
+                backend: backend(message.backend)?,
+            })
+        };
+        match $message
+            .and_then(|message| message.kind)
+            .ok_or(DecodeError::Missing("backends"))?
+        {
+            Kind::Empty(_) => Ok(Distribution::Empty),
+            Kind::FirstAvailable(list) => first_available(list.backends.into_iter().map(backend).collect()),
+            Kind::RandomAvailable(list) => {
+                let weighted = list.backends.into_iter().map(|message| {
+                    let (message, weight) = (message.backend, message.weight);
+                    Ok((backend(message.ok_or(DecodeError::Missing("backend"))?)?, weight))
+                });
+                random_available(weighted.collect())
+            }
+        }
+    }};
+}
+
+fn http_rule(message: proto::http_route::Rule) -> Result<Rule<HttpTarget>, DecodeError> {
+    Ok(Rule {
+        matches: routes::http_matches(message.matches)?,
+        filters: message.filters.into_iter().map(http_filter).collect::<Result<_, _>>()?,
+        payload: HttpTarget {
+            backends: distribution!(http_route, http_filter, message.backends)?,
+            timeouts: timeouts(message.timeouts, message.request_timeout)?,
+            retry: message.retry.map(http_retry).transpose()?,
+            request_headers: request_headers(message.allow_l5d_request_headers),
+        },
+    })
+}
+
+fn grpc_rule(message: proto::grpc_route::Rule) -> Result<Rule<HttpTarget>, DecodeError> {
+    Ok(Rule {
+        matches: routes::grpc_matches(message.matches)?,
+        filters: message.filters.into_iter().map(grpc_filter).collect::<Result<_, _>>()?,
+        payload: HttpTarget {
+            backends: distribution!(grpc_route, grpc_filter, message.backends)?,
+            timeouts: timeouts(message.timeouts, message.request_timeout)?,
+            retry: message.retry.map(grpc_retry).transpose()?,
+            request_headers: request_headers(message.allow_l5d_request_headers),
+        },
+    })
+}
+
+fn opaque_route(messages: Vec<proto::OpaqueRoute>) -> Result<Option<OpaqueRoute>, DecodeError> {
+    let count = messages.len();
+    let mut messages = messages.into_iter();
+    match (messages.next(), messages.next()) {
+        (None, _) => Ok(None),
+        (Some(message), None) => {
+            let meta = client_meta(message.metadata)?;
+            let decode = || {
+                let rule = only_rule(message.rules)?;
+                Ok(OpaqueRoute {
+                    meta: meta.clone(),
+                    filters: rule.filters.into_iter().map(opaque_filter).collect::<Result<_, _>>()?,
+                    backends: distribution!(opaque_route, opaque_filter, rule.backends)?,
+                })
+            };
+            decode().map(Some).map_err(|error: DecodeError| error.within(&meta))
+        }
+        (Some(_), Some(_)) => Err(DecodeError::invalid("number of opaque routes", count, "one at most")),
+    }
+}
+
+fn tls_route(message: proto::TlsRoute) -> Result<TlsRoute, DecodeError> {
+    let meta = client_meta(message.metadata)?;
+    let decode = || {
+        let rule = only_rule(message.rules)?;
+        let route = OpaqueRoute {
+            meta: meta.clone(),
+            filters: rule.filters.into_iter().map(tls_filter).collect::<Result<_, _>>()?,
+            backends: distribution!(tls_route, tls_filter, rule.backends)?,
+        };
+        Ok(TlsRoute {
+            snis: routes::snis(message.snis)?,
+            route,
+        })
+    };
+    decode().map_err(|error: DecodeError| error.within(&meta))
+}
+
+fn only_rule<R>(rules: Vec<R>) -> Result<R, DecodeError> {
+    let [rule] = <[R; 1]>::try_from(rules)
+        .map_err(|rules| DecodeError::invalid("number of rules", rules.len(), "exactly one"))?;
+    Ok(rule)
+}
+
+fn http_filter(message: proto::http_route::Filter) -> Result<Filter, DecodeError> {
+    use proto::http_route::filter::Kind;
+    match message.kind.ok_or(DecodeError::Missing("filter"))? {
+        Kind::FailureInjector(injector) => routes::http_failure(injector),
+        Kind::RequestHeaderModifier(modifier) => routes::request_headers(modifier),
+        Kind::Redirect(redirect) => routes::redirect(redirect),
+        Kind::ResponseHeaderModifier(modifier) => routes::response_headers(modifier),
+    }
+}
+
+fn grpc_filter(message: proto::grpc_route::Filter) -> Result<Filter, DecodeError> {
+    use proto::grpc_route::filter::Kind;
+    match message.kind.ok_or(DecodeError::Missing("filter"))? {
+        Kind::FailureInjector(injector) => routes::grpc_failure(injector),
+        Kind::RequestHeaderModifier(modifier) => routes::request_headers(modifier),
+    }
+}
+
+fn opaque_filter(message: proto::opaque_route::Filter) -> Result<OpaqueFilter, DecodeError> {
+    use proto::opaque_route::filter::Kind;
+    Ok(match message.kind.ok_or(DecodeError::Missing("filter"))? {
+        Kind::Invalid(invalid) => OpaqueFilter::Invalid(invalid.message.into()),
+        Kind::Forbidden(_) => OpaqueFilter::Forbidden,
+    })
+}
+
+fn tls_filter(message: proto::tls_route::Filter) -> Result<OpaqueFilter, DecodeError> {
+    use proto::tls_route::filter::Kind;
+    Ok(match message.kind.ok_or(DecodeError::Missing("filter"))? {
+        Kind::Invalid(invalid) => OpaqueFilter::Invalid(invalid.message.into()),
+        Kind::Forbidden(_) => OpaqueFilter::Forbidden,
+    })
+}
+
+fn first_available<F>(backends: Result<Vec<RouteBackend<F>>, DecodeError>) -> Result<Distribution<F>, DecodeError> {
+    let backends = backends?;
+    if backends.is_empty() {
+        return Err(DecodeError::Missing("backends"));
+    }
+    Ok(Distribution::FirstAvailable(backends.into()))
+}
+
+fn random_available<F>(
+    backends: Result<Vec<(RouteBackend<F>, u32)>, DecodeError>,
+) -> Result<Distribution<F>, DecodeError> {
+    let mut backends = backends?;
+    let total: u64 = backends.iter().map(|(_, weight)| u64::from(*weight)).sum();
+    if u32::try_from(total).is_err() {
+        return Err(DecodeError::invalid("sum of weights", total, "4294967295 at most"));
+    }
+    match backends.len() {
+        0 => Err(DecodeError::Missing("backends")),
+        // Its weight says nothing: there is no other to weigh it against.
+        1 => Ok(Distribution::FirstAvailable(
+            backends.drain(..).map(|(backend, _)| backend).collect(),
+        )),
+        // Nobody is to get anything. Other rules are none the worse for it.
+        _ if total == 0 => Ok(Distribution::Empty),
+        _ => Ok(Distribution::RandomAvailable(backends.into())),
+    }
+}
+
+fn backend(message: Option<proto::Backend>) -> Result<Arc<Backend>, DecodeError> {
+    let message = message.ok_or(DecodeError::Missing("backend"))?;
+    let meta = client_meta(message.metadata)?;
+    let decode = || {
+        let target = match message.kind {
+            Some(proto::backend::Kind::Forward(message)) => {
+                BackendTarget::Forward(Arc::new(endpoint(message, &BTreeMap::new())?))
+            }
+            Some(proto::backend::Kind::Balancer(message)) => balancer(message)?,
+            None => BackendTarget::Fail,
+        };
+        let queue = queue(message.queue.ok_or(DecodeError::Missing("queue"))?)?;
+        Ok(Backend {
+            meta: meta.clone(),
+            queue,
+            target,
+        })
+    };
+    decode().map(Arc::new).map_err(|error: DecodeError| error.within(&meta))
+}
+
+fn balancer(message: proto::backend::BalanceP2c) -> Result<BackendTarget, DecodeError> {
+    use proto::backend::balance_p2c::{Load, PeakEwma, PenaltyPeakEwma};
+    use proto::backend::endpoint_discovery::Kind;
+
+    let discovery = message.discovery.and_then(|discovery| discovery.kind);
+    let Kind::Dst(dst) = discovery.ok_or(DecodeError::Missing("discovery of a balancer"))?;
+    if dst.path.is_empty() {
+        return Err(DecodeError::Missing("path of a balancer's discovery"));
+    }
+    let or = |field, message, default| Ok::<_, DecodeError>(optional_duration(field, message)?.unwrap_or(default));
+    let load = match message.load.ok_or(DecodeError::Missing("load of a balancer"))? {
+        Load::PeakEwma(PeakEwma { default_rtt, decay }) => LoadParams::PeakEwma {
+            default_rtt: duration("default RTT", default_rtt)?,
+            decay: duration("decay", decay)?,
+        },
+        // The penalty decays as the round-trip time does, whatever `penalty_decay` says: it is one estimate.
+        Load::PenaltyPeakEwma(PenaltyPeakEwma {
+            default_rtt,
+            decay,
+            penalty,
+            max_retry_after,
+            penalty_decay: _,
+        }) => LoadParams::PenaltyPeakEwma {
+            default_rtt: or("default RTT", default_rtt, Duration::from_millis(30))?,
+            decay: or("decay", decay, Duration::from_secs(10))?,
+            penalty: or("penalty", penalty, Duration::from_secs(5))?,
+            max_retry_after: or("max retry-after", max_retry_after, Duration::from_secs(300))?,
+        },
+    };
+    Ok(BackendTarget::Balance {
+        path: dst.path.into(),
+        load,
+    })
+}
+
+fn queue(message: proto::Queue) -> Result<Queue, DecodeError> {
+    let capacity = match message.capacity {
+        // Not told: some only send the timeout.
+        0 => DEFAULT_QUEUE_CAPACITY,
+        capacity => usize::try_from(capacity).unwrap_or(DEFAULT_QUEUE_CAPACITY),
+    };
+    Ok(Queue {
+        capacity,
+        failfast_timeout: duration("failfast timeout", message.failfast_timeout)?,
+    })
+}
+
+fn failure_accrual(message: proto::FailureAccrual) -> Result<FailureAccrual, DecodeError> {
+    use proto::failure_accrual::{ConsecutiveFailures, Kind, Unified};
+    match message.kind.ok_or(DecodeError::Missing("failure accrual"))? {
+        Kind::ConsecutiveFailures(ConsecutiveFailures { max_failures, backoff }) => {
+            let backoff = exponential(backoff.ok_or(DecodeError::Missing("backoff of a failure accrual"))?)?;
+            Ok(FailureAccrual::Consecutive { max_failures, backoff })
+        }
+        Kind::Unified(Unified {
+            success_rate_threshold,
+            decay,
+            min_requests,
+            max_consecutive_failures,
+            backoff,
+        }) => {
+            if !(0.0..=1.0).contains(&success_rate_threshold) {
+                return Err(DecodeError::invalid(
+                    "success rate threshold",
+                    success_rate_threshold,
+                    "0 to 1",
+                ));
+            }
+            let window = optional_duration("decay of a failure accrual", decay)?.unwrap_or(Duration::from_secs(10));
+            if window < MIN_WINDOW {
+                return Err(DecodeError::invalid(
+                    "decay of a failure accrual",
+                    format!("{window:?}"),
+                    "10 ms or more",
+                ));
+            }
+            if min_requests > MAX_MIN_REQUESTS {
+                return Err(DecodeError::invalid("min requests", min_requests, "1000000 at most"));
+            }
+            let backoff = exponential(backoff.ok_or(DecodeError::Missing("backoff of a failure accrual"))?)?;
+            Ok(FailureAccrual::Unified {
+                success_rate: success_rate_threshold,
+                window,
+                min_requests,
+                max_consecutive_failures,
+                backoff,
+            })
+        }
+    }
+}
+
+fn exponential(message: proto::ExponentialBackoff) -> Result<Backoff, DecodeError> {
+    let min = duration("min backoff", message.min_backoff)?;
+    let max = duration("max backoff", message.max_backoff)?;
+    let jitter = f64::from(message.jitter_ratio);
+    if min > max || max.is_zero() {
+        return Err(DecodeError::invalid(
+            "max backoff",
+            format!("{max:?}"),
+            "more than 0, and no less than min backoff",
+        ));
+    }
+    if !(0.0..=MAX_JITTER).contains(&jitter) {
+        return Err(DecodeError::invalid("jitter ratio", jitter, "0 to 100"));
+    }
+    Ok(Backoff { min, max, jitter })
+}
+
+fn http_retry(message: proto::http_route::Retry) -> Result<Retry, DecodeError> {
+    let conditions = message
+        .conditions
+        .ok_or(DecodeError::Missing("conditions of a retry"))?;
+    let ranges = conditions.status_ranges.into_iter().map(|range| {
+        let bound = |bound| u16::try_from(bound).ok().filter(|bound| (1..=599).contains(bound));
+        match (bound(range.start), bound(range.end)) {
+            (Some(start), Some(end)) if start <= end => Ok(RangeInclusive::new(start, end)),
+            _ => {
+                let range = format!("{}-{}", range.start, range.end);
+                Err(DecodeError::invalid(
+                    "status range of a retry",
+                    range,
+                    "a range from 1 to 599",
+                ))
+            }
+        }
+    });
+    let conditions = RetryConditions::Http(ranges.collect::<Result<_, _>>()?);
+    retry(
+        message.max_retries,
+        message.max_request_bytes,
+        conditions,
+        message.timeout,
+        message.backoff,
+    )
+}
+
+fn grpc_retry(message: proto::grpc_route::Retry) -> Result<Retry, DecodeError> {
+    let conditions = message
+        .conditions
+        .ok_or(DecodeError::Missing("conditions of a retry"))?;
+    let codes = [
+        (conditions.cancelled, 1),
+        (conditions.deadine_exceeded, 4),
+        (conditions.resource_exhausted, 8),
+        (conditions.internal, 13),
+        (conditions.unavailable, 14),
+    ];
+    let codes = codes.into_iter().filter(|(is_set, _)| *is_set).map(|(_, code)| code);
+    let conditions = RetryConditions::Grpc(codes.collect());
+    retry(
+        message.max_retries,
+        message.max_request_bytes,
+        conditions,
+        message.timeout,
+        message.backoff,
+    )
+}
+
+fn retry(
+    max_retries: u32,
+    max_request_bytes: u32,
+    conditions: RetryConditions,
+    timeout: Option<prost_types::Duration>,
+    backoff: Option<proto::ExponentialBackoff>,
+) -> Result<Retry, DecodeError> {
+    Ok(Retry {
+        max_retries: u16::try_from(max_retries)
+            .map_err(|_| DecodeError::invalid("max retries", max_retries, "65535 at most"))?,
+        max_request_bytes: usize::try_from(max_request_bytes).unwrap_or(usize::MAX),
+        conditions,
+        timeout: optional_duration("timeout of a retry", timeout)?,
+        backoff: backoff.map(exponential).transpose()?,
+    })
+}
+
+fn timeouts(
+    message: Option<http_route::Timeouts>,
+    legacy_request: Option<prost_types::Duration>,
+) -> Result<Timeouts, DecodeError> {
+    let message = message.unwrap_or_default();
+    Ok(Timeouts {
+        request: optional_duration("request timeout", message.request.or(legacy_request))?,
+        response: optional_duration("response timeout", message.response)?,
+        idle: optional_duration("idle timeout", message.idle)?,
+    })
+}
+
+fn request_headers(allow: bool) -> RequestOverrides {
+    if allow {
+        RequestOverrides::Allow
+    } else {
+        RequestOverrides::Ignore
+    }
+}
+
+/// Of the environment's default, `LINKERD2_PROXY_OUTBOUND_HTTP_QUEUE_CAPACITY`.
+const DEFAULT_QUEUE_CAPACITY: usize = 10_000;
+const MIN_WINDOW: Duration = Duration::from_millis(10);
+const MAX_MIN_REQUESTS: u32 = 1_000_000;
+const MAX_JITTER: f64 = 100.0;
+
+#[cfg(test)]
+mod tests;

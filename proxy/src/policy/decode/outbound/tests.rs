@@ -1,0 +1,618 @@
+use proto::backend::balance_p2c::{Load, PeakEwma, PenaltyPeakEwma};
+use proto::backend::endpoint_discovery::{DestinationGet, Kind as DiscoveryKind};
+use proto::backend::{BalanceP2c, EndpointDiscovery, Kind as BackendKind};
+use proto::failure_accrual::{ConsecutiveFailures, Kind as AccrualKind, Unified};
+use proto::http_route::distribution::{FirstAvailable, Kind as DistributionKind, RandomAvailable};
+use proto::http_route::retry::{Conditions, conditions::StatusRange};
+use proto::proxy_protocol::{Detect, Grpc, Http1, Http2, Kind, Opaque, Tls};
+use tulle_proto::destination::WeightedAddr;
+use tulle_proto::http_route::{HttpFailureInjector, PathModifier, Ratio, RequestRedirect, path_modifier};
+use tulle_proto::meta::{Resource, metadata};
+
+use super::*;
+
+fn seconds(seconds: i64) -> Option<prost_types::Duration> {
+    Some(prost_types::Duration { seconds, nanos: 0 })
+}
+
+fn metadata(name: &str) -> Option<Metadata> {
+    let resource = Resource {
+        group: "core".into(),
+        kind: "Service".into(),
+        name: name.into(),
+        namespace: "shop".into(),
+        ..Resource::default()
+    };
+    Some(Metadata {
+        kind: Some(metadata::Kind::Resource(resource)),
+    })
+}
+
+fn peak_ewma() -> Load {
+    Load::PeakEwma(PeakEwma {
+        default_rtt: seconds(1),
+        decay: seconds(10),
+    })
+}
+
+fn balance(path: &str, load: Option<Load>) -> Option<BackendKind> {
+    let dst = DiscoveryKind::Dst(DestinationGet { path: path.into() });
+    let discovery = Some(EndpointDiscovery { kind: Some(dst) });
+    Some(BackendKind::Balancer(BalanceP2c { discovery, load }))
+}
+
+fn backend_of(kind: Option<BackendKind>) -> proto::Backend {
+    let queue = Some(proto::Queue {
+        capacity: 100,
+        failfast_timeout: seconds(3),
+    });
+    proto::Backend {
+        metadata: metadata("web"),
+        kind,
+        queue,
+    }
+}
+
+fn to(backend: proto::Backend) -> proto::http_route::RouteBackend {
+    proto::http_route::RouteBackend {
+        backend: Some(backend),
+        ..Default::default()
+    }
+}
+
+fn first(backends: Vec<proto::http_route::RouteBackend>) -> Option<proto::http_route::Distribution> {
+    let kind = Some(DistributionKind::FirstAvailable(FirstAvailable { backends }));
+    Some(proto::http_route::Distribution { kind })
+}
+
+fn random(weights: &[u32]) -> Option<proto::http_route::Distribution> {
+    let backends = weights.iter().map(|weight| proto::http_route::WeightedRouteBackend {
+        backend: Some(to(backend_of(balance("web.shop:80", Some(peak_ewma()))))),
+        weight: *weight,
+    });
+    let kind = Some(DistributionKind::RandomAvailable(RandomAvailable {
+        backends: backends.collect(),
+    }));
+    Some(proto::http_route::Distribution { kind })
+}
+
+fn rule() -> proto::http_route::Rule {
+    let backends = first(vec![to(backend_of(balance("web.shop:80", Some(peak_ewma()))))]);
+    proto::http_route::Rule {
+        backends,
+        ..Default::default()
+    }
+}
+
+fn opaque(rules: usize, routes: usize) -> Opaque {
+    let kind = Some(proto::opaque_route::distribution::Kind::Empty(Default::default()));
+    let rule = proto::opaque_route::Rule {
+        backends: Some(proto::opaque_route::Distribution { kind }),
+        filters: Vec::new(),
+    };
+    let route = proto::OpaqueRoute {
+        metadata: metadata("o"),
+        rules: vec![rule; rules],
+    };
+    Opaque {
+        routes: vec![route; routes],
+    }
+}
+
+fn backoff() -> Option<proto::ExponentialBackoff> {
+    Some(proto::ExponentialBackoff {
+        min_backoff: seconds(1),
+        max_backoff: seconds(60),
+        jitter_ratio: 0.5,
+        respect_retry_after_hint: false,
+    })
+}
+
+fn unified(edit: impl FnOnce(&mut Unified)) -> Option<AccrualKind> {
+    let mut unified = Unified {
+        success_rate_threshold: 0.8,
+        decay: None,
+        min_requests: 5,
+        max_consecutive_failures: 7,
+        backoff: backoff(),
+    };
+    edit(&mut unified);
+    Some(AccrualKind::Unified(unified))
+}
+
+fn retry_of(edit: impl FnOnce(&mut proto::http_route::Retry)) -> Option<proto::http_route::Retry> {
+    let status_ranges = vec![StatusRange { start: 500, end: 599 }];
+    let mut retry = proto::http_route::Retry {
+        max_retries: 2,
+        max_request_bytes: 1024,
+        conditions: Some(Conditions { status_ranges }),
+        timeout: seconds(1),
+        backoff: backoff(),
+    };
+    edit(&mut retry);
+    Some(retry)
+}
+
+fn policy_of(kind: Option<Kind>) -> proto::OutboundPolicy {
+    proto::OutboundPolicy {
+        protocol: Some(proto::ProxyProtocol { kind }),
+        metadata: metadata("web"),
+    }
+}
+
+fn with_accrual(kind: Option<AccrualKind>) -> proto::OutboundPolicy {
+    let failure_accrual = Some(proto::FailureAccrual { kind, ejection: None });
+    policy_of(Some(Kind::Http1(Http1 {
+        routes: Vec::new(),
+        failure_accrual,
+    })))
+}
+
+fn with_rule(edit: impl FnOnce(&mut proto::http_route::Rule)) -> proto::OutboundPolicy {
+    let mut rule = rule();
+    edit(&mut rule);
+    let route = proto::HttpRoute {
+        metadata: metadata("r"),
+        hosts: Vec::new(),
+        rules: vec![rule],
+    };
+    policy_of(Some(Kind::Http2(Http2 {
+        routes: vec![route],
+        failure_accrual: None,
+    })))
+}
+
+fn with_backend(edit: impl FnOnce(&mut proto::Backend)) -> proto::OutboundPolicy {
+    let mut backend = backend_of(balance("web.shop:80", Some(peak_ewma())));
+    edit(&mut backend);
+    with_rule(|rule| rule.backends = first(vec![to(backend)]))
+}
+
+fn with_filter(kind: Option<proto::http_route::filter::Kind>) -> proto::OutboundPolicy {
+    with_rule(|rule| rule.filters = vec![proto::http_route::Filter { kind }])
+}
+
+/// The rule of a policy that has one.
+fn target(message: proto::OutboundPolicy) -> HttpTarget {
+    let policy = client_policy(message).unwrap();
+    let ClientProtocol::Http2(http) = policy.protocol else {
+        panic!("{policy:?}")
+    };
+    http.routes[0].rules[0].payload.clone()
+}
+
+fn only_backend(message: proto::OutboundPolicy) -> Arc<Backend> {
+    match target(message).backends {
+        Distribution::FirstAvailable(backends) => backends[0].backend.clone(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_complete_policy_is_read() {
+    let detect = || Detect {
+        timeout: seconds(10),
+        opaque: Some(opaque(1, 1)),
+        http1: Some(Http1::default()),
+        http2: Some(Http2::default()),
+    };
+    let policy = client_policy(policy_of(Some(Kind::Detect(detect())))).unwrap();
+    assert_eq!(policy.meta.to_string(), "Service/web.shop");
+    let ClientProtocol::Detect {
+        timeout, opaque: route, ..
+    } = &policy.protocol
+    else {
+        panic!()
+    };
+    assert_eq!(*timeout, Duration::from_secs(10));
+    assert_eq!(route.as_ref().unwrap().meta.name(), "o");
+    let again = client_policy(policy_of(Some(Kind::Detect(detect())))).unwrap();
+    assert_eq!(policy, again, "equal updates are equal");
+
+    for (kind, expected) in [
+        (Kind::Opaque(opaque(1, 0)), ClientProtocol::Opaque(None)),
+        (Kind::Tls(Tls::default()), ClientProtocol::Tls(Arc::new([]))),
+        (
+            Kind::Grpc(Grpc::default()),
+            ClientProtocol::Grpc(ClientHttp {
+                routes: Arc::new([]),
+                failure_accrual: None,
+            }),
+        ),
+    ] {
+        assert_eq!(client_policy(policy_of(Some(kind))).unwrap().protocol, expected);
+    }
+}
+
+#[test]
+fn backends_are_read() {
+    let backend = only_backend(with_backend(|_| ()));
+    assert_eq!(
+        backend.queue,
+        Queue {
+            capacity: 100,
+            failfast_timeout: Duration::from_secs(3)
+        }
+    );
+    let (default_rtt, decay) = (Duration::from_secs(1), Duration::from_secs(10));
+    let load = LoadParams::PeakEwma { default_rtt, decay };
+    assert_eq!(
+        backend.target,
+        BackendTarget::Balance {
+            path: "web.shop:80".into(),
+            load
+        }
+    );
+
+    let penalty = Some(Load::PenaltyPeakEwma(PenaltyPeakEwma::default()));
+    let backend = only_backend(with_backend(|backend| backend.kind = balance("web:80", penalty)));
+    let BackendTarget::Balance { load, .. } = backend.target else {
+        panic!()
+    };
+    let expected = LoadParams::PenaltyPeakEwma {
+        default_rtt: Duration::from_millis(30),
+        decay: Duration::from_secs(10),
+        penalty: Duration::from_secs(5),
+        max_retry_after: Duration::from_secs(300),
+    };
+    assert_eq!(load, expected);
+
+    let addr: std::net::SocketAddr = ([10, 0, 0, 1], 80).into();
+    let forward = WeightedAddr {
+        addr: Some(addr.into()),
+        ..Default::default()
+    };
+    let backend = only_backend(with_backend(|backend| {
+        backend.kind = Some(BackendKind::Forward(forward))
+    }));
+    assert!(matches!(&backend.target, BackendTarget::Forward(spec) if spec.addr == addr));
+    let backend = only_backend(with_backend(|backend| backend.kind = None));
+    assert_eq!(backend.target, BackendTarget::Fail);
+}
+
+#[test]
+fn weights_without_a_winner_distribute_to_nobody() {
+    let distribution = |weights: &[u32]| target(with_rule(|rule| rule.backends = random(weights))).backends;
+    assert_eq!(distribution(&[0, 0]), Distribution::Empty);
+    assert!(matches!(distribution(&[0]), Distribution::FirstAvailable(list) if list.len() == 1));
+    assert!(matches!(distribution(&[5]), Distribution::FirstAvailable(list) if list.len() == 1));
+    let Distribution::RandomAvailable(list) = distribution(&[1, 0, 9]) else {
+        panic!()
+    };
+    assert_eq!(list.iter().map(|(_, weight)| *weight).collect::<Vec<_>>(), [1, 0, 9]);
+}
+
+#[test]
+fn timeouts_and_retries_are_read() {
+    let message = with_rule(|rule| rule.request_timeout = seconds(7));
+    assert_eq!(target(message).timeouts.request, Some(Duration::from_secs(7)));
+    let message = with_rule(|rule| {
+        rule.request_timeout = seconds(7);
+        rule.timeouts = Some(http_route::Timeouts {
+            request: seconds(5),
+            response: None,
+            idle: seconds(3),
+        });
+        rule.retry = retry_of(|_| ());
+        rule.allow_l5d_request_headers = true;
+    });
+    let target = target(message);
+    let (request, idle) = (Some(Duration::from_secs(5)), Some(Duration::from_secs(3)));
+    assert_eq!(
+        target.timeouts,
+        Timeouts {
+            request,
+            response: None,
+            idle
+        }
+    );
+    assert_eq!(target.request_headers, RequestOverrides::Allow);
+    let retry = target.retry.unwrap();
+    assert_eq!((retry.max_retries, retry.max_request_bytes), (2, 1024));
+    assert_eq!(retry.conditions, RetryConditions::Http(vec![500..=599]));
+}
+
+#[test]
+fn grpc_conditions_are_status_codes() {
+    let conditions = proto::grpc_route::retry::Conditions {
+        cancelled: true,
+        deadine_exceeded: true,
+        resource_exhausted: true,
+        internal: true,
+        unavailable: true,
+    };
+    let message = proto::grpc_route::Retry {
+        conditions: Some(conditions),
+        ..Default::default()
+    };
+    assert_eq!(
+        grpc_retry(message).unwrap().conditions,
+        RetryConditions::Grpc(vec![1, 4, 8, 13, 14])
+    );
+}
+
+#[test]
+fn failure_accrual_is_read() {
+    let accrual = |kind| match client_policy(with_accrual(kind)).unwrap().protocol {
+        ClientProtocol::Http1(http) => http.failure_accrual.unwrap(),
+        other => panic!("{other:?}"),
+    };
+    let expected = Backoff {
+        min: Duration::from_secs(1),
+        max: Duration::from_secs(60),
+        jitter: 0.5,
+    };
+    let consecutive = ConsecutiveFailures {
+        max_failures: 7,
+        backoff: backoff(),
+    };
+    assert_eq!(
+        accrual(Some(AccrualKind::ConsecutiveFailures(consecutive))),
+        FailureAccrual::Consecutive {
+            max_failures: 7,
+            backoff: expected
+        }
+    );
+    let window = Duration::from_secs(10);
+    assert!(matches!(accrual(unified(|_| ())), FailureAccrual::Unified { window: found, .. } if found == window));
+}
+
+#[test]
+fn what_is_incomplete_is_refused_with_the_reason() {
+    let detect = |edit: fn(&mut Detect)| {
+        let mut detect = Detect {
+            timeout: seconds(10),
+            opaque: Some(opaque(1, 1)),
+            http1: Some(Http1::default()),
+            http2: Some(Http2::default()),
+        };
+        edit(&mut detect);
+        policy_of(Some(Kind::Detect(detect)))
+    };
+    let consecutive = |backoff| {
+        with_accrual(Some(AccrualKind::ConsecutiveFailures(ConsecutiveFailures {
+            max_failures: 1,
+            backoff,
+        })))
+    };
+    let backoff_of = |edit: fn(&mut proto::ExponentialBackoff)| {
+        let mut message = backoff().unwrap();
+        edit(&mut message);
+        consecutive(Some(message))
+    };
+    let with_retry = |edit: fn(&mut proto::http_route::Retry)| with_rule(|rule| rule.retry = retry_of(edit));
+    let redirect = |replace| {
+        let path = Some(PathModifier { replace });
+        let redirect = RequestRedirect {
+            path,
+            ..Default::default()
+        };
+        with_filter(Some(proto::http_route::filter::Kind::Redirect(redirect)))
+    };
+    let failure = |status, ratio| {
+        let injector = HttpFailureInjector {
+            status,
+            message: String::new(),
+            ratio,
+        };
+        with_filter(Some(proto::http_route::filter::Kind::FailureInjector(injector)))
+    };
+    let no_namespace = {
+        let mut policy = policy_of(Some(Kind::Opaque(opaque(1, 1))));
+        let Some(Metadata {
+            kind: Some(metadata::Kind::Resource(resource)),
+        }) = &mut policy.metadata
+        else {
+            panic!()
+        };
+        resource.namespace.clear();
+        policy
+    };
+    let no_load = with_backend(|backend| backend.kind = balance("web:80", None));
+    let no_decay = Some(Load::PeakEwma(PeakEwma {
+        default_rtt: seconds(1),
+        decay: None,
+    }));
+    let negative = Some(Load::PeakEwma(PeakEwma {
+        default_rtt: seconds(-1),
+        decay: seconds(1),
+    }));
+
+    let cases: Vec<(&str, proto::OutboundPolicy)> = vec![
+        (
+            "metadata is missing",
+            proto::OutboundPolicy {
+                metadata: None,
+                ..policy_of(None)
+            },
+        ),
+        ("metadata.namespace is missing", no_namespace),
+        ("protocol is missing", policy_of(None)),
+        ("detect timeout is missing", detect(|detect| detect.timeout = None)),
+        (
+            "HTTP/1 of a detected protocol is missing",
+            detect(|detect| detect.http1 = None),
+        ),
+        (
+            "HTTP/2 of a detected protocol is missing",
+            detect(|detect| detect.http2 = None),
+        ),
+        (
+            "opaque of a detected protocol is missing",
+            detect(|detect| detect.opaque = None),
+        ),
+        (
+            "number of opaque routes is \"2\"",
+            policy_of(Some(Kind::Opaque(opaque(1, 2)))),
+        ),
+        ("number of rules is \"0\"", policy_of(Some(Kind::Opaque(opaque(0, 1))))),
+        ("number of rules is \"2\"", policy_of(Some(Kind::Opaque(opaque(2, 1))))),
+        ("backends is missing", with_rule(|rule| rule.backends = None)),
+        ("backends is missing", with_rule(|rule| rule.backends = first(vec![]))),
+        ("backends is missing", with_rule(|rule| rule.backends = random(&[]))),
+        (
+            "backend is missing",
+            with_rule(|rule| rule.backends = first(vec![Default::default()])),
+        ),
+        (
+            "sum of weights is \"4294967296\"",
+            with_rule(|rule| rule.backends = random(&[u32::MAX, 1])),
+        ),
+        ("metadata is missing", with_backend(|backend| backend.metadata = None)),
+        ("queue is missing", with_backend(|backend| backend.queue = None)),
+        (
+            "failfast timeout is missing",
+            with_backend(|backend| {
+                backend.queue = Some(proto::Queue {
+                    capacity: 1,
+                    failfast_timeout: None,
+                });
+            }),
+        ),
+        ("load of a balancer is missing", no_load),
+        (
+            "decay is missing",
+            with_backend(|backend| backend.kind = balance("web:80", no_decay)),
+        ),
+        (
+            "reading default RTT",
+            with_backend(|backend| backend.kind = balance("web:80", negative)),
+        ),
+        (
+            "path of a balancer's discovery is missing",
+            with_backend(|backend| {
+                backend.kind = balance("", Some(peak_ewma()));
+            }),
+        ),
+        (
+            "discovery of a balancer is missing",
+            with_backend(|backend| {
+                let balancer = BalanceP2c {
+                    discovery: None,
+                    load: Some(peak_ewma()),
+                };
+                backend.kind = Some(BackendKind::Balancer(balancer));
+            }),
+        ),
+        (
+            "address of an endpoint is missing",
+            with_backend(|backend| {
+                backend.kind = Some(BackendKind::Forward(WeightedAddr::default()));
+            }),
+        ),
+        ("failure accrual is missing", with_accrual(None)),
+        ("backoff of a failure accrual is missing", consecutive(None)),
+        (
+            "min backoff is missing",
+            backoff_of(|backoff| backoff.min_backoff = None),
+        ),
+        (
+            "max backoff is missing",
+            backoff_of(|backoff| backoff.max_backoff = None),
+        ),
+        (
+            "max backoff is \"500ms\"",
+            backoff_of(|backoff| {
+                backoff.max_backoff = Some(prost_types::Duration {
+                    seconds: 0,
+                    nanos: 500_000_000,
+                });
+            }),
+        ),
+        (
+            "jitter ratio is \"NaN\"",
+            backoff_of(|backoff| backoff.jitter_ratio = f32::NAN),
+        ),
+        (
+            "jitter ratio is \"-1\"",
+            backoff_of(|backoff| backoff.jitter_ratio = -1.0),
+        ),
+        (
+            "success rate threshold is \"1.5\"",
+            with_accrual(unified(|unified| unified.success_rate_threshold = 1.5)),
+        ),
+        (
+            "decay of a failure accrual is \"0ns\"",
+            with_accrual(unified(|unified| unified.decay = seconds(0))),
+        ),
+        (
+            "min requests is \"1000001\"",
+            with_accrual(unified(|unified| unified.min_requests = 1_000_001)),
+        ),
+        (
+            "backoff of a failure accrual is missing",
+            with_accrual(unified(|unified| unified.backoff = None)),
+        ),
+        (
+            "conditions of a retry is missing",
+            with_retry(|retry| retry.conditions = None),
+        ),
+        (
+            "max retries is \"65536\"",
+            with_retry(|retry| retry.max_retries = 65_536),
+        ),
+        (
+            "status range of a retry is \"0-599\"",
+            with_retry(|retry| {
+                retry.conditions = Some(Conditions {
+                    status_ranges: vec![StatusRange { start: 0, end: 599 }],
+                });
+            }),
+        ),
+        (
+            "status range of a retry is \"500-600\"",
+            with_retry(|retry| {
+                retry.conditions = Some(Conditions {
+                    status_ranges: vec![StatusRange { start: 500, end: 600 }],
+                });
+            }),
+        ),
+        ("filter is missing", with_filter(None)),
+        ("replacement of a path is missing", redirect(None)),
+        (
+            "replacement of a path is \"x\"",
+            redirect(Some(path_modifier::Replace::Full("x".into()))),
+        ),
+        (
+            "replacement of a path is \"\"",
+            redirect(Some(path_modifier::Replace::Prefix(String::new()))),
+        ),
+        ("injected status is \"99\"", failure(99, None)),
+        (
+            "failure ratio is \"1/0\"",
+            failure(
+                503,
+                Some(Ratio {
+                    numerator: 1,
+                    denominator: 0,
+                }),
+            ),
+        ),
+        (
+            "failure ratio is \"2/1\"",
+            failure(
+                503,
+                Some(Ratio {
+                    numerator: 2,
+                    denominator: 1,
+                }),
+            ),
+        ),
+    ];
+    for (reason, message) in cases {
+        let error = anyhow::Error::new(client_policy(message).unwrap_err());
+        assert!(
+            format!("{error:#}").contains(reason),
+            "{error:#} does not say {reason:?}"
+        );
+    }
+}
+
+#[test]
+fn a_refusal_names_the_resource() {
+    let error = client_policy(with_backend(|backend| backend.queue = None)).unwrap_err();
+    assert_eq!(
+        format!("{:#}", anyhow::Error::new(error)),
+        "reading Service/r.shop: reading Service/web.shop: queue is missing"
+    );
+}

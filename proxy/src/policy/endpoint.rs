@@ -1,0 +1,107 @@
+//! One endpoint as discovery describes it.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::num::NonZeroU16;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::uri::Authority;
+use tulle_core::identity::Identity;
+
+use crate::policy::meta::Meta;
+
+/// An address and all that decides how to speak to it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct EndpointSpec {
+    pub(crate) addr: SocketAddr,
+    pub(crate) weight: u32,
+    /// For metrics; the endpoint's own labels win over those of its set.
+    pub(crate) labels: BTreeMap<String, String>,
+    /// Absent: the peer is not meshed and is spoken to in plain text.
+    pub(crate) tls: Option<EndpointTls>,
+    pub(crate) hint: ProtocolHint,
+    /// Port of the peer's proxy that takes connections behind a transport header.
+    pub(crate) opaque_transport: Option<NonZeroU16>,
+    pub(crate) authority_override: Option<Authority>,
+    pub(crate) http2: Http2Params,
+    pub(crate) locality: Locality,
+    pub(crate) resource: Option<Arc<Meta>>,
+}
+
+/// Whom to expect at an endpoint, and the name to ask for.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct EndpointTls {
+    pub(crate) identity: Identity,
+    pub(crate) server_name: Arc<str>,
+}
+
+/// What an endpoint's proxy understands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) enum ProtocolHint {
+    #[default]
+    Unknown,
+    /// HTTP/1 may be carried over HTTP/2.
+    H2,
+    /// Bytes, whatever they look like.
+    Opaque,
+}
+
+/// Whether an endpoint is in our zone, for counting bytes that cross zones.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) enum Locality {
+    #[default]
+    Unknown,
+    Local,
+    Remote,
+}
+
+/// HTTP/2 settings for one endpoint; what is absent is the client's own default.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct Http2Params {
+    /// Bytes.
+    pub(crate) connection_window: Option<u32>,
+    /// Bytes.
+    pub(crate) stream_window: Option<u32>,
+    pub(crate) adaptive_window: bool,
+    pub(crate) keep_alive: Option<KeepAlive>,
+    pub(crate) max_concurrent_reset_streams: Option<u32>,
+    /// Bytes.
+    pub(crate) max_frame_size: Option<u32>,
+    /// Bytes.
+    pub(crate) max_send_buf_size: Option<u32>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct KeepAlive {
+    pub(crate) interval: Duration,
+    pub(crate) timeout: Duration,
+    pub(crate) while_idle: bool,
+}
+
+/// A change to a set of endpoints.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum EndpointUpdate {
+    Add(Vec<EndpointSpec>),
+    Remove(Vec<SocketAddr>),
+    /// The service has no endpoints, or does not exist.
+    NoEndpoints,
+}
+
+impl EndpointSpec {
+    /// An unmeshed endpoint that is known by its address only.
+    pub(crate) fn plain(addr: SocketAddr) -> Self {
+        Self {
+            addr,
+            weight: 1,
+            labels: BTreeMap::new(),
+            tls: None,
+            hint: ProtocolHint::Unknown,
+            opaque_transport: None,
+            authority_override: None,
+            http2: Http2Params::default(),
+            locality: Locality::Unknown,
+            resource: None,
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! The resource behind a decision, as it appears in metric labels and logs.
+
+use std::fmt::{Display, Formatter, Result as FmtResult};
+use std::num::NonZeroU16;
+use std::sync::Arc;
+
+/// Who decided: a resource of the cluster, or a default that nobody wrote down.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Meta {
+    /// A built-in decision such as `all-unauthenticated`, `localhost` or `audit`.
+    Default(Arc<str>),
+    Resource(Resource),
+}
+
+/// A named object and, where that matters, its section and port.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct Resource {
+    pub(crate) group: Arc<str>,
+    pub(crate) kind: Arc<str>,
+    /// Empty for server policies, whose labels carry none.
+    pub(crate) namespace: Arc<str>,
+    pub(crate) name: Arc<str>,
+    /// Empty unless the decision comes from a part of the resource.
+    pub(crate) section: Arc<str>,
+    pub(crate) port: Option<NonZeroU16>,
+}
+
+impl Meta {
+    pub(crate) fn default_named(name: &str) -> Arc<Self> {
+        Arc::new(Self::Default(name.into()))
+    }
+
+    pub(crate) fn group(&self) -> &str {
+        match self {
+            Self::Default(_) => "",
+            Self::Resource(resource) => &resource.group,
+        }
+    }
+
+    pub(crate) fn kind(&self) -> &str {
+        match self {
+            Self::Default(_) => "default",
+            Self::Resource(resource) => &resource.kind,
+        }
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        match self {
+            Self::Default(name) => name,
+            Self::Resource(resource) => &resource.name,
+        }
+    }
+
+    /// Whether this authorization lets everybody in and only writes down who came.
+    pub(crate) fn is_audit(&self) -> bool {
+        matches!(self, Self::Default(name) if &**name == AUDIT)
+    }
+}
+
+impl Display for Meta {
+    fn fmt(&self, f: &mut Formatter<'_>) -> FmtResult {
+        match self {
+            Self::Default(name) => write!(f, "default:{name}"),
+            Self::Resource(resource) => {
+                write!(f, "{}/{}", resource.kind, resource.name)?;
+                if !resource.namespace.is_empty() {
+                    write!(f, ".{}", resource.namespace)?;
+                }
+                resource.port.map_or(Ok(()), |port| write!(f, ":{port}"))
+            }
+        }
+    }
+}
+
+/// Name of the default authorization that permits and logs.
+pub(crate) const AUDIT: &str = "audit";

@@ -1,0 +1,342 @@
+//! ServiceProfiles: routes by condition, response classes, a retry budget, and weighted destinations.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::{Method, StatusCode};
+use parking_lot::Mutex;
+use tokio::time::Instant;
+use tulle_core::addr::NameAddr;
+
+use crate::policy::endpoint::EndpointSpec;
+use crate::policy::matches::{Head, Pattern};
+use crate::policy::meta::Meta;
+
+/// The profile of one destination.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Profile {
+    /// The service's name; absent for an address that is no service's.
+    pub(crate) name: Option<Arc<str>>,
+    /// The server speaks a protocol that is not to be looked at.
+    pub(crate) is_opaque: bool,
+    pub(crate) routes: Arc<[ProfileRoute]>,
+    pub(crate) retry_budget: Option<RetryBudget>,
+    pub(crate) overrides: Arc<[WeightedDestination]>,
+    /// The one endpoint behind an address that is no service's.
+    pub(crate) endpoint: Option<Arc<EndpointSpec>>,
+    pub(crate) parent: Option<Arc<Meta>>,
+    pub(crate) resource: Option<Arc<Meta>>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ProfileRoute {
+    pub(crate) condition: RequestCondition,
+    /// The first that fits decides.
+    pub(crate) response_classes: Vec<ResponseClass>,
+    pub(crate) labels: BTreeMap<String, String>,
+    pub(crate) is_retryable: bool,
+    /// For the response.
+    pub(crate) timeout: Option<Duration>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum RequestCondition {
+    All(Vec<Self>),
+    Any(Vec<Self>),
+    Not(Box<Self>),
+    Path(Pattern),
+    Method(Method),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ResponseClass {
+    pub(crate) condition: ResponseCondition,
+    pub(crate) class: Class,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Class {
+    Success,
+    Failure,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum ResponseCondition {
+    All(Vec<Self>),
+    Any(Vec<Self>),
+    Not(Box<Self>),
+    /// Both ends included.
+    Status {
+        min: u16,
+        max: u16,
+    },
+}
+
+/// How many retries requests pay for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct RetryBudget {
+    /// Retries that one request pays for.
+    pub(crate) ratio: f32,
+    /// Retries a second that are free.
+    pub(crate) min_per_second: u32,
+    /// How long a request counts.
+    pub(crate) ttl: Duration,
+}
+
+/// Another destination and its share of requests, which is not zero.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct WeightedDestination {
+    pub(crate) destination: NameAddr,
+    pub(crate) weight: u32,
+    pub(crate) backend: Option<Arc<Meta>>,
+}
+
+/// Which is the first route whose condition a request meets.
+pub(crate) fn find(routes: &[ProfileRoute], head: &Head<'_>) -> Option<usize> {
+    routes.iter().position(|route| route.condition.matches(head))
+}
+
+impl Profile {
+    /// Whether HTTP goes by this profile instead of the client policy.
+    pub(crate) fn rules_http(&self) -> bool {
+        self.name.is_some() && !(self.routes.is_empty() && self.overrides.is_empty())
+    }
+
+    /// Whether opaque connections go by this profile instead of the client policy.
+    pub(crate) fn rules_opaque(&self) -> bool {
+        !self.overrides.is_empty()
+    }
+}
+
+impl ProfileRoute {
+    /// What a status means on this route; server errors are failures unless a class says otherwise.
+    pub(crate) fn classify(&self, status: StatusCode) -> Class {
+        let class = self
+            .response_classes
+            .iter()
+            .find(|class| class.condition.matches(status));
+        match class {
+            Some(class) => class.class,
+            None if status.is_server_error() => Class::Failure,
+            None => Class::Success,
+        }
+    }
+}
+
+impl RequestCondition {
+    fn matches(&self, head: &Head<'_>) -> bool {
+        match self {
+            Self::All(conditions) => conditions.iter().all(|condition| condition.matches(head)),
+            Self::Any(conditions) => conditions.iter().any(|condition| condition.matches(head)),
+            Self::Not(condition) => !condition.matches(head),
+            Self::Path(pattern) => pattern.matches(head.path.as_bytes()),
+            Self::Method(method) => method == head.method,
+        }
+    }
+}
+
+impl ResponseCondition {
+    fn matches(&self, status: StatusCode) -> bool {
+        match self {
+            Self::All(conditions) => conditions.iter().all(|condition| condition.matches(status)),
+            Self::Any(conditions) => conditions.iter().any(|condition| condition.matches(status)),
+            Self::Not(condition) => !condition.matches(status),
+            Self::Status { min, max } => (*min..=*max).contains(&status.as_u16()),
+        }
+    }
+}
+
+/// The account behind a [`RetryBudget`], shared by all routes of a profile.
+///
+/// Requests count for `ttl`, in ten steps; so do the retries that were paid.
+#[derive(Debug)]
+pub(crate) struct Budget {
+    terms: RetryBudget,
+    start: Instant,
+    account: Mutex<Account>,
+}
+
+#[derive(Debug, Default)]
+struct Account {
+    /// The step that `slots[step % SLOTS]` stands for.
+    step: u64,
+    slots: [Slot; SLOTS as usize],
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Slot {
+    requests: u32,
+    retries: u32,
+}
+
+impl Budget {
+    pub(crate) fn new(terms: RetryBudget, now: Instant) -> Self {
+        Self {
+            terms,
+            start: now,
+            account: Mutex::default(),
+        }
+    }
+
+    /// Counts a request that is not a retry.
+    pub(crate) fn deposit(&self, now: Instant) {
+        let step = self.step(now);
+        let mut account = self.account.lock();
+        let slot = account.current(step);
+        slot.requests = slot.requests.saturating_add(1);
+    }
+
+    /// Pays for one retry, if there is enough.
+    #[must_use]
+    pub(crate) fn withdraw(&self, now: Instant) -> bool {
+        let step = self.step(now);
+        let mut account = self.account.lock();
+        account.current(step);
+        let (requests, retries) = account.slots.iter().fold((0.0, 0.0), |(requests, retries), slot| {
+            (requests + f64::from(slot.requests), retries + f64::from(slot.retries))
+        });
+        let free = f64::from(self.terms.min_per_second) * self.terms.ttl.as_secs_f64();
+        let balance = free + requests * f64::from(self.terms.ratio) - retries;
+        let enough = balance >= 1.0;
+        if enough {
+            account.current(step).retries += 1;
+        }
+        enough
+    }
+
+    fn step(&self, now: Instant) -> u64 {
+        let step = (self.terms.ttl / SLOTS).as_nanos().max(1);
+        u64::try_from(now.saturating_duration_since(self.start).as_nanos() / step).unwrap_or(u64::MAX)
+    }
+}
+
+impl Account {
+    /// The slot of a step, once those that have expired are empty.
+    fn current(&mut self, step: u64) -> &mut Slot {
+        let slots = u64::from(SLOTS);
+        // A worker whose clock was read earlier must not empty anything.
+        let step = step.max(self.step);
+        for expired in (self.step + 1..=step).rev().take(self.slots.len()) {
+            self.slots[(expired % slots) as usize] = Slot::default();
+        }
+        self.step = step;
+        &mut self.slots[(step % slots) as usize]
+    }
+}
+
+/// Steps in which a budget's time passes.
+const SLOTS: u32 = 10;
+
+#[cfg(test)]
+mod tests {
+    use http::HeaderMap;
+
+    use super::*;
+
+    fn path(pattern: &str) -> RequestCondition {
+        RequestCondition::Path(Pattern::new(pattern).unwrap())
+    }
+
+    #[test]
+    fn conditions_combine() {
+        use RequestCondition::{All, Any, Method as M, Not};
+        let headers = HeaderMap::new();
+        for (condition, method, target, expected) in [
+            (path("/api/.*"), Method::GET, "/api/x", true),
+            (path("/api"), Method::GET, "/api/x", false),
+            (All(vec![path("/a"), M(Method::GET)]), Method::GET, "/a", true),
+            (All(vec![path("/a"), M(Method::GET)]), Method::PUT, "/a", false),
+            (Any(vec![path("/b"), M(Method::GET)]), Method::GET, "/a", true),
+            (Not(Box::new(M(Method::GET))), Method::GET, "/a", false),
+            (All(vec![]), Method::GET, "/", true),
+            (Any(vec![]), Method::GET, "/", false),
+        ] {
+            let head = Head {
+                method: &method,
+                authority: None,
+                path: target,
+                query: None,
+                headers: &headers,
+            };
+            assert_eq!(condition.matches(&head), expected, "{condition:?} {method} {target}");
+        }
+    }
+
+    #[test]
+    fn the_first_class_that_fits_decides() {
+        let class = |min, max, class| ResponseClass {
+            condition: ResponseCondition::Status { min, max },
+            class,
+        };
+        let route = ProfileRoute {
+            condition: path("/"),
+            response_classes: vec![class(404, 404, Class::Failure), class(503, 503, Class::Success)],
+            labels: BTreeMap::new(),
+            is_retryable: false,
+            timeout: None,
+        };
+        for (status, expected) in [
+            (200, Class::Success),
+            (404, Class::Failure),
+            (410, Class::Success),
+            (500, Class::Failure),
+            (503, Class::Success),
+        ] {
+            assert_eq!(
+                route.classify(StatusCode::from_u16(status).unwrap()),
+                expected,
+                "{status}"
+            );
+        }
+    }
+
+    #[test]
+    fn an_empty_profile_rules_nothing() {
+        let profile = Profile {
+            name: Some("web.test".into()),
+            ..Profile::default()
+        };
+        assert!(!profile.rules_http());
+        assert!(!profile.rules_opaque());
+    }
+
+    #[test]
+    fn requests_pay_for_retries_until_they_expire() {
+        let terms = RetryBudget {
+            ratio: 0.2,
+            min_per_second: 0,
+            ttl: Duration::from_secs(10),
+        };
+        let start = Instant::now();
+        let budget = Budget::new(terms, start);
+        assert!(!budget.withdraw(start));
+        for _ in 0..10 {
+            budget.deposit(start);
+        }
+        assert!(budget.withdraw(start));
+        let later = start + Duration::from_secs(5);
+        assert!(budget.withdraw(later));
+        assert!(!budget.withdraw(later));
+        for _ in 0..10 {
+            budget.deposit(start + Duration::from_secs(30));
+        }
+        assert!(budget.withdraw(start + Duration::from_secs(39)));
+        assert!(!budget.withdraw(start + Duration::from_secs(41)));
+    }
+
+    #[test]
+    fn some_retries_are_free() {
+        let terms = RetryBudget {
+            ratio: 0.0,
+            min_per_second: 1,
+            ttl: Duration::from_secs(2),
+        };
+        let now = Instant::now();
+        let budget = Budget::new(terms, now);
+        assert!(budget.withdraw(now));
+        assert!(budget.withdraw(now));
+        assert!(!budget.withdraw(now));
+        assert!(budget.withdraw(now + Duration::from_secs(3)));
+    }
+}

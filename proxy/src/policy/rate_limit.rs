@@ -1,0 +1,278 @@
+//! Local rate limits: token buckets in total and per client identity.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use ahash::HashMap;
+use parking_lot::RwLock;
+use tokio::time::Instant;
+use tulle_core::identity::Identity;
+
+use crate::policy::meta::Meta;
+
+/// The limits of one server, in requests a second.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct RateLimit {
+    pub(crate) meta: Arc<Meta>,
+    pub(crate) total: Option<u32>,
+    /// For each client identity; clients without one share a bucket.
+    pub(crate) identity: Option<u32>,
+    pub(crate) overrides: Vec<RateLimitOverride>,
+}
+
+/// Another limit for some identities, each of which has it for itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct RateLimitOverride {
+    pub(crate) requests_per_second: u32,
+    pub(crate) clients: Vec<Box<str>>,
+}
+
+/// Which limit a request went over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum RateLimited {
+    #[error("total rate limit exceeded")]
+    Total,
+    #[error("rate limit of the client identity exceeded")]
+    Identity,
+    #[error("rate limit override of the client identity exceeded")]
+    Override,
+}
+
+/// The buckets behind a [`RateLimit`], shared by all workers.
+///
+/// Times are nanoseconds since the limiter was made.
+#[derive(Debug)]
+pub(crate) struct Limiter {
+    start: Instant,
+    total: Option<Bucket>,
+    overrides: HashMap<Box<str>, Bucket>,
+    identity: Option<ByIdentity>,
+}
+
+#[derive(Debug)]
+struct ByIdentity {
+    requests_per_second: u32,
+    capacity: usize,
+    anonymous: Bucket,
+    known: RwLock<HashMap<Identity, Bucket>>,
+    /// Shared by the identities that found no room.
+    crowd: Bucket,
+}
+
+/// A token bucket that holds one second's worth of requests and starts full.
+///
+/// It is kept as the time at which it would be full again, so that one atomic number is its whole state.
+#[derive(Debug)]
+struct Bucket {
+    requests_per_second: u32,
+    full_at: AtomicU64,
+}
+
+impl Limiter {
+    pub(crate) fn new(limit: &RateLimit, now: Instant) -> Self {
+        Self::with_capacity(limit, now, MAX_IDENTITIES)
+    }
+
+    fn with_capacity(limit: &RateLimit, now: Instant, capacity: usize) -> Self {
+        let mut overrides = HashMap::default();
+        for entry in &limit.overrides {
+            for client in &entry.clients {
+                overrides
+                    .entry(client.clone())
+                    .or_insert_with(|| Bucket::new(entry.requests_per_second));
+            }
+        }
+        Self {
+            start: now,
+            total: limit.total.map(Bucket::new),
+            overrides,
+            identity: limit.identity.map(|requests_per_second| ByIdentity {
+                requests_per_second,
+                capacity,
+                anonymous: Bucket::new(requests_per_second),
+                known: RwLock::default(),
+                crowd: Bucket::new(requests_per_second),
+            }),
+        }
+    }
+
+    /// Takes a token for one request.
+    ///
+    /// # Errors
+    /// The first limit that the request goes over: the total, then the client's.
+    pub(crate) fn check(&self, client: Option<&Identity>, now: Instant) -> Result<(), RateLimited> {
+        let now = u64::try_from(now.saturating_duration_since(self.start).as_nanos()).unwrap_or(u64::MAX);
+        if let Some(total) = &self.total {
+            total.take(now).ok_or(RateLimited::Total)?;
+        }
+        if let Some(bucket) = client.and_then(|client| self.overrides.get(client.as_str())) {
+            return bucket.take(now).ok_or(RateLimited::Override);
+        }
+        match &self.identity {
+            Some(identity) => identity.take(client, now).ok_or(RateLimited::Identity),
+            None => Ok(()),
+        }
+    }
+}
+
+impl ByIdentity {
+    fn take(&self, client: Option<&Identity>, now: u64) -> Option<()> {
+        let Some(client) = client else {
+            return self.anonymous.take(now);
+        };
+        if let Some(bucket) = self.known.read().get(client) {
+            return bucket.take(now);
+        }
+        let mut known = self.known.write();
+        if known.len() >= self.capacity && !known.contains_key(client) {
+            // A full bucket is what a newcomer would get, so forgetting it changes nothing.
+            known.retain(|_, bucket| bucket.full_at.load(Ordering::Relaxed) > now);
+            if known.len() >= self.capacity {
+                return self.crowd.take(now);
+            }
+        }
+        known
+            .entry(client.clone())
+            .or_insert_with(|| Bucket::new(self.requests_per_second))
+            .take(now)
+    }
+}
+
+impl Bucket {
+    fn new(requests_per_second: u32) -> Self {
+        Self {
+            requests_per_second,
+            full_at: AtomicU64::new(0),
+        }
+    }
+
+    fn take(&self, now: u64) -> Option<()> {
+        // No requests a second means none at all.
+        let token = SECOND.checked_div(self.requests_per_second.into())?;
+        let next = |full_at: u64| {
+            let full_at = full_at.max(now) + token;
+            (full_at - now <= SECOND).then_some(full_at)
+        };
+        self.full_at
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, next)
+            .ok()
+            .map(drop)
+    }
+}
+
+/// In nanoseconds.
+const SECOND: u64 = Duration::from_secs(1).as_nanos() as u64;
+
+/// Identities with a bucket of their own; about 100 bytes each.
+const MAX_IDENTITIES: usize = 10_000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limit() -> RateLimit {
+        RateLimit {
+            meta: Meta::default_named("test"),
+            total: None,
+            identity: None,
+            overrides: Vec::new(),
+        }
+    }
+
+    fn id(name: &str) -> Identity {
+        name.parse().unwrap()
+    }
+
+    #[test]
+    fn a_bucket_holds_a_second_and_refills_steadily() {
+        let start = Instant::now();
+        let limiter = Limiter::new(
+            &RateLimit {
+                total: Some(10),
+                ..limit()
+            },
+            start,
+        );
+        for _ in 0..10 {
+            assert_eq!(limiter.check(None, start), Ok(()));
+        }
+        assert_eq!(limiter.check(None, start), Err(RateLimited::Total));
+        let later = start + Duration::from_millis(200);
+        assert_eq!(limiter.check(None, later), Ok(()));
+        assert_eq!(limiter.check(None, later), Ok(()));
+        assert_eq!(limiter.check(None, later), Err(RateLimited::Total));
+    }
+
+    #[test]
+    fn each_identity_has_a_bucket_and_the_unknown_share_one() {
+        let now = Instant::now();
+        let limiter = Limiter::new(
+            &RateLimit {
+                identity: Some(1),
+                ..limit()
+            },
+            now,
+        );
+        let (a, b) = (id("a.test"), id("spiffe://test/b"));
+        for client in [Some(&a), Some(&b), None] {
+            assert_eq!(limiter.check(client, now), Ok(()));
+            assert_eq!(limiter.check(client, now), Err(RateLimited::Identity));
+        }
+    }
+
+    #[test]
+    fn an_override_takes_the_place_of_the_identity_limit() {
+        let now = Instant::now();
+        let overrides = vec![RateLimitOverride {
+            requests_per_second: 2,
+            clients: vec!["a.test".into()],
+        }];
+        let limiter = Limiter::new(
+            &RateLimit {
+                identity: Some(1),
+                overrides,
+                ..limit()
+            },
+            now,
+        );
+        let a = id("a.test");
+        assert_eq!(limiter.check(Some(&a), now), Ok(()));
+        assert_eq!(limiter.check(Some(&a), now), Ok(()));
+        assert_eq!(limiter.check(Some(&a), now), Err(RateLimited::Override));
+        assert_eq!(limiter.check(Some(&id("b.test")), now), Ok(()));
+    }
+
+    #[test]
+    fn no_requests_a_second_means_none() {
+        let now = Instant::now();
+        let limiter = Limiter::new(
+            &RateLimit {
+                total: Some(0),
+                ..limit()
+            },
+            now,
+        );
+        assert_eq!(limiter.check(None, now), Err(RateLimited::Total));
+    }
+
+    #[test]
+    fn identities_are_bounded_and_idle_ones_make_room() {
+        let now = Instant::now();
+        let limiter = Limiter::with_capacity(
+            &RateLimit {
+                identity: Some(1),
+                ..limit()
+            },
+            now,
+            2,
+        );
+        assert_eq!(limiter.check(Some(&id("a.test")), now), Ok(()));
+        assert_eq!(limiter.check(Some(&id("b.test")), now), Ok(()));
+        assert_eq!(limiter.check(Some(&id("c.test")), now), Ok(()), "first of the crowd");
+        assert_eq!(limiter.check(Some(&id("d.test")), now), Err(RateLimited::Identity));
+        let later = now + Duration::from_secs(2);
+        assert_eq!(limiter.check(Some(&id("d.test")), later), Ok(()));
+        assert_eq!(limiter.identity.unwrap().known.read().len(), 1);
+    }
+}

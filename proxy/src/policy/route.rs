@@ -1,0 +1,328 @@
+//! Finding the rule for a request: the most specific match wins, the first one among equals.
+
+use std::sync::Arc;
+
+use crate::policy::filter::Filter;
+use crate::policy::matches::{self, Head, HostMatch, HostScore, RequestMatch, Score};
+use crate::policy::meta::Meta;
+
+/// Rules for some hosts; no hosts means all of them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Route<T> {
+    pub(crate) meta: Arc<Meta>,
+    pub(crate) hosts: Vec<HostMatch>,
+    pub(crate) rules: Vec<Rule<T>>,
+}
+
+/// What to do with requests that any of `matches` fits; no matches means every request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Rule<T> {
+    pub(crate) matches: Vec<RequestMatch>,
+    pub(crate) filters: Vec<Filter>,
+    pub(crate) payload: T,
+}
+
+/// The rule that a request falls under.
+#[derive(Debug)]
+pub(crate) struct Found<'a, T> {
+    pub(crate) route: &'a Route<T>,
+    pub(crate) rule: &'a Rule<T>,
+    /// Bytes of the path that a prefix match covered, for redirects that replace it.
+    pub(crate) prefix: Option<usize>,
+    rank: (Option<HostScore>, Score),
+}
+
+/// The most specific rule for a request, or none (the request has no route).
+///
+/// Order: exact host, longer host suffix, no host; then `Score`; then the order of the list.
+pub(crate) fn find<'a, T>(routes: &'a [Route<T>], head: &Head<'_>) -> Option<Found<'a, T>> {
+    let mut best: Option<Found<'a, T>> = None;
+    // Looked up at most once, and only if a route asks for it.
+    let mut host: Option<Option<&str>> = None;
+    for route in routes {
+        let host_score = if route.hosts.is_empty() {
+            None
+        } else {
+            let host = host.get_or_insert_with(|| head.host());
+            let Some(score) = host.and_then(|host| matches::best_host(&route.hosts, host)) else {
+                continue;
+            };
+            Some(score)
+        };
+        for rule in &route.rules {
+            let Some((score, prefix)) = rule.score(head) else {
+                continue;
+            };
+            let rank = (host_score, score);
+            if best.as_ref().is_none_or(|best| rank > best.rank) {
+                best = Some(Found {
+                    route,
+                    rule,
+                    prefix,
+                    rank,
+                });
+            }
+        }
+    }
+    best
+}
+
+impl<T> Route<T> {
+    /// A route for all hosts and requests.
+    pub(crate) fn catch_all(meta: Arc<Meta>, payload: T) -> Self {
+        Self {
+            meta,
+            hosts: Vec::new(),
+            rules: vec![Rule {
+                matches: Vec::new(),
+                filters: Vec::new(),
+                payload,
+            }],
+        }
+    }
+
+    /// The same route with another payload behind each rule, such as compiled backends.
+    pub(crate) fn map<U>(&self, mut payload: impl FnMut(&Rule<T>) -> U) -> Route<U> {
+        let rules = self.rules.iter().map(|rule| Rule {
+            matches: rule.matches.clone(),
+            filters: rule.filters.clone(),
+            payload: payload(rule),
+        });
+        Route {
+            meta: self.meta.clone(),
+            hosts: self.hosts.clone(),
+            rules: rules.collect(),
+        }
+    }
+}
+
+impl<T> Rule<T> {
+    fn score(&self, head: &Head<'_>) -> Option<(Score, Option<usize>)> {
+        if self.matches.is_empty() {
+            return Some((Score::default(), None));
+        }
+        let mut best: Option<(Score, Option<usize>)> = None;
+        for (score, prefix) in self.matches.iter().filter_map(|candidate| candidate.score(head)) {
+            if best.is_none_or(|(best_score, _)| score > best_score) {
+                best = Some((score, prefix));
+            }
+        }
+        best
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http::header::HeaderName;
+    use http::{HeaderMap, Method, Uri};
+
+    use super::*;
+    use crate::policy::matches::{GrpcMatch, HeaderMatch, HttpMatch, PathMatch, Pattern, QueryMatch, ValueMatch};
+
+    fn http(edit: impl FnOnce(&mut HttpMatch)) -> RequestMatch {
+        let mut http = HttpMatch::default();
+        edit(&mut http);
+        RequestMatch::Http(http)
+    }
+
+    fn exact(path: &str) -> RequestMatch {
+        http(|http| http.path = Some(PathMatch::exact(path)))
+    }
+
+    fn prefix(path: &str) -> RequestMatch {
+        http(|http| http.path = Some(PathMatch::prefix(path)))
+    }
+
+    fn regex(path: &str) -> RequestMatch {
+        http(|http| http.path = Some(PathMatch::Regex(Pattern::new(path).unwrap())))
+    }
+
+    fn header(name: &'static str) -> HeaderMatch {
+        HeaderMatch {
+            name: HeaderName::from_static(name),
+            value: ValueMatch::Exact((*b"1").into()),
+        }
+    }
+
+    fn query(name: &str) -> QueryMatch {
+        QueryMatch {
+            name: name.into(),
+            value: ValueMatch::Exact((*b"1").into()),
+        }
+    }
+
+    fn grpc(service: &str, method: &str) -> RequestMatch {
+        RequestMatch::Grpc(GrpcMatch {
+            service: service.into(),
+            method: method.into(),
+            headers: Vec::new(),
+        })
+    }
+
+    fn route(hosts: &[HostMatch], matches: Vec<RequestMatch>, payload: usize) -> Route<usize> {
+        let rule = Rule {
+            matches,
+            filters: Vec::new(),
+            payload,
+        };
+        Route {
+            meta: Meta::default_named("test"),
+            hosts: hosts.to_vec(),
+            rules: vec![rule],
+        }
+    }
+
+    /// Which of the candidates gets a request to `http://a.b.c<target>` with headers `x-a: 1` and `x-b: 1`.
+    fn winner(routes: &[Route<usize>], method: Method, target: &str) -> Option<usize> {
+        let uri: Uri = format!("http://a.b.c:80{target}").parse().unwrap();
+        let mut headers = HeaderMap::new();
+        headers.insert("x-a", "1".parse().unwrap());
+        headers.insert("x-b", "1".parse().unwrap());
+        find(routes, &Head::of(&method, &uri, &headers)).map(|found| found.rule.payload)
+    }
+
+    /// The first of each pair must win over the second, wherever it stands.
+    #[test]
+    fn the_more_specific_rule_wins_in_any_order() {
+        let both = |edit: fn(&mut HttpMatch)| http(edit);
+        let cases: Vec<(&str, RequestMatch, RequestMatch)> = vec![
+            ("exact over prefix of the same length", exact("/x/y"), prefix("/x/y")),
+            ("exact over regex", exact("/x/y"), regex("/x/.*")),
+            ("exact over a longer pattern", exact("/x/y"), regex("/x/yyyyyyyyy*")),
+            ("whole prefix over regex", prefix("/x/y"), regex("/x/.*")),
+            ("regex over a shorter prefix", regex("/x/.*"), prefix("/")),
+            ("longer prefix", prefix("/x/y"), prefix("/x")),
+            (
+                "any path match over none",
+                prefix("/"),
+                both(|http| http.method = Some(Method::POST)),
+            ),
+            (
+                "path over headers",
+                prefix("/x/y"),
+                both(|http| {
+                    http.path = Some(PathMatch::prefix("/x"));
+                    http.headers = vec![header("x-a"), header("x-b")];
+                }),
+            ),
+            (
+                "method over headers",
+                both(|http| http.method = Some(Method::POST)),
+                both(|http| {
+                    http.headers = vec![header("x-a"), header("x-b")];
+                }),
+            ),
+            (
+                "more headers",
+                both(|http| http.headers = vec![header("x-a"), header("x-b")]),
+                both(|http| {
+                    http.headers = vec![header("x-a")];
+                }),
+            ),
+            (
+                "headers over query",
+                both(|http| http.headers = vec![header("x-a")]),
+                both(|http| {
+                    http.query = vec![query("p"), query("q")];
+                }),
+            ),
+            (
+                "more query parameters",
+                both(|http| http.query = vec![query("p"), query("q")]),
+                both(|http| {
+                    http.query = vec![query("p")];
+                }),
+            ),
+            ("longer service", grpc("x", ""), grpc("", "y")),
+            ("with method", grpc("x", "y"), grpc("x", "")),
+        ];
+        for (name, better, worse) in cases {
+            let (better, worse) = (vec![better], vec![worse]);
+            let apart = [route(&[], better.clone(), 1), route(&[], worse.clone(), 2)];
+            assert_eq!(winner(&apart, Method::POST, "/x/y?p=1&q=1"), Some(1), "{name}");
+            let turned = [route(&[], worse.clone(), 2), route(&[], better.clone(), 1)];
+            assert_eq!(
+                winner(&turned, Method::POST, "/x/y?p=1&q=1"),
+                Some(1),
+                "{name}, turned round"
+            );
+            let mut within = route(&[], worse, 2);
+            within.rules.push(Rule {
+                matches: better,
+                filters: Vec::new(),
+                payload: 1,
+            });
+            assert_eq!(
+                winner(&[within], Method::POST, "/x/y?p=1&q=1"),
+                Some(1),
+                "{name}, in one route"
+            );
+        }
+    }
+
+    #[test]
+    fn the_first_of_equals_wins() {
+        let routes = [route(&[], vec![prefix("/x")], 1), route(&[], vec![prefix("/x")], 2)];
+        assert_eq!(winner(&routes, Method::GET, "/x"), Some(1));
+        let routes = [route(&[], vec![], 1), route(&[], vec![], 2)];
+        assert_eq!(winner(&routes, Method::GET, "/x"), Some(1));
+    }
+
+    #[test]
+    fn the_host_counts_before_the_path() {
+        let suffix = HostMatch::suffix(&["c", "b"]);
+        let wider = HostMatch::suffix(&["c"]);
+        let routes = [
+            route(&[], vec![exact("/x")], 1),
+            route(&[wider], vec![exact("/x")], 2),
+            route(&[suffix], vec![prefix("/x")], 3),
+            route(&[HostMatch::exact("a.b.c")], vec![prefix("/")], 4),
+            route(&[HostMatch::exact("other")], vec![exact("/x")], 5),
+        ];
+        assert_eq!(winner(&routes, Method::GET, "/x"), Some(4));
+        assert_eq!(winner(&routes[..3], Method::GET, "/x"), Some(3));
+        assert_eq!(winner(&routes[..2], Method::GET, "/x"), Some(2));
+        assert_eq!(winner(&routes[4..], Method::GET, "/x"), None);
+    }
+
+    #[test]
+    fn the_best_of_several_matches_counts() {
+        let routes = [
+            route(&[], vec![prefix("/x")], 1),
+            route(&[], vec![prefix("/"), exact("/x"), prefix("/y")], 2),
+        ];
+        assert_eq!(winner(&routes, Method::GET, "/x"), Some(2));
+        assert_eq!(winner(&routes, Method::GET, "/x/z"), Some(1));
+        assert_eq!(winner(&routes, Method::GET, "/z"), Some(2));
+    }
+
+    #[test]
+    fn without_a_match_there_is_no_route() {
+        assert_eq!(winner(&[], Method::GET, "/"), None);
+        assert_eq!(winner(&[route(&[], vec![exact("/a")], 1)], Method::GET, "/b"), None);
+        let no_rules = Route::<usize> {
+            meta: Meta::default_named("test"),
+            hosts: Vec::new(),
+            rules: Vec::new(),
+        };
+        assert_eq!(winner(&[no_rules], Method::GET, "/"), None);
+    }
+
+    #[test]
+    fn the_matched_prefix_is_reported() {
+        let headers = HeaderMap::new();
+        for (matcher, expected) in [(prefix("/x/"), Some(2)), (prefix("/"), Some(0)), (exact("/x/y"), None)] {
+            let uri = Uri::from_static("/x/y");
+            let routes = [route(&[], vec![matcher], 1)];
+            let found = find(&routes, &Head::of(&Method::GET, &uri, &headers)).unwrap();
+            assert_eq!(found.prefix, expected);
+        }
+    }
+
+    #[test]
+    fn a_mapped_route_matches_as_before() {
+        let routes = [route(&[HostMatch::exact("a.b.c")], vec![prefix("/x")], 1).map(|rule| rule.payload + 1)];
+        assert_eq!(winner(&routes, Method::GET, "/x/y"), Some(2));
+        assert_eq!(winner(&routes, Method::GET, "/y"), None);
+    }
+}

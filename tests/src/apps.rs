@@ -1,0 +1,111 @@
+//! Applications: echo servers, servers of a test's own making, and their sudden end.
+
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::{Request, Response};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::server::conn::auto;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::{JoinHandle, JoinSet};
+use tulle_bench::serve;
+
+use crate::client::AnyBody;
+use crate::mesh::{HTTP, Mesh, OPAQUE, TCP};
+
+/// An application; ends, and cuts its connections, when it is dropped.
+pub struct App(JoinHandle<()>);
+
+impl Drop for App {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+impl App {
+    /// Ends the application at once and waits until its port is free.
+    pub async fn kill(mut self) {
+        self.0.abort();
+        let ended = (&mut self.0).await;
+        assert!(ended.is_err_and(|error| error.is_cancelled()), "the application was running");
+    }
+}
+
+/// Echo servers at all ports of a workload: HTTP of all versions, gRPC and WebSocket at [`HTTP`], bytes at [`TCP`] and
+/// [`OPAQUE`].
+pub async fn echo(mesh: &Mesh, workload: &str) {
+    let ip = mesh.ip(workload);
+    serve(serve::Args {
+        http: vec![(ip, HTTP).into()],
+        tcp: vec![(ip, TCP).into(), (ip, OPAQUE).into()],
+        tcp_speaks_first: Vec::new(),
+        delay: Duration::ZERO,
+        name: workload.into(),
+        ready_file: None,
+    })
+    .await;
+}
+
+/// A server that greets first and echoes then.
+pub async fn greeter(workload: &str, addr: SocketAddr) {
+    serve(serve::Args {
+        http: Vec::new(),
+        tcp: Vec::new(),
+        tcp_speaks_first: vec![addr],
+        delay: Duration::ZERO,
+        name: workload.into(),
+        ready_file: None,
+    })
+    .await;
+}
+
+async fn serve(args: serve::Args) {
+    let server = serve::Server::bind(&args).await.expect("each port is listened on once");
+    // Ends with the runtime of the test.
+    tokio::spawn(server.run(std::future::pending()));
+}
+
+/// Runs `serve` for every connection.
+pub fn raw<F>(listener: TcpListener, serve: impl Fn(TcpStream) -> F + Send + 'static) -> App
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    App(tokio::spawn(async move {
+        // Owned by the task, so that connections end with it.
+        let mut connections = JoinSet::new();
+        loop {
+            tokio::select! {
+                accepted = listener.accept() => {
+                    let (stream, _) = accepted.expect("descriptors are left");
+                    stream.set_nodelay(true).expect("a TCP socket");
+                    connections.spawn(serve(stream));
+                }
+                Some(_) = connections.join_next() => {}
+            }
+        }
+    }))
+}
+
+/// An HTTP server of both versions.
+pub fn http<F>(listener: TcpListener, answer: impl Fn(Request<Incoming>) -> F + Send + Sync + 'static) -> App
+where
+    F: Future<Output = Response<AnyBody>> + Send + 'static,
+{
+    let answer = Arc::new(answer);
+    raw(listener, move |stream| {
+        let answer = answer.clone();
+        async move {
+            let service = service_fn(move |req| {
+                let answer = answer(req);
+                async move { Ok::<_, Infallible>(answer.await) }
+            });
+            let builder = auto::Builder::new(TokioExecutor::new());
+            // A peer that goes away is not the application's failure.
+            let _ = builder.serve_connection_with_upgrades(TokioIo::new(stream), service).await;
+        }
+    })
+}

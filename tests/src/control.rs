@@ -1,0 +1,155 @@
+//! The control plane of a mesh: the real one, fed from a directory of manifests.
+
+use std::ffi::OsString;
+use std::fs;
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use anyhow::Context;
+use tokio::runtime::Builder;
+use tokio::sync::oneshot;
+use tulle_control::app::App;
+use tulle_control::cmd::Command;
+use tulle_control::config::Config;
+use tulle_control::trust::{self, TokenKeys, TokenSubject};
+
+/// Where the control plane listens.
+pub const CONTROL_IP: Ipv4Addr = Ipv4Addr::new(10, 66, 0, 1);
+/// Namespace of the control plane, as identities name it.
+pub const CONTROL_NS: &str = "linkerd";
+
+/// Everything that a control plane reads: credentials and manifests.
+pub struct Files {
+    dir: tempfile::TempDir,
+    keys: TokenKeys,
+    /// PEM.
+    pub anchors: String,
+}
+
+impl Files {
+    /// Makes new credentials and no manifests.
+    ///
+    /// # Errors
+    /// The temporary directory cannot be written.
+    pub fn new() -> anyhow::Result<Self> {
+        let keys = trust::create_token_keys()?;
+        let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME)?;
+        let issuer = trust::create_issuer("issuer", trust::ISSUER_LIFETIME, &anchor)?;
+        let files = Self {
+            dir: tempfile::tempdir()?,
+            keys,
+            anchors: anchor.certificate.clone(),
+        };
+        for name in ["issuer", "keys", "manifests", "tokens"] {
+            fs::create_dir(files.at(name))?;
+        }
+        anchor.write(&files.at("ca.crt"), &files.at("ca.key"))?;
+        issuer.write(&files.at("issuer/crt.pem"), &files.at("issuer/key.pem"))?;
+        files.keys.write(&files.at("keys/join.pub"), &files.at("join.key"))?;
+        Ok(files)
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Writes a manifest, or replaces it at once.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn write(&self, name: &str, yaml: &str) -> anyhow::Result<()> {
+        let partial = self.at("partial");
+        fs::write(&partial, yaml)?;
+        Ok(fs::rename(partial, self.manifest(name))?)
+    }
+
+    /// Removes a manifest.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn remove(&self, name: &str) -> anyhow::Result<()> {
+        Ok(fs::remove_file(self.manifest(name))?)
+    }
+
+    fn manifest(&self, name: &str) -> PathBuf {
+        self.at("manifests").join(format!("{name}.yaml"))
+    }
+
+    /// A file with a join token for a workload of one service account.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn token(&self, workload: &str, service_account: &str, namespace: &str) -> anyhow::Result<PathBuf> {
+        let subject = TokenSubject {
+            service_account,
+            namespace,
+            lifetime: Duration::from_secs(3600),
+        };
+        let path = self.at("tokens").join(workload);
+        fs::write(&path, trust::create_token(&self.keys.private, &subject)?)?;
+        Ok(path)
+    }
+}
+
+/// A control plane that runs on a thread of its own until it is dropped.
+pub struct ControlPlane {
+    end: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl ControlPlane {
+    /// Starts all services at [`CONTROL_IP`], with `flags` besides those that name the files.
+    ///
+    /// # Errors
+    /// What the control plane says to its flags and files.
+    pub fn start(files: &Files, flags: &[String]) -> anyhow::Result<Self> {
+        let mut line: Vec<OsString> = vec!["tulle-control".into(), "all-in-one".into()];
+        for (flag, name) in [
+            ("--manifests", "manifests"),
+            ("--trust-anchors", "ca.crt"),
+            ("--issuer", "issuer"),
+            ("--token-keys", "keys"),
+        ] {
+            line.extend([flag.into(), files.at(name).into()]);
+        }
+        for (flag, port) in [("destination", 8086), ("identity", 8080), ("grpc", 8090), ("metrics", 9996), ("admin", 9990)] {
+            line.push(format!("--{flag}-addr={CONTROL_IP}:{port}").into());
+        }
+        line.push("--cluster-domain=cluster.local".into());
+        line.extend(flags.iter().map(OsString::from));
+        let command = Command::parse_from_line(line).context("flags of the control plane")?;
+        let config = Config::new(&command)?;
+        let (end, ended) = oneshot::channel();
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let mut app = runtime.block_on(App::build(config))?;
+        let thread = thread::Builder::new().name("control".into()).spawn(move || {
+            runtime.block_on(async {
+                let end = async {
+                    // An error is the other side dropped, which is the end as well.
+                    let _ = ended.await;
+                    Ok(())
+                };
+                if let Err(error) = app.run_until(end).await {
+                    panic!("the control plane ended: {error:#}");
+                }
+                app.drain().await;
+            });
+        })?;
+        Ok(Self {
+            end: Some(end),
+            thread: Some(thread),
+        })
+    }
+}
+
+impl Drop for ControlPlane {
+    fn drop(&mut self) {
+        drop(self.end.take());
+        let ended = self.thread.take().map(JoinHandle::join);
+        if matches!(ended, Some(Err(_))) && !thread::panicking() {
+            panic!("the control plane panicked");
+        }
+    }
+}
