@@ -31,7 +31,10 @@ impl App {
     pub async fn kill(mut self) {
         self.0.abort();
         let ended = (&mut self.0).await;
-        assert!(ended.is_err_and(|error| error.is_cancelled()), "the application was running");
+        assert!(
+            ended.is_err_and(|error| error.is_cancelled()),
+            "the application was running"
+        );
     }
 }
 
@@ -105,7 +108,9 @@ where
             });
             let builder = auto::Builder::new(TokioExecutor::new());
             // A peer that goes away is not the application's failure.
-            let _ = builder.serve_connection_with_upgrades(TokioIo::new(stream), service).await;
+            let _ = builder
+                .serve_connection_with_upgrades(TokioIo::new(stream), service)
+                .await;
         }
     })
 }

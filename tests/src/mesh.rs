@@ -173,7 +173,10 @@ impl Builder {
             drop(runtime);
             Ok(())
         };
-        namespace.run(inside).expect("entering the namespace").expect("starting the mesh");
+        namespace
+            .run(inside)
+            .expect("entering the namespace")
+            .expect("starting the mesh");
     }
 
     fn start(self) -> anyhow::Result<Mesh> {
@@ -184,7 +187,9 @@ impl Builder {
             let ip = Ipv4Addr::new(10, 66, 0, last);
             ips.insert(workload.name.clone(), ip);
             files.write(&format!("pod-{}", workload.name), &workload.pod(ip))?;
-            services.entry(workload.app.clone()).or_insert_with(|| Ipv4Addr::new(10, 66, 1, last));
+            services
+                .entry(workload.app.clone())
+                .or_insert_with(|| Ipv4Addr::new(10, 66, 1, last));
         }
         for (app, ip) in &services {
             files.write(&format!("service-{app}"), &service(app, *ip))?;
@@ -261,7 +266,10 @@ status: {{podIP: {ip}}}
             ("INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION", OPAQUE.to_string()),
             ("DESTINATION_SVC_ADDR", format!("{CONTROL_IP}:8086")),
             ("DESTINATION_SVC_NAME", control("linkerd-destination")),
-            ("DESTINATION_CONTEXT", format!(r#"{{"ns":"{NS}", "pod":"{}"}}"#, self.name)),
+            (
+                "DESTINATION_CONTEXT",
+                format!(r#"{{"ns":"{NS}", "pod":"{}"}}"#, self.name),
+            ),
             ("DESTINATION_PROFILE_NETWORKS", "10.66.0.0/16".into()),
             ("POLICY_SVC_ADDR", format!("{CONTROL_IP}:8090")),
             ("POLICY_SVC_NAME", control("linkerd-destination")),
@@ -275,7 +283,10 @@ status: {{podIP: {ip}}}
             ("SHUTDOWN_GRACE_PERIOD", "5s".into()),
         ];
         let defaults = variables.into_iter().map(|(name, value)| (full(name), value));
-        Ok(defaults.chain(more.iter().cloned()).chain(self.env.iter().cloned()).collect())
+        Ok(defaults
+            .chain(more.iter().cloned())
+            .chain(self.env.iter().cloned())
+            .collect())
     }
 }
 
@@ -289,6 +300,11 @@ impl Mesh {
             })
             .await;
         }
+        let stream = TcpStream::connect((CONTROL_IP, 9996))
+            .await
+            .expect("the control plane listens");
+        let errors = client::get(stream, "/manifest-errors").await.text();
+        assert_eq!(errors, "", "manifests of the test");
     }
 
     /// The address of a workload.
@@ -303,12 +319,15 @@ impl Mesh {
 
     /// Listens as the application of a workload.
     pub async fn listen(&self, workload: &str, port: u16) -> TcpListener {
-        TcpListener::bind((self.ips[workload], port)).await.expect("each port is listened on once")
+        TcpListener::bind((self.ips[workload], port))
+            .await
+            .expect("each port is listened on once")
     }
 
     /// A connection that the application of `workload` makes to `dst`, through its proxy.
     pub async fn dial(&self, workload: &str, dst: SocketAddr) -> TcpStream {
-        self.connect(self.ips[workload], dst, self.proxies[workload].outbound).await
+        self.connect(self.ips[workload], dst, self.proxies[workload].outbound)
+            .await
     }
 
     /// A connection from an address without a proxy to a port of `workload`, through the latter's proxy.
@@ -343,13 +362,21 @@ impl Mesh {
     pub async fn metric(&self, workload: &str, name: &str, labels: &[&str]) -> f64 {
         let page = self.metrics(workload).await;
         let of_name = page.lines().filter_map(|line| line.strip_prefix(name));
-        let matching = of_name.filter(|rest| rest.starts_with(['{', ' ']) && labels.iter().all(|label| rest.contains(label)));
-        matching.filter_map(|rest| rest.rsplit(' ').next()?.parse::<f64>().ok()).sum()
+        let matching =
+            of_name.filter(|rest| rest.starts_with(['{', ' ']) && labels.iter().all(|label| rest.contains(label)));
+        matching
+            .filter_map(|rest| rest.rsplit(' ').next()?.parse::<f64>().ok())
+            .sum()
     }
 
     /// Writes a manifest, or replaces it.
     pub fn write(&self, name: &str, yaml: &str) {
         self.files.write(name, yaml).expect("the temporary directory is ours");
+    }
+
+    /// The text of a manifest.
+    pub fn manifest(&self, name: &str) -> String {
+        self.files.read(name).expect("the manifest was written before")
     }
 
     /// Removes a manifest; the pod of a workload is `pod-<name>`.
@@ -366,7 +393,12 @@ impl Mesh {
     pub async fn ended(&self, workload: &str) {
         let proxy = &self.proxies[workload];
         eventually("the proxy has ended", async || {
-            proxy.thread.lock().as_ref().is_none_or(JoinHandle::is_finished).then_some(())
+            proxy
+                .thread
+                .lock()
+                .as_ref()
+                .is_none_or(JoinHandle::is_finished)
+                .then_some(())
         })
         .await;
     }
@@ -374,13 +406,17 @@ impl Mesh {
     /// Ends the control plane.
     pub async fn stop_control(&self) {
         let control = self.control.lock().take();
-        tokio::task::spawn_blocking(move || drop(control)).await.expect("the control plane ends well");
+        tokio::task::spawn_blocking(move || drop(control))
+            .await
+            .expect("the control plane ends well");
     }
 
     /// Starts the control plane again.
     pub async fn start_control(&self) {
         let control = thread::scope(|scope| scope.spawn(|| ControlPlane::start(&self.files, &self.flags)).join());
-        let control = control.expect("starting does not panic").expect("it was started before");
+        let control = control
+            .expect("starting does not panic")
+            .expect("it was started before");
         *self.control.lock() = Some(control);
     }
 }
