@@ -92,7 +92,10 @@ pub(crate) fn main(command: &Command) -> anyhow::Result<()> {
 fn create_anchor(args: &Anchor) -> anyhow::Result<()> {
     trust::create_anchor(&args.common_name, args.lifetime)?.write(&args.cert, &args.key)?;
     println!("{}  trust anchor, for everybody", args.cert.display());
-    println!("{}  its private key: needed to make issuers, and nowhere else", args.key.display());
+    println!(
+        "{}  its private key: needed to make issuers, and nowhere else",
+        args.key.display()
+    );
     Ok(())
 }
 
@@ -102,13 +105,20 @@ fn create_issuer(args: &Issuer) -> anyhow::Result<()> {
     make_directory(&args.dir)?;
     let (cert, key) = (args.dir.join("crt.pem"), args.dir.join("key.pem"));
     issuer.write(&cert, &key)?;
-    println!("{}  issuer, and beside it its private key, for the control plane", cert.display());
+    println!(
+        "{}  issuer, and beside it its private key, for the control plane",
+        cert.display()
+    );
     Ok(())
 }
 
 fn create_token(args: &Token) -> anyhow::Result<()> {
     // Looked at first: keys that were made for a token that cannot be written would only puzzle.
-    ensure!(!args.out.exists(), "{:?} exists already, and credentials are never overwritten", args.out);
+    ensure!(
+        !args.out.exists(),
+        "{:?} exists already, and credentials are never overwritten",
+        args.out
+    );
     let subject = TokenSubject {
         service_account: &args.service_account,
         namespace: &args.namespace,
@@ -124,11 +134,22 @@ fn create_token(args: &Token) -> anyhow::Result<()> {
             make_directory(dir)?;
         }
         keys.write(&args.public_key, &args.key)?;
-        println!("{}  public key, for the control plane's --token-keys", args.public_key.display());
-        println!("{}  private key: signs tokens for any workload, keep it to yourself", args.key.display());
+        println!(
+            "{}  public key, for the control plane's --token-keys",
+            args.public_key.display()
+        );
+        println!(
+            "{}  private key: signs tokens for any workload, keep it to yourself",
+            args.key.display()
+        );
         trust::write_secret(&args.out, &token)?;
     }
-    println!("{}  join token of {} in {}", args.out.display(), args.service_account, args.namespace);
+    println!(
+        "{}  join token of {} in {}",
+        args.out.display(),
+        args.service_account,
+        args.namespace
+    );
     Ok(())
 }
 
@@ -176,7 +197,11 @@ mod tests {
 
     fn run(line: &str, dir: &Path) -> anyhow::Result<()> {
         let line = line.replace("DIR", &dir.display().to_string());
-        main(&Line::try_parse_from(std::iter::once("trust").chain(line.split(' '))).unwrap().command)
+        main(
+            &Line::try_parse_from(std::iter::once("trust").chain(line.split(' ')))
+                .unwrap()
+                .command,
+        )
     }
 
     const ANCHOR: &str = "create-anchor --cert DIR/ca.crt --key DIR/ca.key";
