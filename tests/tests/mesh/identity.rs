@@ -19,10 +19,19 @@ fn forged() -> Request<tulle_tests::client::AnyBody> {
     .unwrap()
 }
 
+/// A client and an echo server, both meshed, in both ways in which proxies reach one another.
+fn pair(test: impl AsyncFn(&Mesh) + Send + Sync) {
+    for mesh in [mesh(), mesh().transparent()] {
+        mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
+            apps::echo(mesh, "web").await;
+            test(mesh).await;
+        });
+    }
+}
+
 #[test]
 fn the_application_learns_who_its_client_is() {
-    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+    pair(async |mesh: &Mesh| {
         let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
         let seen: serde_json::Value = serde_json::from_slice(&client.ask(forged()).await.unwrap().body).unwrap();
         assert_eq!(seen["l5d-client-id"], serde_json::json!([identity("client")]));
@@ -42,8 +51,7 @@ fn a_stranger_cannot_claim_an_identity() {
 
 #[test]
 fn both_proxies_count_mutual_tls_with_the_peers_name() {
-    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+    pair(async |mesh: &Mesh| {
         assert_eq!(mesh.get("client", mesh.service("web", HTTP), "/").await.status, 200);
         let tls = r#"tls="true""#;
         let client_id = format!("client_id=\"{}\"", identity("client"));

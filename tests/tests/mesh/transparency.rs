@@ -16,12 +16,14 @@ use tulle_tests::apps;
 use tulle_tests::client::{AnyBody, Http1, Http2, any, empty, full, request, request2};
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, TCP, mesh};
 
-/// A client and an echo server, both meshed.
-fn pair(test: impl AsyncFnOnce(&Mesh) + Send) {
-    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
-        test(mesh).await;
-    });
+/// A client and an echo server, both meshed, in both ways in which proxies reach one another.
+fn pair(test: impl AsyncFn(&Mesh) + Send + Sync) {
+    for mesh in [mesh(), mesh().transparent()] {
+        mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
+            apps::echo(mesh, "web").await;
+            test(mesh).await;
+        });
+    }
 }
 
 async fn http(mesh: &Mesh) -> TcpStream {
@@ -314,7 +316,8 @@ fn a_hundred_websocket_messages_pass() {
 
 #[test]
 fn bytes_pass_until_both_sides_have_ended() {
-    pair(async |mesh: &Mesh| {
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
         for port in [TCP, OPAQUE] {
             let mut client = mesh.dial("client", mesh.service("web", port)).await;
             let sent: Vec<u8> = (0..1 << 20).map(|n: u32| (n % 241) as u8).collect();
