@@ -161,7 +161,7 @@ mod tests {
     fn good() -> (Topology, Vec<Edge>, Vec<Row>) {
         let topology = topology();
         let edges = edges(&topology);
-        let rows = edges.iter().map(|edge| good_row(edge)).collect();
+        let rows = edges.iter().map(good_row).collect();
         (topology, edges, rows)
     }
 
