@@ -8,7 +8,11 @@ use crate::{demo, diagnostics, trust};
 
 /// Runs and inspects a tulle service mesh.
 #[derive(Debug, Parser)]
-#[command(name = "tulle", version, after_help = "Start with `tulle demo`: a whole mesh on this machine.")]
+#[command(
+    name = "tulle",
+    version,
+    after_help = "Start with `tulle demo`: a whole mesh on this machine."
+)]
 pub struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -71,7 +75,13 @@ mod tests {
         ] {
             Cli::try_parse_from(line.split(' ')).unwrap_or_else(|err| panic!("{line}: {err}"));
         }
-        for line in ["tulle", "tulle demo --once 0", "tulle demo break", "tulle demo break everything", "tulle dg policy"] {
+        for line in [
+            "tulle",
+            "tulle demo --once 0",
+            "tulle demo break",
+            "tulle demo break everything",
+            "tulle dg policy",
+        ] {
             assert!(Cli::try_parse_from(line.split(' ')).is_err(), "{line}");
         }
     }

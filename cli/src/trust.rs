@@ -13,11 +13,14 @@ use tulle_core::duration;
 #[derive(Clone, Debug, Subcommand)]
 pub(crate) enum Command {
     /// Make a trust anchor: the root that every member of the mesh trusts
-    CreateAnchor(Anchor),
+    #[command(name = "create-anchor")]
+    Anchor(Anchor),
     /// Make an issuer, signed by a trust anchor, for the identity service to sign with
-    CreateIssuer(Issuer),
+    #[command(name = "create-issuer")]
+    Issuer(Issuer),
     /// Make a join token, with which a workload proves who it is
-    CreateToken(Token),
+    #[command(name = "create-token")]
+    Token(Token),
 }
 
 #[derive(Args, Clone, Debug)]
@@ -83,16 +86,19 @@ pub(crate) struct Token {
 /// Makes what is asked for, and says where it is.
 pub(crate) fn main(command: &Command) -> anyhow::Result<()> {
     match command {
-        Command::CreateAnchor(args) => create_anchor(args),
-        Command::CreateIssuer(args) => create_issuer(args),
-        Command::CreateToken(args) => create_token(args),
+        Command::Anchor(args) => create_anchor(args),
+        Command::Issuer(args) => create_issuer(args),
+        Command::Token(args) => create_token(args),
     }
 }
 
 fn create_anchor(args: &Anchor) -> anyhow::Result<()> {
     trust::create_anchor(&args.common_name, args.lifetime)?.write(&args.cert, &args.key)?;
     println!("{}  trust anchor, for everybody", args.cert.display());
-    println!("{}  its private key: needed to make issuers, and nowhere else", args.key.display());
+    println!(
+        "{}  its private key: needed to make issuers, and nowhere else",
+        args.key.display()
+    );
     Ok(())
 }
 
@@ -102,13 +108,20 @@ fn create_issuer(args: &Issuer) -> anyhow::Result<()> {
     make_directory(&args.dir)?;
     let (cert, key) = (args.dir.join("crt.pem"), args.dir.join("key.pem"));
     issuer.write(&cert, &key)?;
-    println!("{}  issuer, and beside it its private key, for the control plane", cert.display());
+    println!(
+        "{}  issuer, and beside it its private key, for the control plane",
+        cert.display()
+    );
     Ok(())
 }
 
 fn create_token(args: &Token) -> anyhow::Result<()> {
     // Looked at first: keys that were made for a token that cannot be written would only puzzle.
-    ensure!(!args.out.exists(), "{:?} exists already, and credentials are never overwritten", args.out);
+    ensure!(
+        !args.out.exists(),
+        "{:?} exists already, and credentials are never overwritten",
+        args.out
+    );
     let subject = TokenSubject {
         service_account: &args.service_account,
         namespace: &args.namespace,
@@ -124,11 +137,22 @@ fn create_token(args: &Token) -> anyhow::Result<()> {
             make_directory(dir)?;
         }
         keys.write(&args.public_key, &args.key)?;
-        println!("{}  public key, for the control plane's --token-keys", args.public_key.display());
-        println!("{}  private key: signs tokens for any workload, keep it to yourself", args.key.display());
+        println!(
+            "{}  public key, for the control plane's --token-keys",
+            args.public_key.display()
+        );
+        println!(
+            "{}  private key: signs tokens for any workload, keep it to yourself",
+            args.key.display()
+        );
         trust::write_secret(&args.out, &token)?;
     }
-    println!("{}  join token of {} in {}", args.out.display(), args.service_account, args.namespace);
+    println!(
+        "{}  join token of {} in {}",
+        args.out.display(),
+        args.service_account,
+        args.namespace
+    );
     Ok(())
 }
 
@@ -176,7 +200,11 @@ mod tests {
 
     fn run(line: &str, dir: &Path) -> anyhow::Result<()> {
         let line = line.replace("DIR", &dir.display().to_string());
-        main(&Line::try_parse_from(std::iter::once("trust").chain(line.split(' '))).unwrap().command)
+        main(
+            &Line::try_parse_from(std::iter::once("trust").chain(line.split(' ')))
+                .unwrap()
+                .command,
+        )
     }
 
     const ANCHOR: &str = "create-anchor --cert DIR/ca.crt --key DIR/ca.key";

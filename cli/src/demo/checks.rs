@@ -24,7 +24,10 @@ pub(super) fn check(topology: &Topology, edges: &[Edge], rows: &[Row], balancer:
 /// What replicas of a service answered, over all edges to it.
 pub(super) fn replicas(rows: &[Row], service: &str) -> BTreeMap<String, u64> {
     let mut answers = BTreeMap::new();
-    for row in rows.iter().filter(|row| row.service == service && row.client == Client::Load) {
+    for row in rows
+        .iter()
+        .filter(|row| row.service == service && row.client == Client::Load)
+    {
         for (replica, n) in &row.replicas {
             *answers.entry(replica.clone()).or_default() += n;
         }
@@ -98,7 +101,10 @@ fn is_policy(protocol: Protocol, reason: &str) -> bool {
 }
 
 fn balance(topology: &Topology, rows: &[Row], balancer: Balancer) -> Vec<String> {
-    let slow = topology.workloads.iter().filter(|workload| matches!(workload.app, App::Web(delay) if !delay.is_zero()));
+    let slow = topology
+        .workloads
+        .iter()
+        .filter(|workload| matches!(workload.app, App::Web(delay) if !delay.is_zero()));
     let answers = replicas(rows, "web");
     let all: u64 = answers.values().sum();
     let share = |name: &str| answers.get(name).map_or(0.0, |n| *n as f64 * 100.0 / all.max(1) as f64);
@@ -114,7 +120,11 @@ fn balance(topology: &Topology, rows: &[Row], balancer: Balancer) -> Vec<String>
             })
             .collect(),
         Balancer::RoundRobin => {
-            let web: Vec<_> = topology.workloads.iter().filter(|workload| matches!(workload.app, App::Web(_))).collect();
+            let web: Vec<_> = topology
+                .workloads
+                .iter()
+                .filter(|workload| matches!(workload.app, App::Web(_)))
+                .collect();
             let fair = 100.0 / web.len().max(1) as f64;
             web.into_iter()
                 .filter(|workload| (share(&workload.name) - fair).abs() > ROUND_ROBIN_SLACK)
@@ -151,7 +161,7 @@ mod tests {
     fn good() -> (Topology, Vec<Edge>, Vec<Row>) {
         let topology = topology();
         let edges = edges(&topology);
-        let rows = edges.iter().map(|edge| good_row(edge)).collect();
+        let rows = edges.iter().map(good_row).collect();
         (topology, edges, rows)
     }
 
@@ -186,37 +196,49 @@ mod tests {
     #[test]
     fn a_good_run_has_no_problems() {
         let (topology, edges, rows) = good();
-        assert_eq!(check(&topology, &edges, &rows, Balancer::PeakEwma), Vec::<String>::new());
+        assert_eq!(
+            check(&topology, &edges, &rows, Balancer::PeakEwma),
+            Vec::<String>::new()
+        );
     }
 
     #[test]
     fn each_line_that_is_off_is_named() {
-        let check = |spoil: &dyn Fn(&mut [Row]), expected: &str| {
+        let spoiled = |spoil: &dyn Fn(&mut [Row]), expected: &str| {
             let (topology, edges, mut rows) = good();
             spoil(&mut rows);
-            let problems = super::check(&topology, &edges, &rows, Balancer::PeakEwma);
+            let problems = check(&topology, &edges, &rows, Balancer::PeakEwma);
             assert_eq!(problems, [expected]);
         };
-        check(
+        spoiled(
             &|rows| {
                 rows[1].failed = 3;
                 rows[1].errors = BTreeMap::from([("grpc status 14".to_owned(), 3)]);
             },
             "load → web gRPC: 3 of 200 requests failed: grpc status 14 (3)",
         );
-        check(
+        spoiled(
             &|rows| rows[2].server_identity = None,
             "load → ws HTTP/2: the server's identity is none, expected \
              ws.demo.serviceaccount.identity.linkerd.cluster.local",
         );
-        check(&|rows| rows[4].plaintext = 2, "load → tcp TCP: 2 requests or connections went without mTLS");
-        check(&|rows| rows[5].succeeded = 1, "outside → web HTTP/1: 1 of 200 attempts got through");
-        check(
+        spoiled(
+            &|rows| rows[4].plaintext = 2,
+            "load → tcp TCP: 2 requests or connections went without mTLS",
+        );
+        spoiled(
+            &|rows| rows[5].succeeded = 1,
+            "outside → web HTTP/1: 1 of 200 attempts got through",
+        );
+        spoiled(
             &|rows| rows[6].errors = BTreeMap::from([("connect error: refused".to_owned(), 200)]),
             "outside → tcp TCP: not refused by policy: connect error: refused (200)",
         );
-        check(&|rows| rows[6].refusals.clear(), "outside → tcp TCP: no sidecar has counted a refusal");
-        check(
+        spoiled(
+            &|rows| rows[6].refusals.clear(),
+            "outside → tcp TCP: no sidecar has counted a refusal",
+        );
+        spoiled(
             &|rows| {
                 rows[0].replicas.insert("web-3".to_owned(), 400);
             },
@@ -231,6 +253,9 @@ mod tests {
         for row in &mut rows {
             row.replicas.values_mut().for_each(|n| *n = 333);
         }
-        assert_eq!(check(&topology, &edges, &rows, Balancer::RoundRobin), Vec::<String>::new());
+        assert_eq!(
+            check(&topology, &edges, &rows, Balancer::RoundRobin),
+            Vec::<String>::new()
+        );
     }
 }

@@ -49,14 +49,16 @@ impl Credentials {
     /// Puts a new issuer in place of the one that is there.
     pub(super) fn issue(&self, topology: &Topology) -> anyhow::Result<()> {
         let name = format!("identity.linkerd.{}", topology.trust_domain);
-        let issuer =
-            trust::create_issuer(&name, trust::ISSUER_LIFETIME, &self.anchor).context("making the issuer")?;
+        let issuer = trust::create_issuer(&name, trust::ISSUER_LIFETIME, &self.anchor).context("making the issuer")?;
         let new = |file: &str| self.dir.join(format!("new-{file}"));
-        issuer.write(&new(CERTIFICATE), &new(KEY)).context("writing the issuer")?;
+        issuer
+            .write(&new(CERTIFICATE), &new(KEY))
+            .context("writing the issuer")?;
         for file in [KEY, CERTIFICATE] {
             rundir::hand_to(&new(file), CONTROL_UID)?;
             // Renamed into place, so that nobody ever reads half a file.
-            fs::rename(new(file), self.issuer().join(file)).with_context(|| format!("replacing the issuer's {file}"))?;
+            fs::rename(new(file), self.issuer().join(file))
+                .with_context(|| format!("replacing the issuer's {file}"))?;
         }
         Ok(())
     }

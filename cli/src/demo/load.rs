@@ -89,7 +89,11 @@ impl Report {
     }
 
     pub(super) fn per_second(&self, n: u64) -> f64 {
-        if self.seconds > 0.0 { n as f64 / self.seconds } else { 0.0 }
+        if self.seconds > 0.0 {
+            n as f64 / self.seconds
+        } else {
+            0.0
+        }
     }
 }
 

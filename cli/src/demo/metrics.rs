@@ -31,8 +31,14 @@ impl Samples {
     }
 
     /// The samples of one family that have these labels.
-    pub(super) fn of<'a>(&'a self, name: &'a str, labels: &'a [(&'a str, &'a str)]) -> impl Iterator<Item = &'a Sample> {
-        self.0.iter().filter(move |sample| sample.name == name && sample.matches(labels))
+    pub(super) fn of<'a>(
+        &'a self,
+        name: &'a str,
+        labels: &'a [(&'a str, &'a str)],
+    ) -> impl Iterator<Item = &'a Sample> {
+        self.0
+            .iter()
+            .filter(move |sample| sample.name == name && sample.matches(labels))
     }
 
     pub(super) fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
@@ -118,7 +124,18 @@ mod tests {
 
     #[test]
     fn lines_that_are_no_samples_are_left_out() {
-        for line in ["", "#", "name", "name{", "name{a", "name{a=\"", "name{a=\"b\\", "name{a=\"b\"} x", "{} 1 2 3", "}{"] {
+        for line in [
+            "",
+            "#",
+            "name",
+            "name{",
+            "name{a",
+            "name{a=\"",
+            "name{a=\"b\\",
+            "name{a=\"b\"} x",
+            "{} 1 2 3",
+            "}{",
+        ] {
             let samples = Samples::parse(line);
             assert!(samples.0.len() <= 1, "{line}");
         }

@@ -125,8 +125,14 @@ impl Process {
     /// The end of the log, for messages.
     pub(super) fn last_words(&self) -> String {
         let log = fs::read(&self.log).unwrap_or_default();
-        let text = String::from_utf8_lossy(&log[log.len().saturating_sub(LAST_WORDS)..]).trim().to_owned();
-        if text.is_empty() { "it said nothing".to_owned() } else { text }
+        let text = String::from_utf8_lossy(&log[log.len().saturating_sub(LAST_WORDS)..])
+            .trim()
+            .to_owned();
+        if text.is_empty() {
+            "it said nothing".to_owned()
+        } else {
+            text
+        }
     }
 }
 

@@ -95,7 +95,9 @@ enum Target {
     /// The application of this workload.
     Replica(String),
     /// The issuer, replaced at this time in seconds since 1970.
-    Certificate { replaced_at: f64 },
+    Certificate {
+        replaced_at: f64,
+    },
 }
 
 impl Demo {
@@ -191,7 +193,10 @@ impl Demo {
         if args.once.is_some() {
             problems = checks::check(&self.stage.topology, &self.edges, &rows, self.balancer);
             problems.extend(self.accidents.iter().cloned());
-            let pending = self.broken.iter().map(|broken| format!("{} was not back in time", broken.what.name()));
+            let pending = self
+                .broken
+                .iter()
+                .map(|broken| format!("{} was not back in time", broken.what.name()));
             problems.extend(pending);
         }
         let balancer = match self.balancer {
@@ -261,16 +266,29 @@ impl Demo {
         let (said, repair_at) = match &what {
             Target::ControlPlane => {
                 self.stage.control.process.kill().await;
-                (format!("control plane killed; back in {length:?}"), Some(Instant::now() + length))
+                (
+                    format!("control plane killed; back in {length:?}"),
+                    Some(Instant::now() + length),
+                )
             }
             Target::Replica(name) => {
-                let app = self.stage.apps.get_mut(name).context("this replica has no application")?;
+                let app = self
+                    .stage
+                    .apps
+                    .get_mut(name)
+                    .context("this replica has no application")?;
                 app.process.kill().await;
-                (format!("{name}'s application killed; back in {length:?}"), Some(Instant::now() + length))
+                (
+                    format!("{name}'s application killed; back in {length:?}"),
+                    Some(Instant::now() + length),
+                )
             }
             Target::Certificate { .. } => {
                 self.stage.credentials.issue(&self.stage.topology)?;
-                ("issuer replaced; sidecars take certificates of the new one as they renew theirs".to_owned(), None)
+                (
+                    "issuer replaced; sidecars take certificates of the new one as they renew theirs".to_owned(),
+                    None,
+                )
             }
         };
         self.broken.push(Broken {
@@ -323,7 +341,10 @@ impl Demo {
             if works {
                 let failed = self.failed() - broken.failed_before;
                 let took = broken.since.elapsed().as_secs();
-                events.push(format!("{} after {took} s; {failed} requests failed meanwhile", broken.what.mended()));
+                events.push(format!(
+                    "{} after {took} s; {failed} requests failed meanwhile",
+                    broken.what.mended()
+                ));
             } else {
                 still_broken.push(broken);
             }
@@ -337,19 +358,33 @@ impl Demo {
 
     fn all_renewed_since(&self, unix_time: f64) -> bool {
         let renewed = |samples: &Samples| {
-            samples.of(REFRESHED_AT, &[]).any(|sample| sample.value > unix_time + ISSUER_SETTLES.as_secs_f64())
+            samples
+                .of(REFRESHED_AT, &[])
+                .any(|sample| sample.value > unix_time + ISSUER_SETTLES.as_secs_f64())
         };
         !self.scrapes.is_empty() && self.scrapes.values().all(renewed)
     }
 
     /// Finds processes that ended though nobody has broken them.
     fn look_for_accidents(&mut self) {
-        let down: Vec<String> = self.broken.iter().map(|broken| broken.what.process().to_owned()).collect();
+        let down: Vec<String> = self.broken.iter().map(|broken| broken.what.process()).collect();
         let mut found = Vec::new();
         let generators = self.generators.iter_mut();
-        for process in self.stage.services().map(|service| &mut service.process).chain(generators) {
-            if let Some(status) = process.ended().filter(|_| !down.iter().any(|name| name == process.name())) {
-                found.push(format!("{} ended by itself with {status}: {}", process.name(), process.last_words()));
+        for process in self
+            .stage
+            .services()
+            .map(|service| &mut service.process)
+            .chain(generators)
+        {
+            if let Some(status) = process
+                .ended()
+                .filter(|_| !down.iter().any(|name| name == process.name()))
+            {
+                found.push(format!(
+                    "{} ended by itself with {status}: {}",
+                    process.name(),
+                    process.last_words()
+                ));
             }
         }
         for accident in found {
@@ -368,7 +403,9 @@ impl Demo {
         }
         let all_reported = async {
             while self.reports.iter().any(|reports| reports.total.is_none()) {
-                let Some((edge, line)) = self.lines.recv().await else { return };
+                let Some((edge, line)) = self.lines.recv().await else {
+                    return;
+                };
                 if let Some(reports) = self.reports.get_mut(edge) {
                     reports.take(&line);
                 }
@@ -383,12 +420,17 @@ impl Demo {
 
     /// Failures on permitted edges so far.
     fn failed(&self) -> u64 {
-        let permitted = self.edges.iter().zip(&self.reports).filter(|(edge, _)| edge.client == Client::Load);
+        let permitted = self
+            .edges
+            .iter()
+            .zip(&self.reports)
+            .filter(|(edge, _)| edge.client == Client::Load);
         permitted.map(|(_, reports)| reports.failed).sum()
     }
 
     fn event(&mut self, what: &str) {
-        self.events.push(format!("{}  {what}", clock(self.started_at.elapsed())));
+        self.events
+            .push(format!("{}  {what}", clock(self.started_at.elapsed())));
     }
 
     fn draw(&self, width: usize) -> String {
@@ -397,7 +439,11 @@ impl Demo {
             Some(broken) => format!("DOWN for {} s", broken.since.elapsed().as_secs()),
             None => "up".to_owned(),
         };
-        let renewals: f64 = self.scrapes.values().map(|samples| samples.sum(REFRESHES, &[("result", "ok")])).sum();
+        let renewals: f64 = self
+            .scrapes
+            .values()
+            .map(|samples| samples.sum(REFRESHES, &[("result", "ok")]))
+            .sum();
         let title = format!(
             "tulle demo {}   control plane: {control}   certificates issued: {renewals}   trust domain: {}",
             clock(self.started_at.elapsed()),
@@ -408,15 +454,22 @@ impl Demo {
 
     fn live_rows(&self) -> Vec<Row> {
         let edges = self.edges.iter().zip(&self.reports);
-        edges.map(|(edge, reports)| rows::live(edge, reports, &self.scrapes)).collect()
+        edges
+            .map(|(edge, reports)| rows::live(edge, reports, &self.scrapes))
+            .collect()
     }
 
     fn table(&self, title: String, rows: &[Row], width: usize) -> String {
-        let web = self.stage.topology.workloads.iter().filter_map(|workload| match workload.app {
-            App::Web(delay) if delay.is_zero() => Some((workload.name.clone(), String::new())),
-            App::Web(delay) => Some((workload.name.clone(), format!("each answer {delay:?} late"))),
-            _ => None,
-        });
+        let web = self
+            .stage
+            .topology
+            .workloads
+            .iter()
+            .filter_map(|workload| match workload.app {
+                App::Web(delay) if delay.is_zero() => Some((workload.name.clone(), String::new())),
+                App::Web(delay) => Some((workload.name.clone(), format!("each answer {delay:?} late"))),
+                _ => None,
+            });
         let services = [("web", web.collect())];
         let events = &self.events[self.events.len().saturating_sub(EVENTS)..];
         let view = View {
@@ -513,7 +566,9 @@ fn clock(elapsed: Duration) -> String {
 }
 
 fn unix_time() -> f64 {
-    std::time::SystemTime::UNIX_EPOCH.elapsed().map_or(0.0, |elapsed| elapsed.as_secs_f64())
+    std::time::SystemTime::UNIX_EPOCH
+        .elapsed()
+        .map_or(0.0, |elapsed| elapsed.as_secs_f64())
 }
 
 const TICK: Duration = Duration::from_secs(1);

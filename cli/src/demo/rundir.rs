@@ -23,7 +23,9 @@ impl RunDir {
     pub(super) fn create() -> anyhow::Result<Self> {
         let base = base();
         directory(&base)?;
-        let owner = fs::metadata(&base).with_context(|| format!("looking at {}", base.display()))?.uid();
+        let owner = fs::metadata(&base)
+            .with_context(|| format!("looking at {}", base.display()))?
+            .uid();
         ensure!(
             owner == nix::unistd::geteuid().as_raw(),
             "{} belongs to user {owner}, not to you; remove it",
@@ -135,7 +137,9 @@ fn outer_uid() -> u32 {
     let outside = map.lines().find_map(|line| {
         let fields: Vec<u32> = line.split_whitespace().filter_map(|field| field.parse().ok()).collect();
         match fields[..] {
-            [inside, outside, count] if uid.checked_sub(inside).is_some_and(|at| at < count) => outside.checked_add(uid - inside),
+            [inside, outside, count] if uid.checked_sub(inside).is_some_and(|at| at < count) => {
+                outside.checked_add(uid - inside)
+            }
             _ => None,
         }
     });

@@ -34,10 +34,16 @@ impl Scraper {
     pub(super) async fn get(&mut self, path: &str) -> anyhow::Result<String> {
         // A kept connection may have died with its process; a fresh one tells.
         let kept = self.connection.is_some();
-        match timeout(LIMIT, self.exchange(path)).await.context("asking took too long").flatten() {
+        match timeout(LIMIT, self.exchange(path))
+            .await
+            .context("asking took too long")
+            .flatten()
+        {
             Err(_) if kept => {
                 self.connection = None;
-                timeout(LIMIT, self.exchange(path)).await.context("asking took too long")?
+                timeout(LIMIT, self.exchange(path))
+                    .await
+                    .context("asking took too long")?
             }
             answer => answer,
         }
@@ -56,7 +62,11 @@ impl Scraper {
             Err(err) => bail!("reading {path}: {err}"),
         };
         self.connection = Some(connection);
-        ensure!(status.is_success(), "{path} answered {status}: {}", String::from_utf8_lossy(&body).trim());
+        ensure!(
+            status.is_success(),
+            "{path} answered {status}: {}",
+            String::from_utf8_lossy(&body).trim()
+        );
         Ok(String::from_utf8_lossy(&body).into_owned())
     }
 

@@ -6,7 +6,9 @@ use terminal_size::{Height, Width, terminal_size_of};
 
 pub(super) enum Screen {
     /// How many lines the last drawing has.
-    Terminal { drawn: usize },
+    Terminal {
+        drawn: usize,
+    },
     Lines,
 }
 

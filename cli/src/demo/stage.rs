@@ -49,7 +49,9 @@ pub(super) struct Plan<'a> {
 /// Builds everything and waits until it is ready; says on standard error what it is at.
 pub(super) async fn build(plan: &Plan<'_>, dir: RunDir) -> anyhow::Result<Stage> {
     let manifests = match plan.manifests {
-        Some(theirs) => theirs.canonicalize().with_context(|| format!("looking for {}", theirs.display()))?,
+        Some(theirs) => theirs
+            .canonicalize()
+            .with_context(|| format!("looking for {}", theirs.display()))?,
         None => {
             manifests::write(&dir.manifests())?;
             dir.manifests()
@@ -63,10 +65,12 @@ pub(super) async fn build(plan: &Plan<'_>, dir: RunDir) -> anyhow::Result<Stage>
     say(&format!("making namespaces for {} hosts", topology.workloads.len() + 2));
     let mut lab = Lab::new(PREFIX)?;
     let mut hosts = BTreeMap::new();
-    for (name, ip) in [(CONTROL, CONTROL_IP), (OUTSIDE, OUTSIDE_IP)]
-        .into_iter()
-        .chain(topology.workloads.iter().map(|workload| (workload.name.as_str(), workload.ip)))
-    {
+    for (name, ip) in [(CONTROL, CONTROL_IP), (OUTSIDE, OUTSIDE_IP)].into_iter().chain(
+        topology
+            .workloads
+            .iter()
+            .map(|workload| (workload.name.as_str(), workload.ip)),
+    ) {
         let host = lab.host(name, &format!("{ip}/24"), None)?;
         // Cluster IPs exist nowhere; their packets need a route to get as far as the redirect.
         host.ip("route add default dev eth0\n")?;
@@ -126,7 +130,10 @@ pub(super) fn say(what: &str) {
 impl Stage {
     /// A load generator on the host of this name.
     pub(super) fn load(&self, host: &str, name: String, args: Vec<String>) -> anyhow::Result<Process> {
-        let host = self.hosts.get(host).with_context(|| format!("there is no host {host}"))?;
+        let host = self
+            .hosts
+            .get(host)
+            .with_context(|| format!("there is no host {host}"))?;
         let spec = Spec {
             name,
             program: self.dir.bin().join(BENCH),
@@ -141,7 +148,9 @@ impl Stage {
     /// All long-lived processes.
     pub(super) fn services(&mut self) -> impl Iterator<Item = &mut Service> {
         let sidecars = self.sidecars.values_mut();
-        std::iter::once(&mut self.control).chain(sidecars).chain(self.apps.values_mut())
+        std::iter::once(&mut self.control)
+            .chain(sidecars)
+            .chain(self.apps.values_mut())
     }
 }
 
@@ -226,7 +235,9 @@ impl Builder<'_> {
         let skipped = format!("{},{}", port::TAP, port::ADMIN);
         command.args(["-p", &port::INBOUND.to_string(), "-o", &port::OUTBOUND.to_string()]);
         command.args(["-u", &PROXY_UID.to_string(), "--inbound-ports-to-ignore", &skipped]);
-        let output = command.output().with_context(|| format!("starting {}", self.binaries.init.display()))?;
+        let output = command
+            .output()
+            .with_context(|| format!("starting {}", self.binaries.init.display()))?;
         let log = self.logs.join(format!("{}-init.log", workload.name));
         fs::write(&log, [&output.stdout[..], &output.stderr[..]].concat())
             .with_context(|| format!("writing {}", log.display()))?;
@@ -315,7 +326,10 @@ impl Builder<'_> {
             ("INBOUND_PORTS", ports.join(",")),
             ("INBOUND_IPS", workload.ip.to_string()),
             ("IDENTITY_TRUST_ANCHORS", self.credentials.anchors_pem().to_owned()),
-            ("IDENTITY_TOKEN_FILE", self.credentials.token(workload).display().to_string()),
+            (
+                "IDENTITY_TOKEN_FILE",
+                self.credentials.token(workload).display().to_string(),
+            ),
             ("IDENTITY_LOCAL_NAME", workload.identity.clone()),
             // Short, so that a broken certificate shows soon, while certificates outlive any broken control plane.
             ("IDENTITY_MIN_REFRESH", "5s".to_owned()),
@@ -330,7 +344,10 @@ impl Builder<'_> {
     fn start(&self, spec: Spec, admin_ports: &[u16]) -> anyhow::Result<Service> {
         Ok(Service {
             process: spec.start(&self.logs, Output::Log)?,
-            admin: admin_ports.iter().map(|port| Scraper::new(spec.host.clone(), *port)).collect(),
+            admin: admin_ports
+                .iter()
+                .map(|port| Scraper::new(spec.host.clone(), *port))
+                .collect(),
             spec,
         })
     }
@@ -341,14 +358,21 @@ impl Builder<'_> {
         let deadline = Instant::now() + START_LIMIT;
         while !fs::read_to_string(&log).is_ok_and(|text| text.contains("listening")) {
             app.process.check_alive()?;
-            ensure!(Instant::now() < deadline, "{} does not listen after {START_LIMIT:?}", app.spec.name);
+            ensure!(
+                Instant::now() < deadline,
+                "{} does not listen after {START_LIMIT:?}",
+                app.spec.name
+            );
             sleep(START_PAUSE).await;
         }
         Ok(())
     }
 
     fn host(&self, name: &str) -> anyhow::Result<Arc<Namespace>> {
-        self.hosts.get(name).cloned().with_context(|| format!("there is no host {name}"))
+        self.hosts
+            .get(name)
+            .cloned()
+            .with_context(|| format!("there is no host {name}"))
     }
 }
 
@@ -364,11 +388,14 @@ impl Binaries {
     /// Links, or copies, what lies beside this program.
     fn install(into: &Path) -> anyhow::Result<Self> {
         let own = std::env::current_exe().context("finding this program")?;
-        let beside = own.parent().unwrap_or(Path::new("."));
+        let beside = own.parent().context("finding the directory of this program")?;
         let install = |name: &str| {
             let (from, to) = (beside.join(name), into.join(name));
             if !from.exists() {
-                bail!("{} is missing; the demo starts the binaries that lie beside this program", from.display());
+                bail!(
+                    "{} is missing; the demo starts the binaries that lie beside this program",
+                    from.display()
+                );
             }
             fs::hard_link(&from, &to)
                 .or_else(|_| fs::copy(&from, &to).map(drop))

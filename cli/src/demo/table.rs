@@ -44,7 +44,16 @@ pub(super) fn render(view: &View<'_>, width: usize) -> String {
 
 fn columns(rows: &[Row]) -> Vec<String> {
     let titles = [
-        "CLIENT", "SERVICE", "PROTOCOL", "REQ/S", "SUCCESS", "P50", "P95", "P99", "BYTES/S", "CLIENT IDENTITY",
+        "CLIENT",
+        "SERVICE",
+        "PROTOCOL",
+        "REQ/S",
+        "SUCCESS",
+        "P50",
+        "P95",
+        "P99",
+        "BYTES/S",
+        "CLIENT IDENTITY",
         "SERVER IDENTITY",
     ];
     let mut cells = vec![titles.map(str::to_owned)];
@@ -68,7 +77,9 @@ fn columns(rows: &[Row]) -> Vec<String> {
 
 fn row(row: &Row) -> [String; 11] {
     let latency = |pick: fn(&super::load::LatencyMs) -> f64| {
-        row.latency_ms.as_ref().map_or_else(dash, |latency| milliseconds(pick(latency)))
+        row.latency_ms
+            .as_ref()
+            .map_or_else(dash, |latency| milliseconds(pick(latency)))
     };
     let success = match (row.client, row.success_rate) {
         (_, None) => dash(),
@@ -102,7 +113,11 @@ fn shares(rows: &[Row], service: &str, replicas: &[(String, String)]) -> Vec<Str
     for (name, note) in replicas {
         let share = answers.get(name).map_or(0.0, |n| *n as f64 / all.max(1) as f64);
         let bar = "█".repeat((share * BAR).round() as usize);
-        let line = format!("{name:<10} {:>6.1} %  {bar:<width$}  {note}", share * 100.0, width = BAR as usize);
+        let line = format!(
+            "{name:<10} {:>6.1} %  {bar:<width$}  {note}",
+            share * 100.0,
+            width = BAR as usize
+        );
         lines.push(line.trim_end().to_owned());
     }
     lines
@@ -143,7 +158,9 @@ fn refusals(rows: &[Row]) -> Vec<String> {
 /// `<service account>.<namespace>`; what follows is the same for the whole mesh and stands in the title.
 fn identity(full: Option<&str>) -> String {
     let Some(full) = full else { return dash() };
-    full.split_once(".serviceaccount.identity.").map_or(full, |(short, _)| short).to_owned()
+    full.split_once(".serviceaccount.identity.")
+        .map_or(full, |(short, _)| short)
+        .to_owned()
 }
 
 fn percent(rate: f64) -> String {
@@ -185,7 +202,9 @@ mod tests {
     fn rows() -> Vec<Row> {
         let edges = edges(&topology());
         let shown = [&edges[0], &edges[5]];
-        shown.map(|edge| rows::live(edge, &rows::tests::reports(), &rows::tests::scrapes())).into()
+        shown
+            .map(|edge| rows::live(edge, &rows::tests::reports(), &rows::tests::scrapes()))
+            .into()
     }
 
     #[test]
@@ -193,7 +212,13 @@ mod tests {
         let mut rows = rows();
         rows[1].success_rate = Some(0.0);
         rows[1].latency_ms = None;
-        let services = [("web", vec![("web-1".to_owned(), String::new()), ("web-3".to_owned(), "+50 ms".to_owned())])];
+        let services = [(
+            "web",
+            vec![
+                ("web-1".to_owned(), String::new()),
+                ("web-3".to_owned(), "+50 ms".to_owned()),
+            ],
+        )];
         let events = ["00:00:12  the control plane is back".to_owned()];
         let view = View {
             title: "tulle demo".to_owned(),

@@ -91,7 +91,9 @@ impl Topology {
             .into_iter()
             .map(|raw| raw.read(&workloads))
             .collect::<Result<_, _>>()?;
-        let trust_domain = workloads.first().and_then(|first| trust_domain(&first.workload.identity));
+        let trust_domain = workloads
+            .first()
+            .and_then(|first| trust_domain(&first.workload.identity));
         let topology = Self {
             trust_domain: trust_domain.unwrap_or_default().to_owned(),
             workloads: workloads.into_iter().map(|labelled| labelled.workload).collect(),
@@ -126,7 +128,13 @@ impl Topology {
     }
 
     fn check_complete(&self) -> Result<(), TopologyError> {
-        if self.workloads.iter().filter(|workload| workload.app == App::Load).count() != 1 {
+        if self
+            .workloads
+            .iter()
+            .filter(|workload| workload.app == App::Load)
+            .count()
+            != 1
+        {
             return Err(TopologyError::Missing {
                 what: "exactly one ExternalWorkload with the label app: load".to_owned(),
                 needs: "one host that makes the load",
@@ -311,7 +319,10 @@ fn check_addresses(workloads: &[Labelled]) -> Result<(), TopologyError> {
             reason,
         };
         if workload.ip.octets()[..3] != CONTROL_IP.octets()[..3] {
-            return Err(refuse(format!("{} is not in the demo's network {NETWORK}", workload.ip)));
+            return Err(refuse(format!(
+                "{} is not in the demo's network {NETWORK}",
+                workload.ip
+            )));
         }
         if let Some(other) = taken.insert(workload.ip, &workload.name) {
             return Err(refuse(format!("{} is the address of {other} already", workload.ip)));
@@ -362,12 +373,22 @@ mod tests {
     #[test]
     fn the_shipped_manifests_describe_the_whole_demo() {
         let topology = Topology::parse(&shipped()).unwrap();
-        let names: Vec<_> = topology.workloads.iter().map(|workload| workload.name.as_str()).collect();
+        let names: Vec<_> = topology
+            .workloads
+            .iter()
+            .map(|workload| workload.name.as_str())
+            .collect();
         assert_eq!(names, ["load", "web-1", "web-2", "web-3", "ws", "tcp"]);
         assert_eq!(topology.trust_domain, "cluster.local");
-        assert_eq!(topology.workload("web-3").unwrap().app, App::Web(Duration::from_millis(50)));
+        assert_eq!(
+            topology.workload("web-3").unwrap().app,
+            App::Web(Duration::from_millis(50))
+        );
         assert_eq!(topology.load().unwrap().service_account, "load");
-        assert_eq!(topology.service_addr("web", "grpc").unwrap().to_string(), "10.96.0.10:9090");
+        assert_eq!(
+            topology.service_addr("web", "grpc").unwrap().to_string(),
+            "10.96.0.10:9090"
+        );
         let endpoints: Vec<_> = topology
             .endpoints("web", "http")
             .into_iter()
@@ -386,14 +407,38 @@ mod tests {
             let error = Topology::parse(&files).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         };
-        check("10.77.0.12", "10.77.0.11", "ExternalWorkload web-2: 10.77.0.11 is the address of web-1 already");
-        check("10.77.0.31", "10.78.0.31", "ExternalWorkload tcp: 10.78.0.31 is not in the demo's network");
-        check("50ms", "50 parsecs", "ExternalWorkload web-3: annotation demo.tulle.dev/delay");
+        check(
+            "10.77.0.12",
+            "10.77.0.11",
+            "ExternalWorkload web-2: 10.77.0.11 is the address of web-1 already",
+        );
+        check(
+            "10.77.0.31",
+            "10.78.0.31",
+            "ExternalWorkload tcp: 10.78.0.31 is not in the demo's network",
+        );
+        check(
+            "50ms",
+            "50 parsecs",
+            "ExternalWorkload web-3: annotation demo.tulle.dev/delay",
+        );
         check("app: ws", "app: game", "expected load, web, ws or tcp");
         check("name: load\n", "name: lo/ad\n", "the name must be");
-        check("clusterIP: 10.96.0.20", "clusterIP: None", "Service ws: spec.clusterIP \"None\"");
-        check("name: echo", "name: chat", "a Service tcp whose port echo has a workload behind it");
+        check(
+            "clusterIP: 10.96.0.20",
+            "clusterIP: None",
+            "Service ws: spec.clusterIP \"None\"",
+        );
+        check(
+            "name: echo",
+            "name: chat",
+            "a Service tcp whose port echo has a workload behind it",
+        );
         check("kind: Service\n", "kind: [\n", "this is not YAML");
-        check("load.demo.serviceaccount", "load.serviceaccount", "ExternalWorkload load: spec.meshTLS.identity");
+        check(
+            "load.demo.serviceaccount",
+            "load.serviceaccount",
+            "ExternalWorkload load: spec.meshTLS.identity",
+        );
     }
 }

@@ -1,0 +1,164 @@
+//! `tulle diagnostics endpoints`: where a service's requests go.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::net::SocketAddr;
+
+use serde::Serialize;
+use tonic::Status;
+use tulle_proto::destination::destination_client::DestinationClient;
+use tulle_proto::destination::update::Update;
+use tulle_proto::destination::{GetDestination, WeightedAddr, WeightedAddrSet, protocol_hint, tls_identity};
+
+use super::Output;
+
+#[derive(clap::Args, Clone, Debug)]
+pub(super) struct Args {
+    /// <service>.<namespace>.svc.<domain>:<port>
+    #[arg(required = true, value_name = "AUTHORITY")]
+    authorities: Vec<String>,
+}
+
+/// One endpoint, with the names that Linkerd's command gives its fields.
+#[derive(Debug, PartialEq, Serialize)]
+struct Endpoint {
+    namespace: String,
+    ip: String,
+    port: u16,
+    /// The pod or the external workload.
+    pod: String,
+    service: String,
+    weight: u32,
+    http2: bool,
+    opaque: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    identity: Option<String>,
+    labels: BTreeMap<String, String>,
+}
+
+/// Asks for each authority in turn.
+pub(super) async fn ask(args: &super::Args, question: &Args) -> anyhow::Result<String> {
+    let mut client = DestinationClient::new(args.destination().await?);
+    let mut endpoints = Vec::new();
+    for authority in &question.authorities {
+        let request = GetDestination {
+            path: authority.clone(),
+            ..GetDestination::default()
+        };
+        let exchange = async {
+            let mut updates = client.get(request).await?.into_inner();
+            // The first update is everything that is known now; the stream would go on with changes.
+            updates
+                .message()
+                .await?
+                .ok_or_else(|| Status::unavailable("the stream ended without an answer"))
+        };
+        let update = args.answer("Destination API", exchange).await?;
+        if let Some(Update::Add(set)) = update.update {
+            endpoints.extend(read(authority, set));
+        }
+    }
+    match args.output {
+        Output::Json => Ok(serde_json::to_string_pretty(&endpoints)? + "\n"),
+        Output::Table if endpoints.is_empty() => Ok("No endpoints found.\n".to_owned()),
+        Output::Table => Ok(table(&endpoints)),
+    }
+}
+
+fn read(authority: &str, set: WeightedAddrSet) -> Vec<Endpoint> {
+    let service = authority.split('.').take(2).collect::<Vec<_>>().join(".");
+    let namespace = set.metric_labels.get("namespace").cloned().unwrap_or_default();
+    let endpoint = |addr: WeightedAddr| {
+        let socket = addr.addr.and_then(|addr| SocketAddr::try_from(addr).ok())?;
+        let name = ["pod", "external_workload"]
+            .into_iter()
+            .find_map(|key| addr.metric_labels.get(key));
+        let protocol = addr.protocol_hint.and_then(|hint| hint.protocol);
+        Some(Endpoint {
+            namespace: namespace.clone(),
+            ip: socket.ip().to_string(),
+            port: socket.port(),
+            pod: name.cloned().unwrap_or_default(),
+            service: service.clone(),
+            weight: addr.weight,
+            http2: matches!(protocol, Some(protocol_hint::Protocol::H2(_))),
+            opaque: matches!(protocol, Some(protocol_hint::Protocol::Opaque(_))),
+            identity: addr
+                .tls_identity
+                .and_then(|tls| tls.strategy)
+                .map(|strategy| match strategy {
+                    tls_identity::Strategy::DnsLikeIdentity(dns) => dns.name,
+                    tls_identity::Strategy::UriLikeIdentity(uri) => uri.uri,
+                }),
+            labels: addr.metric_labels.into_iter().collect(),
+        })
+    };
+    let mut endpoints: Vec<_> = set.addrs.into_iter().filter_map(endpoint).collect();
+    endpoints.sort_by(|a, b| (&a.ip, a.port).cmp(&(&b.ip, b.port)));
+    endpoints
+}
+
+fn table(endpoints: &[Endpoint]) -> String {
+    let titles = ["NAMESPACE", "IP", "PORT", "POD", "SERVICE", "IDENTITY"].map(str::to_owned);
+    let row = |endpoint: &Endpoint| {
+        [
+            endpoint.namespace.clone(),
+            endpoint.ip.clone(),
+            endpoint.port.to_string(),
+            endpoint.pod.clone(),
+            endpoint.service.clone(),
+            endpoint.identity.clone().unwrap_or_else(|| "-".to_owned()),
+        ]
+    };
+    let rows: Vec<_> = std::iter::once(titles).chain(endpoints.iter().map(row)).collect();
+    let mut text = String::new();
+    for row in &rows {
+        let mut line = String::new();
+        for (column, cell) in row.iter().enumerate() {
+            let width = rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
+            let _ = write!(line, "{cell:<width$}   ");
+        }
+        text.push_str(line.trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use tulle_proto::destination::{ProtocolHint, TlsIdentity};
+
+    use super::*;
+
+    #[test]
+    fn endpoints_are_shown_with_workload_and_identity() {
+        let addr = WeightedAddr {
+            addr: Some(SocketAddr::from(([10, 77, 0, 11], 8080)).into()),
+            weight: 10_000,
+            metric_labels: [("external_workload".to_owned(), "web-1".to_owned())].into(),
+            tls_identity: Some(TlsIdentity {
+                strategy: Some(tls_identity::Strategy::DnsLikeIdentity(tls_identity::DnsLikeIdentity {
+                    name: "web.demo".to_owned(),
+                })),
+                server_name: None,
+            }),
+            protocol_hint: Some(ProtocolHint {
+                protocol: Some(protocol_hint::Protocol::H2(protocol_hint::H2 {})),
+                opaque_transport: None,
+            }),
+            ..WeightedAddr::default()
+        };
+        let set = WeightedAddrSet {
+            // An address of no family at all is left out, not shown as something it is not.
+            addrs: vec![addr, WeightedAddr::default()],
+            metric_labels: [("namespace".to_owned(), "demo".to_owned())].into(),
+        };
+        let endpoints = read("web.demo.svc.cluster.local:80", set);
+        assert!(endpoints[0].http2 && !endpoints[0].opaque);
+        let expected = "\
+NAMESPACE   IP           PORT   POD     SERVICE    IDENTITY
+demo        10.77.0.11   8080   web-1   web.demo   web.demo
+";
+        assert_eq!(table(&endpoints), expected);
+    }
+}

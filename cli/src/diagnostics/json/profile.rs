@@ -1,0 +1,161 @@
+//! The profile of a service or of an address.
+
+use serde_json::{Value, json};
+use tulle_proto::destination::{
+    DestinationProfile, RequestMatch, ResponseMatch, RetryBudget, Route, WeightedAddr, WeightedDst, protocol_hint,
+    request_match, response_match, tls_identity,
+};
+
+use super::parts::{address, duration, list, maybe, metadata, method, object};
+
+pub(in super::super) fn profile(profile: &DestinationProfile) -> Value {
+    object([
+        ("fullyQualifiedName", json!(profile.fully_qualified_name)),
+        ("opaqueProtocol", json!(profile.opaque_protocol)),
+        ("parentRef", metadata(profile.parent_ref.as_ref())),
+        ("profileRef", metadata(profile.profile_ref.as_ref())),
+        ("endpoint", maybe(profile.endpoint.as_ref(), endpoint)),
+        ("retryBudget", maybe(profile.retry_budget.as_ref(), budget)),
+        ("routes", list(&profile.routes, route)),
+        ("dstOverrides", list(&profile.dst_overrides, destination)),
+    ])
+}
+
+fn endpoint(endpoint: &WeightedAddr) -> Value {
+    let identity = endpoint.tls_identity.as_ref().and_then(|tls| tls.strategy.as_ref());
+    let protocol = endpoint.protocol_hint.and_then(|hint| hint.protocol);
+    object([
+        ("addr", maybe(endpoint.addr.as_ref(), address)),
+        ("weight", json!(endpoint.weight)),
+        ("labels", json!(endpoint.metric_labels)),
+        (
+            "identity",
+            maybe(identity, |identity| match identity {
+                tls_identity::Strategy::DnsLikeIdentity(dns) => json!(dns.name),
+                tls_identity::Strategy::UriLikeIdentity(uri) => json!(uri.uri),
+            }),
+        ),
+        (
+            "protocolHint",
+            maybe(protocol.as_ref(), |protocol| match protocol {
+                protocol_hint::Protocol::H2(_) => json!("h2"),
+                protocol_hint::Protocol::Opaque(_) => json!("opaque"),
+            }),
+        ),
+    ])
+}
+
+fn budget(budget: &RetryBudget) -> Value {
+    object([
+        ("retryRatio", json!(budget.retry_ratio)),
+        ("minRetriesPerSecond", json!(budget.min_retries_per_second)),
+        ("ttl", duration(budget.ttl.as_ref())),
+    ])
+}
+
+fn route(route: &Route) -> Value {
+    let class = |class: &tulle_proto::destination::ResponseClass| {
+        object([
+            (
+                "condition",
+                maybe(class.condition.as_ref(), |condition| response(condition, DEPTH)),
+            ),
+            ("isFailure", json!(class.is_failure)),
+        ])
+    };
+    object([
+        (
+            "condition",
+            maybe(route.condition.as_ref(), |condition| request(condition, DEPTH)),
+        ),
+        ("responseClasses", list(&route.response_classes, class)),
+        ("metricsLabels", json!(route.metrics_labels)),
+        ("isRetryable", json!(route.is_retryable)),
+        ("timeout", duration(route.timeout.as_ref())),
+    ])
+}
+
+/// Conditions nest; the depth is bounded, as what a server sends must not exhaust our stack.
+fn request(condition: &RequestMatch, depth: usize) -> Value {
+    use request_match::Match;
+    let Some(deeper) = depth.checked_sub(1) else {
+        return json!("…");
+    };
+    match &condition.r#match {
+        None => Value::Null,
+        Some(Match::All(all)) => json!({ "all": list(&all.matches, |inner| request(inner, deeper)) }),
+        Some(Match::Any(any)) => json!({ "any": list(&any.matches, |inner| request(inner, deeper)) }),
+        Some(Match::Not(not)) => json!({ "not": request(not, deeper) }),
+        Some(Match::Path(path)) => json!({ "path": path.regex }),
+        Some(Match::Method(name)) => json!({ "method": method(name) }),
+    }
+}
+
+fn response(condition: &ResponseMatch, depth: usize) -> Value {
+    use response_match::Match;
+    let Some(deeper) = depth.checked_sub(1) else {
+        return json!("…");
+    };
+    match &condition.r#match {
+        None => Value::Null,
+        Some(Match::All(all)) => json!({ "all": list(&all.matches, |inner| response(inner, deeper)) }),
+        Some(Match::Any(any)) => json!({ "any": list(&any.matches, |inner| response(inner, deeper)) }),
+        Some(Match::Not(not)) => json!({ "not": response(not, deeper) }),
+        Some(Match::Status(range)) => json!({ "status": format!("{}-{}", range.min, range.max) }),
+    }
+}
+
+fn destination(destination: &WeightedDst) -> Value {
+    object([
+        ("authority", json!(destination.authority)),
+        ("weight", json!(destination.weight)),
+        ("backendRef", metadata(destination.backend_ref.as_ref())),
+    ])
+}
+
+const DEPTH: usize = 32;
+
+#[cfg(test)]
+mod tests {
+    use tulle_proto::destination::PathMatch;
+
+    use super::*;
+
+    #[test]
+    fn a_profile_shows_its_routes_and_where_they_apply() {
+        let path = RequestMatch {
+            r#match: Some(request_match::Match::Path(PathMatch {
+                regex: "/orders/.*".to_owned(),
+            })),
+        };
+        let not = RequestMatch {
+            r#match: Some(request_match::Match::Not(Box::new(path))),
+        };
+        let input = DestinationProfile {
+            fully_qualified_name: "web.demo.svc.cluster.local".to_owned(),
+            routes: vec![Route {
+                condition: Some(not),
+                is_retryable: true,
+                ..Route::default()
+            }],
+            ..DestinationProfile::default()
+        };
+        let expected = json!({
+            "fullyQualifiedName": "web.demo.svc.cluster.local",
+            "opaqueProtocol": false,
+            "routes": [{ "condition": { "not": { "path": "/orders/.*" } }, "isRetryable": true }],
+        });
+        assert_eq!(profile(&input), expected);
+    }
+
+    #[test]
+    fn conditions_that_nest_without_end_are_cut() {
+        let mut condition = RequestMatch::default();
+        for _ in 0..100 {
+            condition = RequestMatch {
+                r#match: Some(request_match::Match::Not(Box::new(condition))),
+            };
+        }
+        assert!(request(&condition, DEPTH).to_string().contains('…'));
+    }
+}

@@ -1,0 +1,36 @@
+//! `tulle diagnostics profile`: what a proxy is told about a name or an address.
+
+use tonic::Status;
+use tulle_proto::destination::GetDestination;
+use tulle_proto::destination::destination_client::DestinationClient;
+
+use super::{json, show};
+
+#[derive(clap::Args, Clone, Debug)]
+pub(super) struct Args {
+    /// <service>.<namespace>.svc.<domain>:<port>, or <ip>:<port>
+    #[arg(value_name = "NAME_OR_IP:PORT")]
+    target: String,
+    /// The namespace of the client, whose own ServiceProfiles come first
+    #[arg(short, long)]
+    namespace: Option<String>,
+}
+
+pub(super) async fn ask(args: &super::Args, question: &Args) -> anyhow::Result<String> {
+    let mut client = DestinationClient::new(args.destination().await?);
+    let token = |namespace| serde_json::json!({ "ns": namespace }).to_string();
+    let request = GetDestination {
+        path: question.target.clone(),
+        context_token: question.namespace.as_ref().map(token).unwrap_or_default(),
+        ..GetDestination::default()
+    };
+    let exchange = async {
+        let mut profiles = client.get_profile(request).await?.into_inner();
+        profiles
+            .message()
+            .await?
+            .ok_or_else(|| Status::unavailable("the stream ended without an answer"))
+    };
+    let profile = args.answer("Destination API", exchange).await?;
+    show(&json::profile(&profile), args.output)
+}
