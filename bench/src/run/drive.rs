@@ -36,6 +36,9 @@ pub(super) enum Metric {
     /// Allocations per request.
     ClientAllocations,
     ServerAllocations,
+    /// Bytes of them.
+    ClientAllocatedBytes,
+    ServerAllocatedBytes,
     /// Requests without a good answer.
     Failed,
 }
@@ -271,14 +274,16 @@ fn idle(scene: &Scene, sidecars: Option<&Sidecars>) -> anyhow::Result<Sample> {
 
 /// Allocations per request at 64 connections, by the difference of two counts of the counting build.
 fn allocations(scene: &Scene, duration: Duration) -> anyhow::Result<Sample> {
-    let count = || anyhow::Ok((tulle::allocations(&scene.client)?, tulle::allocations(&scene.server)?));
+    let count = || anyhow::Ok((tulle::allocated(&scene.client)?, tulle::allocated(&scene.server)?));
     let before = count()?;
     let driven = wrk(scene, SERVICE, 64, duration)?;
     let after = count()?;
     let each = |before, after| (after - before) as f64 / driven.requests as f64;
     Ok(Sample::from([
-        (Metric::ClientAllocations, each(before.0, after.0)),
-        (Metric::ServerAllocations, each(before.1, after.1)),
+        (Metric::ClientAllocations, each(before.0.calls, after.0.calls)),
+        (Metric::ServerAllocations, each(before.1.calls, after.1.calls)),
+        (Metric::ClientAllocatedBytes, each(before.0.bytes, after.0.bytes)),
+        (Metric::ServerAllocatedBytes, each(before.1.bytes, after.1.bytes)),
     ]))
 }
 

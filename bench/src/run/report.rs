@@ -140,6 +140,20 @@ fn cells(samples: &[Sample]) -> BTreeMap<Metric, Cell> {
         .collect()
 }
 
+impl Line {
+    /// Whether it is about requests; the other rows have figures of their own.
+    fn is_load(&self) -> bool {
+        self.metrics.contains_key(&Metric::RequestsPerSecond)
+    }
+
+    fn text(&self, metric: Metric, decimals: usize) -> String {
+        match self.metrics.get(&metric) {
+            Some(cell) => format!("{:.decimals$} ({:.0}%)", cell.median, cell.spread()),
+            None => "-".to_owned(),
+        }
+    }
+}
+
 impl Cell {
     fn of(mut values: Vec<f64>) -> Option<Self> {
         values.sort_by(f64::total_cmp);
@@ -201,19 +215,23 @@ impl fmt::Display for Report {
         writeln!(f)?;
         write!(f, "{:<12}{:<8}", "row", "peer")?;
         for (_, title, _) in COLUMNS {
-            write!(f, "{title:>17}")?;
+            write!(f, "{title:>16}")?;
         }
         writeln!(f)?;
-        for line in &self.lines {
+        let (loads, others): (Vec<&Line>, Vec<&Line>) = self.lines.iter().partition(|line| line.is_load());
+        for line in loads {
             write!(f, "{:<12}{:<8}", name(line.row), name(line.peer))?;
             for (metric, _, decimals) in COLUMNS {
-                let text = line.metrics.get(&metric).map_or_else(
-                    || "-".to_owned(),
-                    |cell| format!("{:.decimals$} ({:.0}%)", cell.median, cell.spread()),
-                );
-                write!(f, "{text:>17}")?;
+                write!(f, "{:>16}", line.text(metric, decimals))?;
             }
             writeln!(f)?;
+        }
+        writeln!(f)?;
+        for line in others {
+            for metric in line.metrics.keys() {
+                let row = format!("{}.{}", name(line.row), name(*metric));
+                writeln!(f, "{row:<36}{:<8}{:>16}", name(line.peer), line.text(*metric, 1))?;
+            }
         }
         writeln!(f, "\n{:<34}{:>12}{:>9}  {:<26}", "bound", "tulle", "ratio", "wanted")?;
         for check in &self.bounds {
@@ -242,7 +260,7 @@ fn name(value: impl Serialize) -> String {
 /// Above this load others may have taken part in the measurement.
 const QUIET: f64 = 0.5;
 /// Metric, title and decimals of the table's columns.
-const COLUMNS: [(Metric, &str, usize); 13] = [
+const COLUMNS: [(Metric, &str, usize); 9] = [
     (Metric::RequestsPerSecond, "requests/s", 0),
     (Metric::P50Us, "p50 µs", 0),
     (Metric::P99Us, "p99 µs", 0),
@@ -251,10 +269,6 @@ const COLUMNS: [(Metric, &str, usize); 13] = [
     (Metric::ServerCpuUs, "server CPU µs", 2),
     (Metric::ClientRssMib, "client RSS MiB", 1),
     (Metric::ServerRssMib, "server RSS MiB", 1),
-    (Metric::ClientIdleKib, "client idle KiB", 1),
-    (Metric::ServerIdleKib, "server idle KiB", 1),
-    (Metric::ClientAllocations, "client allocs", 1),
-    (Metric::ServerAllocations, "server allocs", 1),
     (Metric::Failed, "failed", 0),
 ];
 

@@ -151,16 +151,28 @@ fn proxy(program: &str, scene: &Scene, mesh: &Mesh, name: &str, namespace: &Name
     Ok(process)
 }
 
-/// Allocations so far of the counting proxy in a namespace.
-pub(super) fn allocations(namespace: &Namespace) -> anyhow::Result<u64> {
+/// What the counting proxy has asked its allocator for so far.
+pub(super) struct Allocated {
+    pub(super) calls: u64,
+    pub(super) bytes: u64,
+}
+
+/// Asks the counting proxy in a namespace.
+pub(super) fn allocated(namespace: &Namespace) -> anyhow::Result<Allocated> {
     let read = || -> std::io::Result<String> {
         let mut answer = String::new();
         TcpStream::connect(COUNTER)?.read_to_string(&mut answer)?;
         Ok(answer)
     };
     let answer = namespace.run(read)?.context("asking the counting proxy")?;
-    let count = answer.split_whitespace().next().and_then(|count| count.parse().ok());
-    count.with_context(|| format!("the counting proxy says {answer:?}"))
+    let numbers: Vec<u64> = answer
+        .split_whitespace()
+        .filter_map(|number| number.parse().ok())
+        .collect();
+    match numbers[..] {
+        [calls, bytes] => Ok(Allocated { calls, bytes }),
+        _ => anyhow::bail!("the counting proxy says {answer:?}"),
+    }
 }
 
 /// Fails unless the server's proxy has authorized the client by its identity: what is not meshed would look fast.
