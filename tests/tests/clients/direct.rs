@@ -1,7 +1,5 @@
 //! The sidecar's own port: mutual TLS and a transport header, or nothing.
 
-use std::collections::BTreeMap;
-
 use tulle_core::names::port;
 
 use crate::credentials::{Leaf, Validity};
@@ -21,26 +19,21 @@ fn a_valid_certificate_is_accepted_and_all_others_are_refused_each_for_its_own_r
     assert!(said.out.contains("HTTP/1.1 200 OK"), "{said:?}");
     assert!(said.out.contains("ALPN protocol: transport.l5d.io/v1"), "{said:?}");
     let header = "inbound_tcp_transport_header_connections_total";
-    let direct = scene.series(&scene.server, header, &["target_port=\"8080\""], "client_id");
-    assert_eq!(direct, BTreeMap::from([(peer, 1)]));
+    scene.counts(header, &["target_port=\"8080\""], "client_id", &[(&peer, 1)]);
 
+    let mut refused = Vec::new();
     for (shown, reason) in [
         (None, "no_certificate"),
         (Some(&foreign), "foreign_ca"),
         (Some(&expired), "expired"),
     ] {
-        let before = failures(&scene);
         let said = ask(&scene, shown);
         assert!(!said.out.contains("HTTP/"), "{reason}: {said:?}");
-        let mut expected = before;
-        *expected.entry(reason.to_owned()).or_default() += 1;
-        assert_eq!(failures(&scene), expected, "{said:?}");
+        refused.push((reason, 1));
+        let target = ["target_addr=\"10.79.0.20:4143\""];
+        scene.counts("tulle_inbound_tls_failures_total", &target, "reason", &refused);
     }
-    println!("refused: {:?}", failures(&scene));
-    assert_eq!(
-        scene.series(&scene.server, header, &[], "target_port"),
-        BTreeMap::from([("8080".into(), 1)])
-    );
+    scene.counts(header, &[], "target_port", &[("8080", 1)]);
 }
 
 /// Asks for the application's HTTP port from outside.
@@ -52,16 +45,6 @@ fn ask(scene: &Scene, shown: Option<&Leaf>) -> Said {
         shown,
     };
     client.say(&scene.outside, &[&header(HTTP), REQUEST].concat())
-}
-
-/// Handshakes that the server's sidecar ended, by reason.
-fn failures(scene: &Scene) -> BTreeMap<String, u64> {
-    scene.series(
-        &scene.server,
-        "tulle_inbound_tls_failures_total",
-        &["target_addr=\"10.79.0.20:4143\""],
-        "reason",
-    )
 }
 
 /// A transport header, byte by byte: preface, length, and a message whose field 1 is the port.

@@ -3,7 +3,7 @@
 use tulle_core::netns::Namespace;
 
 use crate::programs;
-use crate::scene::{HTTP, Scene, identity, scene, service};
+use crate::scene::{HTTP, identity, scene, service};
 
 /// Asks the application what headers it got: the version, the status and the body.
 fn curl(host: &Namespace, flag: &str) -> (String, String, String) {
@@ -74,13 +74,13 @@ fn of_many_requests_of_h2load_none_fails() {
         line("status codes:").starts_with(&format!("status codes: {n} 2xx,")),
         "{said:?}"
     );
-    check_counted(&scene, n);
-}
-
-/// The server's sidecar has seen them all, from the client's.
-fn check_counted(scene: &Scene, n: u64) {
-    let counted = scene.series(&scene.server, "inbound_http_authz_allow_total", &[], "client_id");
-    assert_eq!(counted.get(&identity("client")), Some(&n));
+    // The server's sidecar has seen them all, from the client's.
+    scene.counts(
+        "inbound_http_authz_allow_total",
+        &[],
+        "client_id",
+        &[(&identity("client"), n)],
+    );
 }
 
 /// Unoptimised proxies would take a minute for all of them.

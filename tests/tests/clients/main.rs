@@ -3,6 +3,8 @@
 //! One program, because each would link everything anew.
 //! Each test has hosts of its own: network namespaces on one bridge.
 
+#![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
+
 mod credentials;
 mod direct;
 mod first_byte;

@@ -8,13 +8,13 @@ use tulle_core::netns::Namespace;
 
 use crate::credentials::Leaf;
 use crate::programs::{self, Said};
-use crate::scene::Scene;
+use crate::scene::{self, Scene};
 
 /// One connection of `openssl s_client`.
 #[derive(Clone, Copy)]
 pub(crate) struct Client<'a> {
     pub(crate) to: SocketAddr,
-    /// The server's name: asked for, and demanded of its certificate if that chains to `trusted`.
+    /// Whom it asks for.
     pub(crate) name: &'a str,
     pub(crate) alpn: Option<&'a str>,
     /// What the client shows.
@@ -59,7 +59,7 @@ pub(crate) fn server(
     name: &str,
     [named, other]: [&Leaf; 2],
 ) -> Process {
-    let mut command = host.command("openssl");
+    let mut command = scene::command(host, &[], &programs::find("openssl").unwrap());
     command.args(["s_server", "-www", "-accept", &port.to_string(), "-servername", name]);
     command.arg("-cert").arg(&other.certificate).arg("-key").arg(&other.key);
     command

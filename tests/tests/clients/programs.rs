@@ -1,5 +1,6 @@
 //! Other people's programs: where they are, and what they say.
 
+use std::fmt;
 use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
@@ -8,11 +9,16 @@ use std::thread;
 use tulle_core::netns::Namespace;
 
 /// What a program said before it ended.
-#[derive(Debug)]
 pub(crate) struct Said {
     pub(crate) status: ExitStatus,
     pub(crate) out: String,
-    pub(crate) errors: String,
+    errors: String,
+}
+
+impl fmt::Debug for Said {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}\n{}\n{}", self.status, self.out, self.errors)
+    }
 }
 
 /// Finds a program on the PATH, or where `./run setup` installs what Debian does not have.

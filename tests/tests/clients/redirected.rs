@@ -1,7 +1,5 @@
 //! Ports of the application, redirected to the sidecar, under policies that demand an identity.
 
-use std::collections::BTreeMap;
-
 use crate::credentials::{Leaf, Validity};
 use crate::openssl::Client;
 use crate::programs::Said;
@@ -21,16 +19,17 @@ fn under_all_authenticated_a_valid_certificate_is_accepted_and_all_others_are_re
 
     let said = ask(&scene, HTTP, None);
     assert!(said.out.contains("HTTP/1.1 403"), "{said:?}");
-    assert_eq!(denied(&scene, HTTP), BTreeMap::from([("no-identity".into(), 1)]));
+    scene.counts(DENIED, &[HTTP_LABEL], "reason", &[("no-identity", 1)]);
 
+    let mut refused = Vec::new();
     for (shown, reason) in [(&foreign, "foreign_ca"), (&expired, "expired")] {
         let said = ask(&scene, HTTP, Some(shown));
         assert!(!said.out.contains("HTTP/"), "{reason}: {said:?}");
+        refused.push((reason, 1));
         let target = ["target_addr=\"10.79.0.20:8080\""];
-        let failures = scene.series(&scene.server, "tulle_inbound_tls_failures_total", &target, "reason");
-        assert_eq!(failures.get(reason), Some(&1), "{failures:?}");
+        scene.counts("tulle_inbound_tls_failures_total", &target, "reason", &refused);
     }
-    assert_eq!(allowed(&scene, HTTP), BTreeMap::from([(peer, 1)]));
+    scene.counts(ALLOWED, &[HTTP_LABEL], "client_id", &[(&peer, 1)]);
 }
 
 #[test]
@@ -42,11 +41,11 @@ fn a_valid_identity_that_no_policy_permits_is_refused() {
 
     let said = ask(&scene, GUARDED, Some(&stranger));
     assert!(said.out.contains("HTTP/1.1 403"), "{said:?}");
-    assert_eq!(denied(&scene, GUARDED), BTreeMap::from([("identity".into(), 1)]));
+    scene.counts(DENIED, &[GUARDED_LABEL], "reason", &[("identity", 1)]);
 
     let said = ask(&scene, GUARDED, Some(&permitted));
     assert!(said.out.contains("HTTP/1.1 200 OK"), "{said:?}");
-    assert_eq!(allowed(&scene, GUARDED), BTreeMap::from([(client, 1)]));
+    scene.counts(ALLOWED, &[GUARDED_LABEL], "client_id", &[(&client, 1)]);
 }
 
 /// Sends one request from outside.
@@ -63,14 +62,7 @@ fn ask(scene: &Scene, port: u16, shown: Option<&Leaf>) -> Said {
     )
 }
 
-/// Refusals of the server's sidecar, by reason.
-fn denied(scene: &Scene, port: u16) -> BTreeMap<String, u64> {
-    let target = format!("target_port=\"{port}\"");
-    scene.series(&scene.server, "tulle_inbound_denied_total", &[&target], "reason")
-}
-
-/// Requests that it permitted, by identity of the client.
-fn allowed(scene: &Scene, port: u16) -> BTreeMap<String, u64> {
-    let target = format!("target_port=\"{port}\"");
-    scene.series(&scene.server, "inbound_http_authz_allow_total", &[&target], "client_id")
-}
+const DENIED: &str = "tulle_inbound_denied_total";
+const ALLOWED: &str = "inbound_http_authz_allow_total";
+const HTTP_LABEL: &str = "target_port=\"8080\"";
+const GUARDED_LABEL: &str = "target_port=\"8081\"";

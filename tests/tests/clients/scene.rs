@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use nix::unistd::Uid;
 use tempfile::TempDir;
+use tokio::time::Instant;
 use tulle_bench::run::process::Process;
 use tulle_core::names::port;
 use tulle_core::netns::{self, Lab, Namespace};
@@ -22,7 +23,7 @@ use crate::programs;
 /// The mesh and its hosts; all of it vanishes with the value.
 pub(crate) struct Scene {
     // Dropped in this order: processes before the namespaces they live in, and those before the files.
-    _processes: Vec<Process>,
+    processes: Vec<Process>,
     pub(crate) client: Arc<Namespace>,
     pub(crate) server: Arc<Namespace>,
     pub(crate) outside: Arc<Namespace>,
@@ -72,7 +73,7 @@ impl Scene {
             host
         });
         let mut scene = Self {
-            _processes: Vec::new(),
+            processes: Vec::new(),
             client,
             server,
             outside,
@@ -89,7 +90,7 @@ impl Scene {
         scene
     }
 
-    /// Starts a process with its output in the scene's directory; it ends with this test, whatever way that ends.
+    /// Starts a process with its output in the scene's directory.
     pub(crate) fn start(&self, name: &str, command: Command) -> Process {
         Process::start(name, command, self.dir.path()).unwrap()
     }
@@ -99,10 +100,10 @@ impl Scene {
         admin(host, "/metrics").expect("the sidecar runs")
     }
 
-    /// Values of the series of one family that have all these labels, by the value of the label `by`.
-    pub(crate) fn series(&self, host: &Namespace, family: &str, labels: &[&str], by: &str) -> BTreeMap<String, u64> {
+    /// What the server's sidecar has counted in a family, in series that have all these labels, by the value of `by`.
+    pub(crate) fn series(&self, family: &str, labels: &[&str], by: &str) -> BTreeMap<String, u64> {
         let mut found = BTreeMap::new();
-        for line in self.metrics(host).lines() {
+        for line in self.metrics(&self.server).lines() {
             let Some((series, value)) = line.rsplit_once(' ') else {
                 continue;
             };
@@ -112,26 +113,36 @@ impl Scene {
             if !labels.iter().all(|label| text.contains(label)) {
                 continue;
             }
-            let name = text
-                .split(&format!("{by}=\""))
-                .nth(1)
-                .and_then(|rest| rest.split('"').next());
-            let value: f64 = value.parse().expect("values are numbers");
-            *found.entry(name.unwrap_or_default().to_owned()).or_default() += value as u64;
+            let mut values = text.trim_end_matches("\"}").split("\",");
+            let name = values.find_map(|label| label.strip_prefix(by)?.strip_prefix("=\""));
+            let value: u64 = value.parse().expect("counters are whole numbers");
+            *found.entry(name.unwrap_or_default().to_owned()).or_default() += value;
         }
         found
     }
 
+    /// Waits until [`Self::series`] are these: a client may know of its end before it is counted.
+    pub(crate) fn counts(&self, family: &str, labels: &[&str], by: &str, expected: &[(&str, u64)]) {
+        let expected: BTreeMap<_, _> = expected.iter().map(|(name, n)| ((*name).to_owned(), *n)).collect();
+        let deadline = Instant::now() + COUNT_LIMIT;
+        loop {
+            let found = self.series(family, labels, by);
+            if found == expected {
+                eprintln!("{family}: {found:?}");
+                return;
+            }
+            assert!(Instant::now() < deadline, "{family} counts {found:?}, not {expected:?}");
+            std::thread::sleep(COUNT_PAUSE);
+        }
+    }
+
     fn keep(&mut self, process: Process) {
-        self._processes.push(process);
+        self.processes.push(process);
     }
 
     fn control(&self, host: &Namespace, manifests: &Path) -> Process {
-        let mut command = host.command("setpriv");
-        command
-            .args(DIES_WITH_US)
-            .arg(binary("tulle-control"))
-            .arg("all-in-one");
+        let mut command = command(host, &[], &binary("tulle-control"));
+        command.arg("all-in-one");
         for (flag, path) in [
             ("--manifests", manifests),
             ("--trust-anchors", &self.credentials.anchors()),
@@ -150,8 +161,8 @@ impl Scene {
 
     /// The echo servers of HTTP, behind two policies.
     fn application(&self) -> Process {
-        let mut command = self.server.command("setpriv");
-        command.args(DIES_WITH_US).arg(binary("tulle-bench")).arg("serve");
+        let mut command = command(&self.server, &[], &binary("tulle-bench"));
+        command.arg("serve");
         for port in [HTTP, GUARDED] {
             command.args(["--http", &SocketAddr::from((SERVER, port)).to_string()]);
         }
@@ -162,16 +173,9 @@ impl Scene {
 
     fn sidecar(&self, name: &str, host: &Namespace, program: &Path) -> Process {
         // The rules know the proxy by its user; entering the namespace needs root, so the user changes after it.
-        let mut command = host.command("setpriv");
-        command
-            .args(DIES_WITH_US)
-            .args([
-                format!("--reuid={PROXY_UID}"),
-                format!("--regid={PROXY_UID}"),
-                "--clear-groups".into(),
-            ])
-            .arg(program)
-            .env_clear();
+        let user = [format!("--reuid={PROXY_UID}"), format!("--regid={PROXY_UID}")];
+        let mut command = command(host, &[&user[0], &user[1], "--clear-groups"], program);
+        command.env_clear();
         let control = |account: &str| {
             tulle_core::identity::service_account(account, CONTROL_NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
         };
@@ -209,6 +213,14 @@ impl Scene {
         sidecar.wait_for("certificate, by its /ready", ready).unwrap();
         sidecar
     }
+}
+
+/// A command that starts inside a namespace, with these settings of `setpriv`, and ends with this test, whatever way that
+/// ends.
+pub(crate) fn command(host: &Namespace, settings: &[&str], program: &Path) -> Command {
+    let mut command = host.command("setpriv");
+    command.arg("--pdeathsig=KILL").args(settings).arg(program);
+    command
 }
 
 /// The identity of a service account of the scene.
@@ -298,6 +310,6 @@ const POLICY: &str = "all-authenticated";
 /// The user whose traffic is not redirected.
 const PROXY_UID: u32 = 2102;
 const PREFIX: &str = "tr-";
-/// Of `setpriv`: a test that is killed leaves no process behind.
-const DIES_WITH_US: [&str; 1] = ["--pdeathsig=KILL"];
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(5);
+const COUNT_LIMIT: Duration = Duration::from_secs(5);
+const COUNT_PAUSE: Duration = Duration::from_millis(10);

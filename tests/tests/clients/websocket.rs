@@ -38,10 +38,10 @@ async fn ten_thousand_messages_are_echoed_over_a_websocket() {
 
 /// Text and bytes in turn, of lengths that take headers of all three forms.
 fn message(n: usize) -> Message {
-    let length = [5, 200, 70_000][usize::from(n % 10 == 0) + usize::from(n % 1000 == 0)];
+    let length = [5, 200, 70_000][usize::from(n.is_multiple_of(10)) + usize::from(n.is_multiple_of(1000))];
     let mut text = n.to_string();
     text.extend(std::iter::repeat_n('.', length));
-    if n % 2 == 0 {
+    if n.is_multiple_of(2) {
         Message::text(text)
     } else {
         Message::binary(text)
