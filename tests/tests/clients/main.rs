@@ -2,6 +2,7 @@
 //!
 //! One program, because each would link everything anew.
 //! Each test has hosts of its own: network namespaces on one bridge.
+//! With `TULLE_TEST_FULL=1` loads have their full size, for which the binaries should be optimised ones.
 
 #![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
 
