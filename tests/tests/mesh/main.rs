@@ -5,6 +5,7 @@
 mod balancing;
 mod control_plane;
 mod drain;
+mod edges;
 mod failure;
 mod identity;
 mod policy;

@@ -14,17 +14,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_tungstenite::tungstenite::Message;
 use tulle_tests::apps;
 use tulle_tests::client::{AnyBody, Http1, Http2, any, empty, full, request, request2};
-use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, TCP, mesh};
-
-/// A client and an echo server, both meshed, in both ways in which proxies reach one another.
-fn pair(test: impl AsyncFn(&Mesh) + Send + Sync) {
-    for mesh in [mesh(), mesh().transparent()] {
-        mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
-            apps::echo(mesh, "web").await;
-            test(mesh).await;
-        });
-    }
-}
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, TCP, mesh, pair};
 
 async fn http(mesh: &Mesh) -> TcpStream {
     mesh.dial("client", mesh.service("web", HTTP)).await
