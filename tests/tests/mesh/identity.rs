@@ -16,7 +16,7 @@ fn forged() -> Request<tulle_tests::client::AnyBody> {
         "admin.shop.serviceaccount.identity.linkerd.cluster.local",
     )
     .body(empty())
-    .unwrap()
+    .expect("headers are well formed")
 }
 
 #[test]

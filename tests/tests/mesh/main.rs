@@ -8,6 +8,7 @@ mod drain;
 mod edges;
 mod failure;
 mod identity;
+mod invalid_policy;
 mod policy;
 mod routing;
 mod transparency;
