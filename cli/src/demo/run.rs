@@ -367,11 +367,7 @@ impl Demo {
 
     /// Finds processes that ended though nobody has broken them.
     fn look_for_accidents(&mut self) {
-        let down: Vec<String> = self
-            .broken
-            .iter()
-            .map(|broken| broken.what.process().to_owned())
-            .collect();
+        let down: Vec<String> = self.broken.iter().map(|broken| broken.what.process()).collect();
         let mut found = Vec::new();
         let generators = self.generators.iter_mut();
         for process in self

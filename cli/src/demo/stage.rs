@@ -388,7 +388,7 @@ impl Binaries {
     /// Links, or copies, what lies beside this program.
     fn install(into: &Path) -> anyhow::Result<Self> {
         let own = std::env::current_exe().context("finding this program")?;
-        let beside = own.parent().unwrap_or(Path::new("."));
+        let beside = own.parent().context("finding the directory of this program")?;
         let install = |name: &str| {
             let (from, to) = (beside.join(name), into.join(name));
             if !from.exists() {
