@@ -421,3 +421,88 @@ Exit codes: 0 done, or nothing to do; 1 refused or failed, and the former rules 
 95 traffic is not redirected although the rules are in place.
 
 Needs the capability NET_ADMIN; iptables' legacy programs need NET_RAW too, and --netns needs SYS_ADMIN.";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn job(flags: &str) -> Job {
+        let words = std::iter::once("tulle-init").chain(flags.split(' '));
+        Cli::try_parse_from(words).unwrap().redirect.job().unwrap()
+    }
+
+    fn options(flags: &str) -> Options {
+        match job(flags).mode {
+            Mode::ApplyAndVerify(options) => options,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn what_linkerds_chart_passes_is_understood() {
+        let job = job(
+            "--firewall-bin-path iptables-nft --firewall-save-bin-path iptables-nft-save --ipv6=false \
+             --incoming-proxy-port 4143 --outgoing-proxy-port 4140 --proxy-uid 2102 \
+             --inbound-ports-to-ignore 4190,4191,4567,4568 --outbound-ports-to-ignore 4567,4568 \
+             --timeout-close-wait-secs 5 --log-format json --log-level info --subnets-to-ignore 10.0.0.0/8 -w",
+        );
+        assert_eq!(job.ipv6, Ipv6::Off);
+        assert_eq!(job.close_wait_secs, Some(5));
+        assert_eq!(job.backends.first(), Some(&Backend::Iptables(Flavour::Nft)));
+        assert_eq!(job.backends.last(), Some(&Backend::Native));
+        let Mode::ApplyAndVerify(options) = job.mode else {
+            panic!("{:?}", job.mode)
+        };
+        assert_eq!(options.proxy_uid, Some(2102));
+        assert_eq!(options.inbound_skip_ports.to_string(), "4190-4191,4567-4568");
+        assert_eq!(options.families, Families::V4);
+    }
+
+    #[test]
+    fn short_flags_repeated_flags_and_absent_owners_are_taken_as_linkerds_init_takes_them() {
+        let options = options(
+            "-p 1 -p 4143 -o4140 -u -1 -g=-1 -r 80,90-91 -r 100 --outbound-ports-to-ignore 1 --outbound-ports-to-ignore 2",
+        );
+        assert_eq!(options.inbound_port.get(), 4143); // the last one counts
+        assert_eq!((options.proxy_uid, options.proxy_gid), (None, None));
+        assert_eq!(options.inbound, Inbound::Listed("80,90-91,100".parse().unwrap()));
+        assert_eq!(options.outbound_skip_ports.to_string(), "1-2"); // lists add up
+    }
+
+    #[test]
+    fn backends_are_tried_in_the_right_order() {
+        let backends = |flags: &str| job(&format!("-p 4143 -o 4140 {flags}")).backends;
+        let [nft, plain, legacy] = [Flavour::Nft, Flavour::Plain, Flavour::Legacy].map(Backend::Iptables);
+        assert_eq!(backends("--ipv6"), [Backend::Native, nft, plain, legacy]);
+        assert_eq!(
+            backends("--iptables-mode legacy"),
+            [legacy, nft, plain, Backend::Native]
+        );
+        assert_eq!(
+            backends("--iptables-mode plain --firewall-bin-path iptables-nft")[0],
+            plain
+        );
+        assert_eq!(backends("--backend native --iptables-mode nft"), [Backend::Native]);
+        assert_eq!(backends("--backend iptables-legacy"), [legacy]);
+        assert_eq!(backends("--backend auto --iptables-mode nft")[0], Backend::Native);
+        assert_eq!(backends("--priority -101"), [Backend::Native]);
+    }
+
+    #[test]
+    fn modes_exclude_each_other_and_cleaning_needs_no_ports() {
+        assert!(matches!(job("--clean").mode, Mode::Clean(CleanMode::Now)));
+        let draining = job("--clean=drain --drain-timeout 5s").mode;
+        assert!(matches!(draining, Mode::Clean(CleanMode::Drain(limit)) if limit == Duration::from_secs(5)));
+        assert!(matches!(job("-p 1 -o 2 --verify=false").mode, Mode::Apply(_)));
+        for flags in [
+            "--check --clean",
+            "--simulate --check",
+            "--inbound-mode tproxy",
+            "--ipv6=maybe",
+            "extra",
+        ] {
+            let words = std::iter::once("tulle-init").chain(flags.split(' '));
+            assert!(Cli::try_parse_from(words).is_err(), "{flags}");
+        }
+    }
+}

@@ -229,7 +229,7 @@ fn prove(options: &Options, report: &mut Report) -> End {
         let said = match verdict {
             Verdict::Redirected => "redirected".to_owned(),
             Verdict::Skipped(reason) => {
-                tracing::warn!(family, reason, "redirection is not proven");
+                tracing::info!(family, reason, "redirection is not proven");
                 format!("skipped: {reason}")
             }
             Verdict::NotRedirected(how) => {

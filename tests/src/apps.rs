@@ -31,7 +31,10 @@ impl App {
     pub async fn kill(mut self) {
         self.0.abort();
         let ended = (&mut self.0).await;
-        assert!(ended.is_err_and(|error| error.is_cancelled()), "the application was running");
+        assert!(
+            ended.is_err_and(|error| error.is_cancelled()),
+            "the application was running"
+        );
     }
 }
 
@@ -40,7 +43,7 @@ impl App {
 pub async fn echo(mesh: &Mesh, workload: &str) {
     let ip = mesh.ip(workload);
     serve(serve::Args {
-        http: vec![(ip, HTTP).into()],
+        http: vec![mesh.app(workload, HTTP)],
         tcp: vec![(ip, TCP).into(), (ip, OPAQUE).into()],
         tcp_speaks_first: Vec::new(),
         delay: Duration::ZERO,
@@ -105,7 +108,9 @@ where
             });
             let builder = auto::Builder::new(TokioExecutor::new());
             // A peer that goes away is not the application's failure.
-            let _ = builder.serve_connection_with_upgrades(TokioIo::new(stream), service).await;
+            let _ = builder
+                .serve_connection_with_upgrades(TokioIo::new(stream), service)
+                .await;
         }
     })
 }

@@ -45,7 +45,9 @@ impl Answer {
 
     /// The value of a header; empty without it.
     pub fn header(&self, name: &str) -> &str {
-        self.headers.get(name).map_or("", |value| value.to_str().unwrap_or("not text"))
+        self.headers
+            .get(name)
+            .map_or("", |value| value.to_str().unwrap_or("not text"))
     }
 }
 
@@ -55,9 +57,16 @@ pub struct Http1(http1::SendRequest<AnyBody>);
 impl Http1 {
     /// Begins to speak HTTP/1.1.
     pub async fn over(stream: TcpStream) -> Self {
-        let (sender, connection) = http1::handshake(TokioIo::new(stream)).await.expect("nothing is sent yet");
+        let (sender, connection) = http1::handshake(TokioIo::new(stream))
+            .await
+            .expect("nothing is sent yet");
         tokio::spawn(connection.with_upgrades());
         Self(sender)
+    }
+
+    /// Whether another request may be sent.
+    pub fn is_open(&self) -> bool {
+        !self.0.is_closed()
     }
 
     /// Sends a request and reads the response to its end.
@@ -89,6 +98,11 @@ impl Http2 {
         let (sender, connection) = handshake.await.expect("the proxy speaks HTTP/2");
         tokio::spawn(connection);
         Self(sender)
+    }
+
+    /// Whether another request may be sent.
+    pub fn is_open(&self) -> bool {
+        !self.0.is_closed()
     }
 
     /// Sends a request and reads the response to its end.

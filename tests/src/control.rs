@@ -65,6 +65,14 @@ impl Files {
         Ok(fs::rename(partial, self.manifest(name))?)
     }
 
+    /// The text of a manifest.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn read(&self, name: &str) -> anyhow::Result<String> {
+        Ok(fs::read_to_string(self.manifest(name))?)
+    }
+
     /// Removes a manifest.
     ///
     /// # Errors
@@ -114,7 +122,13 @@ impl ControlPlane {
         ] {
             line.extend([flag.into(), files.at(name).into()]);
         }
-        for (flag, port) in [("destination", 8086), ("identity", 8080), ("grpc", 8090), ("metrics", 9996), ("admin", 9990)] {
+        for (flag, port) in [
+            ("destination", 8086),
+            ("identity", 8080),
+            ("grpc", 8090),
+            ("metrics", 9996),
+            ("admin", 9990),
+        ] {
             line.push(format!("--{flag}-addr={CONTROL_IP}:{port}").into());
         }
         line.push("--cluster-domain=cluster.local".into());

@@ -4,4 +4,5 @@ pub mod apps;
 pub mod client;
 pub mod control;
 pub mod eventually;
+pub mod load;
 pub mod mesh;

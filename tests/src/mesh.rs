@@ -41,8 +41,19 @@ pub const STRANGER: Ipv4Addr = Ipv4Addr::new(10, 66, 9, 9);
 pub struct Builder {
     workloads: Vec<Workload>,
     manifests: Vec<(String, String)>,
+    transport: Transport,
     flags: Vec<String>,
     env: Vec<(String, String)>,
+}
+
+/// How proxies reach one another.
+#[derive(Copy, Clone, PartialEq, Eq)]
+enum Transport {
+    /// At the inbound port, with a header that says the application's port.
+    Header,
+    /// At the application's HTTP port, where redirect rules would lead to the proxy. Without such rules the proxy listens
+    /// there itself, and the application one port further. Other ports are not reached.
+    Transparent,
 }
 
 #[derive(Clone)]
@@ -63,6 +74,7 @@ enum Sidecar {
 /// A running mesh.
 pub struct Mesh {
     files: Files,
+    transport: Transport,
     flags: Vec<String>,
     control: Mutex<Option<ControlPlane>>,
     ips: BTreeMap<String, Ipv4Addr>,
@@ -88,7 +100,8 @@ pub fn mesh() -> Builder {
     Builder {
         workloads: Vec::new(),
         manifests: Vec::new(),
-        flags: vec!["--outbound-transport-mode=transport-header".into()],
+        transport: Transport::Header,
+        flags: Vec::new(),
         env: Vec::new(),
     }
 }
@@ -137,6 +150,12 @@ impl Builder {
         self
     }
 
+    /// Lets proxies reach one another without transport headers, at HTTP ports only.
+    pub fn transparent(mut self) -> Self {
+        self.transport = Transport::Transparent;
+        self
+    }
+
     /// Starts the control plane with a flag.
     pub fn flag(mut self, flag: &str) -> Self {
         self.flags.push(flag.into());
@@ -173,18 +192,25 @@ impl Builder {
             drop(runtime);
             Ok(())
         };
-        namespace.run(inside).expect("entering the namespace").expect("starting the mesh");
+        namespace
+            .run(inside)
+            .expect("entering the namespace")
+            .expect("starting the mesh");
     }
 
-    fn start(self) -> anyhow::Result<Mesh> {
+    fn start(mut self) -> anyhow::Result<Mesh> {
         start_logs();
+        self.flags
+            .push(format!("--outbound-transport-mode={}", self.transport.flag()));
         let files = Files::new()?;
         let (mut ips, mut services) = (BTreeMap::new(), BTreeMap::new());
         for (workload, last) in self.workloads.iter().zip(10..) {
             let ip = Ipv4Addr::new(10, 66, 0, last);
             ips.insert(workload.name.clone(), ip);
             files.write(&format!("pod-{}", workload.name), &workload.pod(ip))?;
-            services.entry(workload.app.clone()).or_insert_with(|| Ipv4Addr::new(10, 66, 1, last));
+            services
+                .entry(workload.app.clone())
+                .or_insert_with(|| Ipv4Addr::new(10, 66, 1, last));
         }
         for (app, ip) in &services {
             files.write(&format!("service-{app}"), &service(app, *ip))?;
@@ -197,14 +223,15 @@ impl Builder {
         let mut proxies = BTreeMap::new();
         for workload in &self.workloads {
             if workload.sidecar == Sidecar::Present {
-                let variables = workload.variables(ips[&workload.name], &files, &self.env)?;
-                let proxy = Proxy::start(&variables, dialled.clone())
+                let variables = workload.variables(ips[&workload.name], &files, self.transport, &self.env)?;
+                let proxy = Proxy::start(&variables, dialled.clone(), self.transport)
                     .with_context(|| format!("starting the proxy of {}", workload.name))?;
                 proxies.insert(workload.name.clone(), proxy);
             }
         }
         Ok(Mesh {
             files,
+            transport: self.transport,
             flags: self.flags,
             control: Mutex::new(Some(control)),
             ips,
@@ -212,6 +239,32 @@ impl Builder {
             proxies,
             dialled,
         })
+    }
+}
+
+impl Transport {
+    /// Of the control plane.
+    fn flag(self) -> &'static str {
+        match self {
+            Self::Header => "transport-header",
+            Self::Transparent => "transparent",
+        }
+    }
+
+    /// The inbound port of proxies.
+    fn inbound(self) -> u16 {
+        match self {
+            Self::Header => 4143,
+            Self::Transparent => HTTP,
+        }
+    }
+
+    /// Where the application listens that others dial at `port`.
+    fn app(self, port: u16) -> u16 {
+        match self {
+            Self::Transparent if port == HTTP => HTTP + 1,
+            _ => port,
+        }
     }
 }
 
@@ -248,20 +301,24 @@ status: {{podIP: {ip}}}
         &self,
         ip: Ipv4Addr,
         files: &Files,
+        transport: Transport,
         more: &[(String, String)],
     ) -> anyhow::Result<HashMap<String, String>> {
         let control = |account| tulle_core::identity::service_account(account, CONTROL_NS, CONTROL_NS, "cluster.local");
         let token = files.token(&self.name, &self.app, NS)?;
         let variables = [
             ("OUTBOUND_LISTEN_ADDR", format!("{ip}:4140")),
-            ("INBOUND_LISTEN_ADDR", format!("{ip}:4143")),
+            ("INBOUND_LISTEN_ADDR", format!("{ip}:{}", transport.inbound())),
             ("ADMIN_LISTEN_ADDR", format!("{ip}:4191")),
             ("INBOUND_IPS", ip.to_string()),
             ("INBOUND_PORTS", format!("{HTTP},{TCP},{OPAQUE}")),
             ("INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION", OPAQUE.to_string()),
             ("DESTINATION_SVC_ADDR", format!("{CONTROL_IP}:8086")),
             ("DESTINATION_SVC_NAME", control("linkerd-destination")),
-            ("DESTINATION_CONTEXT", format!(r#"{{"ns":"{NS}", "pod":"{}"}}"#, self.name)),
+            (
+                "DESTINATION_CONTEXT",
+                format!(r#"{{"ns":"{NS}", "pod":"{}"}}"#, self.name),
+            ),
             ("DESTINATION_PROFILE_NETWORKS", "10.66.0.0/16".into()),
             ("POLICY_SVC_ADDR", format!("{CONTROL_IP}:8090")),
             ("POLICY_SVC_NAME", control("linkerd-destination")),
@@ -275,7 +332,10 @@ status: {{podIP: {ip}}}
             ("SHUTDOWN_GRACE_PERIOD", "5s".into()),
         ];
         let defaults = variables.into_iter().map(|(name, value)| (full(name), value));
-        Ok(defaults.chain(more.iter().cloned()).chain(self.env.iter().cloned()).collect())
+        Ok(defaults
+            .chain(more.iter().cloned())
+            .chain(self.env.iter().cloned())
+            .collect())
     }
 }
 
@@ -289,6 +349,11 @@ impl Mesh {
             })
             .await;
         }
+        let stream = TcpStream::connect((CONTROL_IP, 9996))
+            .await
+            .expect("the control plane listens");
+        let errors = client::get(stream, "/manifest-errors").await.text();
+        assert_eq!(errors, "", "manifests of the test");
     }
 
     /// The address of a workload.
@@ -301,19 +366,31 @@ impl Mesh {
         (self.services[app], port).into()
     }
 
+    /// Where the application of a workload listens that others dial at `port`.
+    pub fn app(&self, workload: &str, port: u16) -> SocketAddr {
+        let port = match self.proxies.contains_key(workload) {
+            true => self.transport.app(port),
+            false => port,
+        };
+        (self.ips[workload], port).into()
+    }
+
     /// Listens as the application of a workload.
     pub async fn listen(&self, workload: &str, port: u16) -> TcpListener {
-        TcpListener::bind((self.ips[workload], port)).await.expect("each port is listened on once")
+        TcpListener::bind(self.app(workload, port))
+            .await
+            .expect("each port is listened on once")
     }
 
     /// A connection that the application of `workload` makes to `dst`, through its proxy.
     pub async fn dial(&self, workload: &str, dst: SocketAddr) -> TcpStream {
-        self.connect(self.ips[workload], dst, self.proxies[workload].outbound).await
+        self.connect(self.ips[workload], dst, self.proxies[workload].outbound)
+            .await
     }
 
     /// A connection from an address without a proxy to a port of `workload`, through the latter's proxy.
     pub async fn arrive(&self, from: Ipv4Addr, workload: &str, port: u16) -> TcpStream {
-        let dst = (self.ips[workload], port).into();
+        let dst = self.app(workload, port);
         self.connect(from, dst, self.proxies[workload].inbound).await
     }
 
@@ -343,13 +420,21 @@ impl Mesh {
     pub async fn metric(&self, workload: &str, name: &str, labels: &[&str]) -> f64 {
         let page = self.metrics(workload).await;
         let of_name = page.lines().filter_map(|line| line.strip_prefix(name));
-        let matching = of_name.filter(|rest| rest.starts_with(['{', ' ']) && labels.iter().all(|label| rest.contains(label)));
-        matching.filter_map(|rest| rest.rsplit(' ').next()?.parse::<f64>().ok()).sum()
+        let matching =
+            of_name.filter(|rest| rest.starts_with(['{', ' ']) && labels.iter().all(|label| rest.contains(label)));
+        matching
+            .filter_map(|rest| rest.rsplit(' ').next()?.parse::<f64>().ok())
+            .sum()
     }
 
     /// Writes a manifest, or replaces it.
     pub fn write(&self, name: &str, yaml: &str) {
         self.files.write(name, yaml).expect("the temporary directory is ours");
+    }
+
+    /// The text of a manifest.
+    pub fn manifest(&self, name: &str) -> String {
+        self.files.read(name).expect("the manifest was written before")
     }
 
     /// Removes a manifest; the pod of a workload is `pod-<name>`.
@@ -366,7 +451,12 @@ impl Mesh {
     pub async fn ended(&self, workload: &str) {
         let proxy = &self.proxies[workload];
         eventually("the proxy has ended", async || {
-            proxy.thread.lock().as_ref().is_none_or(JoinHandle::is_finished).then_some(())
+            proxy
+                .thread
+                .lock()
+                .as_ref()
+                .is_none_or(JoinHandle::is_finished)
+                .then_some(())
         })
         .await;
     }
@@ -374,25 +464,33 @@ impl Mesh {
     /// Ends the control plane.
     pub async fn stop_control(&self) {
         let control = self.control.lock().take();
-        tokio::task::spawn_blocking(move || drop(control)).await.expect("the control plane ends well");
+        tokio::task::spawn_blocking(move || drop(control))
+            .await
+            .expect("the control plane ends well");
     }
 
     /// Starts the control plane again.
     pub async fn start_control(&self) {
         let control = thread::scope(|scope| scope.spawn(|| ControlPlane::start(&self.files, &self.flags)).join());
-        let control = control.expect("starting does not panic").expect("it was started before");
+        let control = control
+            .expect("starting does not panic")
+            .expect("it was started before");
         *self.control.lock() = Some(control);
     }
 }
 
 impl Proxy {
-    fn start(variables: &HashMap<String, String>, dialled: Dialled) -> anyhow::Result<Self> {
+    fn start(variables: &HashMap<String, String>, dialled: Dialled, transport: Transport) -> anyhow::Result<Self> {
         let config = tulle_proxy::env::load(|name| variables.get(name).cloned())
             .map_err(|errors| anyhow::anyhow!("variables: {errors:?}"))?;
         let orig_dst = move |stream: &TcpStream, client: SocketAddr| -> io::Result<OrigDst> {
-            let said = dialled.lock().get(&client).copied();
-            // Proxies dial one another's inbound port, and mean it.
-            said.map_or_else(|| stream.local_addr(), Ok).map(OrigDst)
+            if let Some(said) = dialled.lock().get(&client) {
+                return Ok(OrigDst(*said));
+            }
+            // Another proxy: it has dialled where it arrived, or where that stands for.
+            let mut local = stream.local_addr()?;
+            local.set_port(transport.app(local.port()));
+            Ok(OrigDst(local))
         };
         let surroundings = Surroundings {
             log: None,

@@ -4,6 +4,7 @@ use crate::netlink::attr::{self, Attrs, parse};
 use crate::netlink::table::{self, verdict};
 use crate::netlink::wire::{Answer, Message, NFTABLES, Socket, WireError};
 use crate::nft_text::TABLE;
+use crate::rules::Family;
 
 /// What one table of iptables' nft flavour holds of ours.
 #[derive(Clone, Debug)]
@@ -145,16 +146,32 @@ pub(crate) fn redirect_ports(socket: &mut Socket) -> Result<Vec<u16>, WireError>
         };
         let mut loaded = None;
         for (name, data) in expressions(&answer).filter(|_| table == TABLE || IPTABLES_CHAINS.contains(&chain)) {
-            let value =
-                attr::find(data, table::IMMEDIATE_DATA).and_then(|data| attr::find_be16(data, table::DATA_VALUE));
             match name {
-                "immediate" => loaded = value.or(loaded),
+                "immediate" => {
+                    let value = attr::find(data, table::IMMEDIATE_DATA);
+                    loaded = value
+                        .and_then(|value| attr::find_be16(value, table::DATA_VALUE))
+                        .or(loaded);
+                }
                 "redir" => ports.extend(loaded),
+                "target" => ports.extend(target_port(data, answer.family)),
                 _ => {}
             }
         }
     }
     Ok(ports)
+}
+
+/// The port in iptables' own REDIRECT, which nftables carries without looking into it.
+fn target_port(data: &[u8], family: u8) -> Option<u16> {
+    let info = attr::find(data, TARGET_INFO).filter(|_| attr::find_text(data, TARGET_NAME) == Some("REDIRECT"))?;
+    // Behind a count, flags and two addresses (IPv4), or flags and two addresses (IPv6).
+    let offset = if family == table::nfproto(Family::V6) {
+        4 + 2 * 16
+    } else {
+        4 + 4 + 2 * 4
+    };
+    Some(u16::from_be_bytes(info.get(offset..offset + 2)?.try_into().ok()?))
 }
 
 fn names(answer: &Answer, table: u16, chain: u16) -> (Option<&str>, Option<&str>) {
@@ -194,4 +211,5 @@ const IPTABLES_TABLES: [&str; 2] = ["nat", "mangle"];
 const NAT_TYPE: u16 = 1;
 const NAT_DESTINATION: u32 = 1;
 const TARGET_NAME: u16 = 1;
+const TARGET_INFO: u16 = 3;
 const TARGETS: [&str; 3] = ["REDIRECT", "DNAT", "TPROXY"];

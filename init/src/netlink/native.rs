@@ -243,3 +243,43 @@ fn same(mut shown: Vec<Vec<u8>>, mut wanted: Vec<Message>, name: u16) -> bool {
             .zip(&wanted)
             .all(|(shown, wanted)| attr::covers(shown, wanted.attrs.as_bytes()))
 }
+
+#[cfg(test)]
+mod tests {
+    use tulle_core::netns::Namespace;
+
+    use super::*;
+    use crate::options::{Invalid, Options};
+    use crate::rules::plan;
+    use crate::rules::tests::example;
+
+    /// What kernels get that lack parts which the kernel of the tests has.
+    #[test]
+    fn the_lesser_forms_are_applied_recognised_and_replaced_too() {
+        if !nix::unistd::Uid::effective().is_root() {
+            eprintln!("SKIPPED: network namespaces need root");
+            return;
+        }
+        let namespace = Namespace::create(&format!("ti-forms-{}", std::process::id())).unwrap();
+        let rules = plan(&Options {
+            invalid: Invalid::Drop,
+            ..example()
+        });
+        let lesser = rules.any_destination().unwrap();
+        let wait = Duration::from_secs(1);
+        namespace
+            .run(|| {
+                let mut socket = Socket::open().unwrap();
+                let mut apply = |rules: &Rules, layout| apply_form(&mut socket, rules, layout, wait).unwrap();
+                assert_eq!(apply(&rules, Layout::Split), Change::Applied);
+                assert_eq!(apply(&rules, Layout::Split), Change::Unchanged);
+                assert_eq!(apply(&lesser, Layout::Split), Change::Applied);
+                assert_eq!(apply(&lesser, Layout::Inet), Change::Applied);
+                assert_eq!(check(&mut socket, &lesser).unwrap(), Live::Equal);
+                assert_eq!(check(&mut socket, &rules).unwrap(), Live::Different);
+                assert_eq!(remove(&mut socket, wait, Whose::All).unwrap(), ["native"]);
+                assert_eq!(check(&mut socket, &rules).unwrap(), Live::Absent);
+            })
+            .unwrap();
+    }
+}

@@ -91,7 +91,7 @@ fn no_connection_bypasses_the_proxy_while_rules_are_replaced() {
         while total < CONNECTIONS && started.elapsed() < Duration::from_secs(60) {
             let met = under_load(&scene, 8080, || {
                 // Always something else, so that every run writes.
-                applied += for_a_while(Duration::from_secs(5), |n| {
+                applied += for_a_while(Duration::from_secs(10), |n| {
                     scene.apply(backend, &["--proxy-gid", if n % 2 == 0 { "7" } else { "8" }]);
                 });
             });

@@ -85,14 +85,15 @@ fn data_in_the_first_segment_arrives_at_the_proxy() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[8080]);
-    // Client and all listeners, without cookies.
+    let scene = Scene::bare();
+    // Client and all listeners to come, without cookies.
     scene.sysctl("net/ipv4/tcp_fastopen", "1543");
     scene
         .peer
         .run(|| std::fs::write("/proc/sys/net/ipv4/tcp_fastopen", "1543"))
         .unwrap()
         .unwrap();
+    scene.proxy();
     for backend in BACKENDS {
         scene.apply(backend, &[]);
         for family in families() {

@@ -50,6 +50,19 @@ impl Forward<'_> {
         self.dial(&permitted).await
     }
 
+    /// Whether the client may have a connection; if not, that is counted.
+    pub(super) fn permit(&self, current: &Current) -> Option<Labels> {
+        match self.authorize(current) {
+            Ok(permitted) => Some(permitted),
+            Err((labels, denied)) => {
+                let (client, target) = (self.peer.client.0, self.peer.target);
+                tracing::info!(%client, %target, %denied, "connection refused");
+                self.inbound.families.tcp_denied(&labels, denied);
+                None
+            }
+        }
+    }
+
     async fn dial(&self, permitted: &Labels) -> Option<Io> {
         let target = self.peer.target;
         match connect::dial(target, &self.inbound.connect).await {
@@ -71,16 +84,11 @@ impl Forward<'_> {
     pub(super) async fn run(&self, mut client: Io, app: Option<Io>, first: Bytes, mut current: Arc<Current>) {
         let mut app = match app {
             Some(app) => app,
-            None => match self.authorize(&current) {
-                Ok(permitted) => match self.dial(&permitted).await {
-                    Some(app) => app,
-                    None => return,
-                },
-                Err((labels, denied)) => {
-                    tracing::info!(client = %self.peer.client.0, target = %self.peer.target, %denied, "connection refused");
-                    return self.inbound.families.tcp_denied(&labels, denied);
-                }
-            },
+            None => {
+                let Some(permitted) = self.permit(&current) else { return };
+                let Some(app) = self.dial(&permitted).await else { return };
+                app
+            }
         };
         if !first.is_empty() && app.write_all(&first).await.is_err() {
             return;

@@ -23,6 +23,10 @@ use crate::net::{
 /// first bytes ready within a millisecond or two.
 const GRACE: Duration = Duration::from_millis(15);
 
+/// How long a silent client is still listened to when the server's side cannot be opened for it. A peer's first TLS
+/// bytes may have been lost once and come again.
+const LAST_CHANCE: Duration = Duration::from_secs(1);
+
 /// What connections to one target have shown so far.
 #[derive(Debug, Default)]
 pub(crate) struct Learned(AtomicU8);
@@ -91,13 +95,13 @@ async fn both<C: AsyncRead + Unpin>(
             biased;
             look = &mut looking => (look?, None),
             dialled = dial => match dialled {
-                None => (looking.await?, None),
+                None => (chance(looking, limit).await?, None),
                 Some(mut server) => tokio::select! {
                     biased;
                     look = &mut looking => (look?, Some(server)),
                     read = detect::read_some(&mut server, &mut said) => match read {
                         Ok(_) => (Look::TimedOut, Some(server)),
-                        Err(_) => (looking.await?, None),
+                        Err(_) => (chance(looking, limit).await?, None),
                     },
                 },
             },
@@ -113,6 +117,12 @@ async fn both<C: AsyncRead + Unpin>(
         }
         server => Ok(learned.client(look, seen, server)),
     }
+}
+
+async fn chance(looking: impl Future<Output = io::Result<Look>>, limit: Duration) -> io::Result<Look> {
+    tokio::time::timeout(limit.min(LAST_CHANCE), looking)
+        .await
+        .unwrap_or(Ok(Look::TimedOut))
 }
 
 impl Learned {

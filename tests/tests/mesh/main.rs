@@ -2,4 +2,11 @@
 //!
 //! One program, because each would link everything anew.
 
+mod balancing;
+mod control_plane;
+mod drain;
+mod failure;
+mod identity;
+mod policy;
+mod routing;
 mod transparency;

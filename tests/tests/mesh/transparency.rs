@@ -1,25 +1,49 @@
 //! What goes in comes out: HTTP of every version and bytes, as if there were no proxies.
 
-use tulle_tests::apps;
-use tulle_tests::client::{Http1, Http2, request, request2};
-use tulle_tests::mesh::{HTTP, Mesh, mesh};
+use std::time::Duration;
 
-/// A client and an echo server, both meshed.
-fn pair(test: impl AsyncFnOnce(&Mesh) + Send) {
-    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
-        test(mesh).await;
-    });
+use bytes::{Bytes, BytesMut};
+use futures_util::{SinkExt as _, StreamExt as _};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, Version};
+use http_body::Frame;
+use http_body_util::{BodyExt as _, StreamBody};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_tungstenite::tungstenite::Message;
+use tulle_tests::apps;
+use tulle_tests::client::{AnyBody, Http1, Http2, any, empty, full, request, request2};
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, TCP, mesh};
+
+/// A client and an echo server, both meshed, in both ways in which proxies reach one another.
+fn pair(test: impl AsyncFn(&Mesh) + Send + Sync) {
+    for mesh in [mesh(), mesh().transparent()] {
+        mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
+            apps::echo(mesh, "web").await;
+            test(mesh).await;
+        });
+    }
+}
+
+async fn http(mesh: &Mesh) -> TcpStream {
+    mesh.dial("client", mesh.service("web", HTTP)).await
 }
 
 #[test]
 fn http1_requests_pass_on_a_kept_connection() {
     pair(async |mesh: &Mesh| {
-        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut client = Http1::over(http(mesh).await).await;
         for _ in 0..10 {
             let answer = client.ask(request("/")).await.unwrap();
             assert_eq!((answer.status.as_u16(), answer.text().as_str()), (200, "web\n"));
-            assert_eq!(answer.version, http::Version::HTTP_11);
+            assert_eq!(answer.version, Version::HTTP_11);
+            let ours: Vec<_> = answer
+                .headers
+                .keys()
+                .filter(|name| name.as_str().starts_with("l5d-"))
+                .collect();
+            assert!(ours.is_empty(), "{ours:?}");
         }
     });
 }
@@ -27,10 +51,319 @@ fn http1_requests_pass_on_a_kept_connection() {
 #[test]
 fn http2_requests_pass_on_one_connection() {
     pair(async |mesh: &Mesh| {
-        let mut client = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut client = Http2::over(http(mesh).await).await;
         for _ in 0..10 {
             let answer = client.ask(request2("/")).await.unwrap();
             assert_eq!((answer.status.as_u16(), answer.text().as_str()), (200, "web\n"));
         }
     });
 }
+
+#[test]
+fn http10_responses_end_with_their_connection() {
+    pair(async |mesh: &Mesh| {
+        for head in ["GET / HTTP/1.0\r\n\r\n", "GET / HTTP/1.0\r\nhost: web.test\r\n\r\n"] {
+            let mut client = http(mesh).await;
+            client.write_all(head.as_bytes()).await.unwrap();
+            let mut rsp = String::new();
+            client.read_to_string(&mut rsp).await.unwrap();
+            assert!(rsp.starts_with("HTTP/1.0 200 OK\r\n"), "{rsp}");
+            assert!(rsp.ends_with("\r\n\r\nweb\n"), "{rsp}");
+            assert!(!rsp.to_lowercase().contains("transfer-encoding"), "{rsp}");
+        }
+    });
+}
+
+#[test]
+fn connections_pass_to_and_from_workloads_without_a_proxy() {
+    let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        apps::echo(mesh, "legacy").await;
+        assert_eq!(
+            mesh.get("client", mesh.service("legacy", HTTP), "/").await.text(),
+            "legacy\n"
+        );
+        let mut client = Http2::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        assert_eq!(client.ask(request2("/")).await.unwrap().text(), "web\n");
+        let mut client = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        assert_eq!(client.ask(request("/")).await.unwrap().text(), "web\n");
+    });
+}
+
+#[test]
+fn addresses_that_nobody_knows_are_reached_as_dialled() {
+    mesh().workload("client").run(async |mesh: &Mesh| {
+        let server = tokio::net::TcpListener::bind((STRANGER, HTTP)).await.unwrap();
+        let addr = server.local_addr().unwrap();
+        let _app = apps::http(server, |_| std::future::ready(Response::new(full("outside"))));
+        assert_eq!(mesh.get("client", addr, "/").await.text(), "outside");
+    });
+}
+
+/// One gRPC message with `payload` as field 1.
+fn message(payload: &[u8]) -> Bytes {
+    let mut framed = BytesMut::from(&[0][..]);
+    let length = u8::try_from(payload.len()).unwrap();
+    assert!(length < 128, "larger lengths take two bytes");
+    framed.extend_from_slice(&(u32::from(length) + 2).to_be_bytes());
+    framed.extend_from_slice(&[0x0a, length]);
+    framed.extend_from_slice(payload);
+    framed.freeze()
+}
+
+fn call(method: &str, body: AnyBody) -> Request<AnyBody> {
+    Request::post(format!("http://web.test/tulle.bench.Echo/{method}"))
+        .version(Version::HTTP_2)
+        .header("content-type", "application/grpc")
+        .header("te", "trailers")
+        .body(body)
+        .unwrap()
+}
+
+#[test]
+fn grpc_calls_end_with_their_trailers() {
+    pair(async |mesh: &Mesh| {
+        let mut client = Http2::over(http(mesh).await).await;
+        let answer = client.ask(call("Unary", full(message(b"hello")))).await.unwrap();
+        assert_eq!(answer.trailers["grpc-status"], "0");
+        assert!(answer.body.windows(5).any(|part| part == b"hello"));
+        let answer = client.ask(call("Missing", full(message(b"hello")))).await.unwrap();
+        let status = answer.headers.get("grpc-status").or(answer.trailers.get("grpc-status"));
+        assert_eq!(status.unwrap(), "12");
+    });
+}
+
+#[test]
+fn grpc_streams_alternate_in_both_directions() {
+    pair(async |mesh: &Mesh| {
+        let mut client = Http2::over(http(mesh).await).await;
+        let (send, sent) = mpsc::channel::<Result<Frame<Bytes>, std::convert::Infallible>>(1);
+        let rsp = client
+            .send(call("Bidi", any(StreamBody::new(ReceiverStream::new(sent)))))
+            .await;
+        let mut body = rsp.unwrap().into_body();
+        for n in 0..20 {
+            let word = format!("word {n}!");
+            send.send(Ok(Frame::data(message(word.as_bytes())))).await.unwrap();
+            let mut reply = BytesMut::new();
+            while !reply.windows(word.len()).any(|part| part == word.as_bytes()) {
+                reply.extend_from_slice(&body.frame().await.unwrap().unwrap().into_data().unwrap());
+            }
+        }
+        drop(send);
+        let trailers = body.collect().await.unwrap().trailers().cloned().unwrap();
+        assert_eq!(trailers["grpc-status"], "0");
+    });
+}
+
+#[test]
+fn chunked_requests_and_responses_keep_their_trailers() {
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        let _app = apps::http(mesh.listen("web", HTTP).await, |req| async {
+            let sent = req.into_body().collect().await.unwrap();
+            let mut trailers = HeaderMap::new();
+            trailers.insert(
+                "x-sum",
+                sent.trailers()
+                    .map_or(HeaderValue::from_static("none"), |t| t["x-sum"].clone()),
+            );
+            let frames = [
+                Ok::<_, std::convert::Infallible>(Frame::data(sent.to_bytes())),
+                Ok(Frame::trailers(trailers)),
+            ];
+            let mut rsp = Response::new(any(StreamBody::new(tokio_stream::iter(frames))));
+            rsp.headers_mut().insert("trailer", HeaderValue::from_static("x-sum"));
+            rsp
+        });
+        let mut trailers = HeaderMap::new();
+        trailers.insert("x-sum", HeaderValue::from_static("42"));
+        let frames = ["in ", "several ", "chunks"].map(|part| Frame::data(Bytes::from_static(part.as_bytes())));
+        let frames = frames
+            .into_iter()
+            .chain([Frame::trailers(trailers)])
+            .map(Ok::<_, std::convert::Infallible>);
+        let frames: Vec<_> = frames.collect();
+        let req = Request::post("/")
+            .header("host", "web.test")
+            .header("te", "trailers")
+            .header("trailer", "x-sum")
+            .body(any(StreamBody::new(tokio_stream::iter(frames))))
+            .unwrap();
+        let answer = Http1::over(http(mesh).await).await.ask(req).await.unwrap();
+        assert_eq!(answer.text(), "in several chunks");
+        assert_eq!(answer.trailers["x-sum"], "42");
+    });
+}
+
+#[test]
+fn responses_without_a_body_leave_the_connection_usable() {
+    pair(async |mesh: &Mesh| {
+        let mut client = Http1::over(http(mesh).await).await;
+        let mut ask = async |method: Method, path: &str| {
+            let req = Request::builder().method(method).uri(path).header("host", "web.test");
+            client.ask(req.body(empty()).unwrap()).await.unwrap()
+        };
+        for _ in 0..2 {
+            let head = ask(Method::HEAD, "/bytes/1000").await;
+            assert_eq!(
+                (head.status.as_u16(), head.header("content-length"), head.body.len()),
+                (200, "1000", 0)
+            );
+            assert_eq!(ask(Method::GET, "/status/204").await.status, 204);
+            assert_eq!(ask(Method::GET, "/status/304").await.status, 304);
+            assert_eq!(ask(Method::GET, "/bytes/0").await.status, 200);
+            assert_eq!(ask(Method::GET, "/").await.text(), "web\n");
+        }
+    });
+}
+
+#[test]
+fn large_bodies_pass_both_ways_at_once() {
+    pair(async |mesh: &Mesh| {
+        let body = Bytes::from_iter((0..8 << 20).map(|n: u32| (n % 251) as u8));
+        let mut http1 = Http1::over(http(mesh).await).await;
+        let req = Request::post("/echo")
+            .header("host", "web.test")
+            .body(full(body.clone()))
+            .unwrap();
+        assert!(http1.ask(req).await.unwrap().body == body);
+        let mut http2 = Http2::over(http(mesh).await).await;
+        let req = Request::post("http://web.test/echo")
+            .version(Version::HTTP_2)
+            .body(full(body.clone()))
+            .unwrap();
+        assert!(http2.ask(req).await.unwrap().body == body);
+    });
+}
+
+/// Reads until what was read ends so.
+async fn read_until(stream: &mut TcpStream, end: &str) -> String {
+    let mut read = Vec::new();
+    while !read.ends_with(end.as_bytes()) {
+        let mut byte = [0];
+        stream.read_exact(&mut byte).await.unwrap_or_else(|error| {
+            panic!("{error} after {:?}, before {end:?}", String::from_utf8_lossy(&read));
+        });
+        read.push(byte[0]);
+    }
+    String::from_utf8(read).unwrap()
+}
+
+#[test]
+fn clients_that_wait_for_100_continue_get_it() {
+    pair(async |mesh: &Mesh| {
+        let mut client = http(mesh).await;
+        let head = "POST /echo HTTP/1.1\r\nhost: web.test\r\ncontent-length: 5\r\nexpect: 100-continue\r\n\r\n";
+        client.write_all(head.as_bytes()).await.unwrap();
+        let interim = read_until(&mut client, "\r\n\r\n").await;
+        assert!(interim.starts_with("HTTP/1.1 100"), "{interim}");
+        client.write_all(b"hello").await.unwrap();
+        let rsp = read_until(&mut client, "\r\n\r\n").await;
+        assert!(rsp.starts_with("HTTP/1.1 200"), "{rsp}");
+        read_until(&mut client, "hello").await;
+    });
+}
+
+#[test]
+fn a_client_that_asks_to_close_is_closed_after_its_response() {
+    pair(async |mesh: &Mesh| {
+        let mut client = http(mesh).await;
+        let head = "GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n\r\n";
+        client.write_all(head.as_bytes()).await.unwrap();
+        let mut rsp = String::new();
+        client.read_to_string(&mut rsp).await.unwrap();
+        assert!(rsp.starts_with("HTTP/1.1 200") && rsp.ends_with("web\n"), "{rsp}");
+        assert!(rsp.to_lowercase().contains("connection: close"), "{rsp}");
+    });
+}
+
+#[test]
+fn requests_in_one_write_are_answered_in_order() {
+    pair(async |mesh: &Mesh| {
+        let mut client = http(mesh).await;
+        let requests = ["a", "b", "c"]
+            .map(|word| format!("POST /echo HTTP/1.1\r\nhost: web.test\r\ncontent-length: 1\r\n\r\n{word}"));
+        client.write_all(requests.concat().as_bytes()).await.unwrap();
+        for word in ["a", "b", "c"] {
+            let mut rsp = read_until(&mut client, "\r\n\r\n").await;
+            if rsp.to_lowercase().contains("chunked") {
+                rsp = read_until(&mut client, "0\r\n\r\n").await;
+            } else {
+                rsp = read_until(&mut client, word).await;
+            }
+            assert!(rsp.contains(word), "{rsp}");
+        }
+    });
+}
+
+#[test]
+fn a_hundred_websocket_messages_pass() {
+    pair(async |mesh: &Mesh| {
+        let (mut socket, rsp) = tokio_tungstenite::client_async("ws://web.test/ws", http(mesh).await)
+            .await
+            .unwrap();
+        assert_eq!(rsp.status(), 101);
+        for n in 0..100 {
+            let message = Message::text(format!("message {n}"));
+            socket.send(message.clone()).await.unwrap();
+            assert_eq!(socket.next().await.unwrap().unwrap(), message);
+        }
+        socket.close(None).await.unwrap();
+        while let Some(Ok(_)) = socket.next().await {}
+    });
+}
+
+#[test]
+fn bytes_pass_until_both_sides_have_ended() {
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        for port in [TCP, OPAQUE] {
+            let mut client = mesh.dial("client", mesh.service("web", port)).await;
+            let sent: Vec<u8> = (0..1 << 20).map(|n: u32| (n % 241) as u8).collect();
+            let (mut read, mut write) = client.split();
+            let writing = async {
+                write.write_all(&sent).await.unwrap();
+                write.shutdown().await.unwrap();
+            };
+            let mut got = Vec::new();
+            let (read, ()) = tokio::join!(read.read_to_end(&mut got), writing);
+            read.unwrap();
+            assert!(got == sent, "port {port}: {} of {} bytes", got.len(), sent.len());
+        }
+        assert!(
+            mesh.metric("web", "tcp_open_total", &[r#"tls="true""#, r#"peer="src""#])
+                .await
+                >= 2.
+        );
+    });
+}
+
+#[test]
+fn a_server_that_speaks_first_is_heard_before_detection_ends() {
+    mesh()
+        .workload("client")
+        .workload("web")
+        .unmeshed("legacy")
+        .run(async |mesh: &Mesh| {
+            for workload in ["web", "legacy"] {
+                apps::greeter(workload, (mesh.ip(workload), TCP).into()).await;
+            }
+            for dst in [mesh.service("web", TCP), mesh.service("legacy", TCP)] {
+                for _ in 0..2 {
+                    let mut client = mesh.dial("client", dst).await;
+                    let greeting = tokio::time::timeout(DETECTION / 4, read_until(&mut client, "\n")).await;
+                    assert!(greeting.unwrap().starts_with("hello from "));
+                    client.write_all(b"and back").await.unwrap();
+                    read_until(&mut client, "and back").await;
+                }
+            }
+            let mut stranger = mesh.arrive(STRANGER, "web", TCP).await;
+            tokio::time::timeout(DETECTION / 4, read_until(&mut stranger, "hello from web\n"))
+                .await
+                .unwrap();
+        });
+}
+
+/// How long proxies look for a protocol unless told otherwise.
+const DETECTION: Duration = Duration::from_secs(10);

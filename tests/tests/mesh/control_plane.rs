@@ -1,0 +1,63 @@
+//! Traffic goes on without the control plane, and follows it again when it is back.
+
+use tulle_tests::apps;
+use tulle_tests::client::{Http1, request};
+use tulle_tests::eventually::eventually;
+use tulle_tests::load::load;
+use tulle_tests::mesh::{HTTP, Mesh, mesh};
+
+#[test]
+fn traffic_goes_on_without_the_control_plane_and_follows_it_when_it_is_back() {
+    mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
+        for i in 0..2 {
+            apps::echo(mesh, &format!("web-{i}")).await;
+        }
+        let dst = mesh.service("web", HTTP);
+        assert_eq!(mesh.get("client", dst, "/").await.status, 200);
+        let during = async {
+            mesh.stop_control().await;
+            for _ in 0..50 {
+                assert_eq!(mesh.get("client", dst, "/").await.status, 200);
+            }
+            mesh.remove("pod-web-1");
+            mesh.start_control().await;
+            let mut client = Http1::over(mesh.dial("client", dst).await).await;
+            eventually("the change is known", async || {
+                for _ in 0..20 {
+                    if client.ask(request("/")).await.unwrap().text() != "web-0\n" {
+                        return None;
+                    }
+                }
+                Some(())
+            })
+            .await;
+        };
+        load(mesh, "client", dst, 2, during).await.assert_all_ok();
+    });
+}
+
+#[test]
+fn a_policy_once_known_outlives_the_control_plane() {
+    let deny = "\
+apiVersion: policy.linkerd.io/v1beta3
+kind: Server
+metadata: {name: web, namespace: shop}
+spec: {podSelector: {}, port: 8080, accessPolicy: deny}
+";
+    mesh()
+        .workload("client")
+        .workload("web")
+        .manifest("deny", deny)
+        .run(async |mesh: &Mesh| {
+            apps::echo(mesh, "web").await;
+            let dst = mesh.service("web", HTTP);
+            eventually("the policy is known", async || {
+                (mesh.get("client", dst, "/").await.status == 403).then_some(())
+            })
+            .await;
+            mesh.stop_control().await;
+            for _ in 0..10 {
+                assert_eq!(mesh.get("client", dst, "/").await.status, 403);
+            }
+        });
+}

@@ -1,0 +1,82 @@
+//! A proxy that ends finishes what it has begun.
+
+use futures_util::future::join;
+use tulle_tests::apps;
+use tulle_tests::client::{Http1, Http2, request, request2};
+use tulle_tests::eventually::eventually;
+use tulle_tests::load::load;
+use tulle_tests::mesh::{HTTP, Mesh, mesh};
+
+/// Waits until a request is with the application of `web`.
+async fn in_flight(mesh: &Mesh, workload: &str) {
+    eventually("the request is on its way", async || {
+        (mesh.metric(workload, "request_total", &[]).await >= 1.).then_some(())
+    })
+    .await;
+}
+
+#[test]
+fn requests_in_flight_are_answered_by_a_server_that_ends() {
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let end = async {
+            in_flight(mesh, "web").await;
+            mesh.shut_down("web");
+        };
+        let (answer, ()) = join(mesh.get("client", mesh.service("web", HTTP), "/delay/500"), end).await;
+        assert_eq!(
+            (answer.status.as_u16(), answer.text().as_str()),
+            (200, "web after 500 ms\n")
+        );
+        mesh.ended("web").await;
+    });
+}
+
+#[test]
+fn a_client_that_ends_answers_and_closes() {
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let mut http1 = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut http2 = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let end = async {
+            eventually("both requests are on their way", async || {
+                (mesh.metric("client", "request_total", &[]).await >= 2.).then_some(())
+            })
+            .await;
+            mesh.shut_down("client");
+        };
+        let asked = join(http1.ask(request("/delay/500")), http2.ask(request2("/delay/500")));
+        let ((one, two), ()) = join(asked, end).await;
+        assert_eq!((one.unwrap().status.as_u16(), two.unwrap().status.as_u16()), (200, 200));
+        mesh.ended("client").await;
+        eventually("connections are closed", async || {
+            (!http1.is_open() && !http2.is_open()).then_some(())
+        })
+        .await;
+    });
+}
+
+#[test]
+fn a_replica_that_ends_under_load_fails_nothing() {
+    mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
+        for i in 0..2 {
+            apps::echo(mesh, &format!("web-{i}")).await;
+        }
+        let during = async {
+            let many = async |workload: &str, n: f64| {
+                eventually("requests arrive", async || {
+                    (mesh.metric(workload, "request_total", &[]).await >= n).then_some(())
+                })
+                .await;
+            };
+            many("web-0", 100.).await;
+            mesh.shut_down("web-0");
+            mesh.ended("web-0").await;
+            let before = mesh.metric("web-1", "request_total", &[]).await;
+            many("web-1", before + 200.).await;
+        };
+        load(mesh, "client", mesh.service("web", HTTP), 8, during)
+            .await
+            .assert_all_ok();
+    });
+}

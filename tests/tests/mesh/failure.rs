@@ -1,0 +1,160 @@
+//! When something is missing or breaks: fast and honest answers, and none that could have been avoided.
+
+use std::time::Duration;
+
+use http::{Request, Response};
+use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::time::Instant;
+use tulle_tests::apps;
+use tulle_tests::client::{Http1, full, request};
+use tulle_tests::load::load;
+use tulle_tests::mesh::{HTTP, Mesh, TCP, mesh};
+
+#[test]
+fn a_service_without_endpoints_is_refused_at_once() {
+    let empty = "\
+apiVersion: v1
+kind: Service
+metadata: {name: empty, namespace: shop}
+spec:
+  clusterIP: 10.66.2.1
+  selector: {app: nobody}
+  ports: [{port: 8080}]
+";
+    mesh()
+        .workload("client")
+        .manifest("empty", empty)
+        .run(async |mesh: &Mesh| {
+            let asked_at = Instant::now();
+            let answer = mesh.get("client", ([10, 66, 2, 1], HTTP).into(), "/").await;
+            assert_eq!(
+                (answer.status.as_u16(), answer.header("l5d-proxy-cause")),
+                (503, "no-endpoints")
+            );
+            assert!(!answer.header("l5d-proxy-error").is_empty());
+            assert!(asked_at.elapsed() < Duration::from_secs(1), "{:?}", asked_at.elapsed());
+        });
+}
+
+#[test]
+fn an_application_that_refuses_is_a_bad_gateway_with_its_cause() {
+    mesh()
+        .workload("client")
+        .workload("web")
+        .unmeshed("legacy")
+        .run(async |mesh: &Mesh| {
+            for app in ["legacy", "web"] {
+                let answer = mesh.get("client", mesh.service(app, HTTP), "/").await;
+                assert_eq!(
+                    (answer.status.as_u16(), answer.header("l5d-proxy-cause")),
+                    (502, "connect-refused"),
+                    "{app}"
+                );
+            }
+        });
+}
+
+#[test]
+fn bytes_to_nobody_are_closed() {
+    use tokio::io::AsyncReadExt as _;
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        let mut client = mesh.dial("client", mesh.service("web", TCP)).await;
+        client.write_all(b"not HTTP, and long enough to know\n").await.unwrap();
+        assert!(matches!(client.read(&mut [0]).await, Ok(0) | Err(_)));
+    });
+}
+
+#[test]
+fn requests_that_reached_no_application_go_to_another_endpoint() {
+    mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web-1").await;
+        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        for _ in 0..30 {
+            let answer = client.ask(request("/")).await.unwrap();
+            assert_eq!((answer.status.as_u16(), answer.text().as_str()), (200, "web-1\n"));
+            let req = Request::post("/echo")
+                .header("host", "web.test")
+                .body(full("a body"))
+                .unwrap();
+            assert_eq!(client.ask(req).await.unwrap().text(), "a body");
+        }
+        assert!(mesh.metric("client", "tulle_outbound_resent_total", &[]).await >= 1.);
+    });
+}
+
+#[test]
+fn an_application_that_dies_under_load_fails_nothing() {
+    mesh().workload("client").replicas("web", 3).run(async |mesh: &Mesh| {
+        let mut apps = Vec::new();
+        for i in 0..3 {
+            let listener = mesh.listen(&format!("web-{i}"), HTTP).await;
+            apps.push(apps::http(listener, |_| async { Response::new(full("ok")) }));
+        }
+        let during = async {
+            until_requests(mesh, "web-0", 100.).await;
+            apps.remove(0).kill().await;
+            let before = mesh.metric("web-1", "request_total", &[]).await;
+            until_requests(mesh, "web-1", before + 300.).await;
+        };
+        load(mesh, "client", mesh.service("web", HTTP), 8, during)
+            .await
+            .assert_all_ok();
+    });
+}
+
+async fn until_requests(mesh: &Mesh, workload: &str, n: f64) {
+    tulle_tests::eventually::eventually("requests arrive", async || {
+        (mesh.metric(workload, "request_total", &[]).await >= n).then_some(())
+    })
+    .await;
+}
+
+#[test]
+fn an_application_that_closes_idle_connections_fails_nothing() {
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        // Answers once per connection and closes without a word of it: the next request may be on its way already.
+        let _app = apps::raw(mesh.listen("web", HTTP).await, |stream| async move {
+            let mut stream = BufReader::new(stream);
+            let mut line = String::new();
+            while stream.read_line(&mut line).await.is_ok_and(|n| n > 2) {
+                line.clear();
+            }
+            // The proxy may be gone already.
+            let _ = stream
+                .write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+                .await;
+        });
+        let during = until_requests(mesh, "web", 500.);
+        load(mesh, "client", mesh.service("web", HTTP), 4, during)
+            .await
+            .assert_all_ok();
+    });
+}
+
+#[test]
+fn a_slow_application_is_waited_for() {
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let answer = mesh.get("client", mesh.service("web", HTTP), "/delay/1500").await;
+        assert_eq!(
+            (answer.status.as_u16(), answer.text().as_str()),
+            (200, "web after 1500 ms\n")
+        );
+    });
+}
+
+#[test]
+fn a_long_body_that_reached_no_application_gets_the_peers_answer() {
+    mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
+        let req = Request::post("/echo")
+            .header("host", "web.test")
+            .body(full(vec![0; 1 << 20]))
+            .unwrap();
+        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let answer = client.ask(req).await.unwrap();
+        assert_eq!(
+            (answer.status.as_u16(), answer.header("l5d-proxy-cause")),
+            (502, "connect-refused")
+        );
+    });
+}

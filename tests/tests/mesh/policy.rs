@@ -1,0 +1,247 @@
+//! Who may: decided before the application is dialled, and again when the policy changes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tulle_tests::apps;
+use tulle_tests::client::{self, Http1, Http2, request, request2};
+use tulle_tests::eventually::eventually;
+use tulle_tests::mesh::{Builder, HTTP, Mesh, OPAQUE, STRANGER, TCP, identity, mesh};
+
+fn server(name: &str, port: u16, access_policy: &str) -> String {
+    format!(
+        "\
+apiVersion: policy.linkerd.io/v1beta3
+kind: Server
+metadata: {{name: {name}, namespace: shop}}
+spec:
+  podSelector: {{matchLabels: {{app: web}}}}
+  port: {port}
+  accessPolicy: {access_policy}
+"
+    )
+}
+
+/// Lets the workloads of `app` use the server `name`.
+fn permit(name: &str, app: &str) -> String {
+    format!(
+        "\
+apiVersion: policy.linkerd.io/v1alpha1
+kind: AuthorizationPolicy
+metadata: {{name: {name}, namespace: shop}}
+spec:
+  targetRef: {{group: policy.linkerd.io, kind: Server, name: {name}}}
+  requiredAuthenticationRefs:
+  - {{group: policy.linkerd.io, kind: MeshTLSAuthentication, name: {name}}}
+---
+apiVersion: policy.linkerd.io/v1alpha1
+kind: MeshTLSAuthentication
+metadata: {{name: {name}, namespace: shop}}
+spec:
+  identities: [\"{}\"]
+",
+        identity(app)
+    )
+}
+
+/// Nobody without an identity, from the first moment on.
+fn authenticated() -> Builder {
+    mesh()
+        .flag("--default-policy=all-authenticated")
+        .env("INBOUND_DEFAULT_POLICY", "all-authenticated")
+        .workload("client")
+        .workload("web")
+}
+
+/// True when the other side ends the connection without having sent anything.
+async fn is_closed(stream: &mut TcpStream) -> bool {
+    // A reset is an end as well.
+    matches!(stream.read(&mut [0]).await, Ok(0) | Err(_))
+}
+
+#[test]
+fn plaintext_is_refused_before_the_application_is_dialled() {
+    authenticated().run(async |mesh: &Mesh| {
+        let dialled = Arc::new(AtomicUsize::new(0));
+        let apps = [HTTP, TCP, OPAQUE].map(|port| {
+            let dialled = dialled.clone();
+            async move {
+                apps::raw(mesh.listen("web", port).await, move |_| {
+                    dialled.fetch_add(1, Ordering::Relaxed);
+                    std::future::ready(())
+                })
+            }
+        });
+        let _apps = futures_util::future::join_all(apps).await;
+        let mut http1 = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        let answer = http1.ask(request("/")).await.unwrap();
+        assert_eq!((answer.status.as_u16(), answer.header("l5d-proxy-error")), (403, ""));
+        let mut http2 = Http2::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        assert_eq!(http2.ask(request2("/")).await.unwrap().status, 403);
+        for port in [TCP, OPAQUE] {
+            let mut stranger = mesh.arrive(STRANGER, "web", port).await;
+            stranger
+                .write_all(b"not HTTP, and long enough to know\n")
+                .await
+                .unwrap();
+            assert!(is_closed(&mut stranger).await, "port {port}");
+        }
+        // Detection must not dial in the stranger's name either, however long it says nothing.
+        let mut silent = mesh.arrive(STRANGER, "web", TCP).await;
+        silent.shutdown().await.unwrap();
+        assert!(is_closed(&mut silent).await);
+        assert_eq!(dialled.load(Ordering::Relaxed), 0);
+        assert_eq!(mesh.metric("web", "inbound_http_authz_deny_total", &[]).await, 2.);
+    });
+}
+
+#[test]
+fn meshed_clients_are_authenticated() {
+    authenticated().run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        assert_eq!(mesh.get("client", mesh.service("web", HTTP), "/").await.status, 200);
+        let mut bytes = mesh.dial("client", mesh.service("web", OPAQUE)).await;
+        bytes.write_all(b"hello").await.unwrap();
+        let mut back = [0; 5];
+        bytes.read_exact(&mut back).await.unwrap();
+        assert_eq!(&back, b"hello");
+    });
+}
+
+#[test]
+fn one_identity_is_permitted_and_another_is_refused() {
+    mesh()
+        .env("INBOUND_DEFAULT_POLICY", "deny")
+        .workload("client")
+        .workload("other")
+        .workload("web")
+        .manifest("server", &server("web-http", HTTP, "deny"))
+        .manifest("authorization", &permit("web-http", "client"))
+        .run(async |mesh: &Mesh| {
+            apps::echo(mesh, "web").await;
+            let dst = mesh.service("web", HTTP);
+            eventually("the policy is known", async || {
+                (mesh.get("client", dst, "/").await.status == 200).then_some(())
+            })
+            .await;
+            let refused = mesh.get("other", dst, "/").await;
+            assert_eq!(refused.status, 403);
+            let mut stranger = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+            assert_eq!(stranger.ask(request("/")).await.unwrap().status, 403);
+            let labels = [
+                r#"authz_kind="authorizationpolicy""#,
+                r#"authz_name="web-http""#,
+                r#"srv_name="web-http""#,
+            ];
+            assert!(mesh.metric("web", "inbound_http_authz_allow_total", &labels).await >= 1.);
+            assert!(
+                mesh.metric("web", "inbound_http_authz_deny_total", &[r#"srv_name="web-http""#])
+                    .await
+                    >= 2.
+            );
+        });
+}
+
+#[test]
+fn a_policy_that_turns_cuts_open_connections() {
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let mut bytes = mesh.dial("client", mesh.service("web", OPAQUE)).await;
+        let mut plain = mesh.arrive(STRANGER, "web", OPAQUE).await;
+        for stream in [&mut bytes, &mut plain] {
+            stream.write_all(b"hello").await.unwrap();
+            stream.read_exact(&mut [0; 5]).await.unwrap();
+        }
+        mesh.write("server", &server("web-opaque", OPAQUE, "deny"));
+        for stream in [&mut bytes, &mut plain] {
+            assert!(is_closed(stream).await);
+        }
+        assert_eq!(mesh.metric("web", "inbound_tcp_authz_terminate_total", &[]).await, 2.);
+    });
+}
+
+#[test]
+fn requests_on_an_open_connection_follow_the_policy() {
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        assert_eq!(client.ask(request("/")).await.unwrap().status, 200);
+        mesh.write("server", &server("web-http", HTTP, "deny"));
+        eventually("requests are refused", async || {
+            (client.ask(request("/")).await.unwrap().status == 403).then_some(())
+        })
+        .await;
+        mesh.remove("server");
+        eventually("requests are permitted again", async || {
+            (client.ask(request("/")).await.unwrap().status == 200).then_some(())
+        })
+        .await;
+    });
+}
+
+#[test]
+fn networks_are_permitted_without_an_identity() {
+    let network = "\
+apiVersion: policy.linkerd.io/v1alpha1
+kind: AuthorizationPolicy
+metadata: {name: probes, namespace: shop}
+spec:
+  targetRef: {group: policy.linkerd.io, kind: Server, name: web-http}
+  requiredAuthenticationRefs: [{group: policy.linkerd.io, kind: NetworkAuthentication, name: probes}]
+---
+apiVersion: policy.linkerd.io/v1alpha1
+kind: NetworkAuthentication
+metadata: {name: probes, namespace: shop}
+spec:
+  networks: [{cidr: 10.66.9.0/24, except: [10.66.9.8/32]}]
+";
+    mesh()
+        .env("INBOUND_DEFAULT_POLICY", "deny")
+        .workload("web")
+        .manifest("server", &server("web-http", HTTP, "deny"))
+        .manifest("network", network)
+        .run(async |mesh: &Mesh| {
+            apps::echo(mesh, "web").await;
+            let get = async |from| {
+                client::get(mesh.arrive(from, "web", HTTP).await, "/")
+                    .await
+                    .status
+                    .as_u16()
+            };
+            eventually("the policy is known", async || {
+                (get(STRANGER).await == 200).then_some(())
+            })
+            .await;
+            assert_eq!(get([10, 66, 9, 8].into()).await, 403);
+            assert_eq!(get([10, 66, 8, 1].into()).await, 403);
+        });
+}
+
+#[test]
+fn a_rate_limit_answers_429_over_its_total() {
+    let limit = "\
+apiVersion: policy.linkerd.io/v1alpha1
+kind: HTTPLocalRateLimitPolicy
+metadata: {name: web-http, namespace: shop}
+spec:
+  targetRef: {group: policy.linkerd.io, kind: Server, name: web-http}
+  total: {requestsPerSecond: 5}
+";
+    mesh()
+        .workload("client")
+        .workload("web")
+        .manifest("server", &server("web-http", HTTP, "all-unauthenticated"))
+        .manifest("limit", limit)
+        .run(async |mesh: &Mesh| {
+            apps::echo(mesh, "web").await;
+            let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+            eventually("a request is over the limit", async || {
+                let status = client.ask(request("/")).await.unwrap().status.as_u16();
+                assert!([200, 429].contains(&status), "{status}");
+                (status == 429).then_some(())
+            })
+            .await;
+        });
+}
