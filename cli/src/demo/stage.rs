@@ -13,7 +13,7 @@ use tulle_core::netns::{self, Lab, Namespace};
 
 use super::credentials::Credentials;
 use super::process::{Output, Process, Spec};
-use super::rundir::{self, RunDir};
+use super::rundir::{self, Kept, RunDir};
 use super::scrape::Scraper;
 use super::topology::{App, CONTROL_IP, CONTROL_NAMESPACE, OUTSIDE_IP, Topology, Workload};
 use super::{Balancer, manifests};
@@ -115,10 +115,10 @@ pub(super) async fn build(plan: &Plan<'_>, dir: RunDir) -> anyhow::Result<Stage>
     })
 }
 
-/// Removes what a killed demo left behind.
-pub(super) fn sweep() -> anyhow::Result<()> {
+/// Removes what killed demos left behind.
+pub(super) fn sweep(kept: Kept) -> anyhow::Result<()> {
     netns::sweep(PREFIX).context("removing namespaces of an earlier demo")?;
-    RunDir::sweep();
+    RunDir::sweep(kept);
     Ok(())
 }
 
