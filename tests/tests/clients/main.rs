@@ -1,0 +1,16 @@
+//! Clients that know nothing of us, through the shipped binaries, real redirects and real mutual TLS.
+//!
+//! One program, because each would link everything anew.
+//! Each test has hosts of its own: network namespaces on one bridge.
+
+mod credentials;
+mod direct;
+mod first_byte;
+mod foreign_tls;
+mod grpc;
+mod http;
+mod openssl;
+mod programs;
+mod redirected;
+mod scene;
+mod websocket;
