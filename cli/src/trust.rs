@@ -13,11 +13,14 @@ use tulle_core::duration;
 #[derive(Clone, Debug, Subcommand)]
 pub(crate) enum Command {
     /// Make a trust anchor: the root that every member of the mesh trusts
-    CreateAnchor(Anchor),
+    #[command(name = "create-anchor")]
+    Anchor(Anchor),
     /// Make an issuer, signed by a trust anchor, for the identity service to sign with
-    CreateIssuer(Issuer),
+    #[command(name = "create-issuer")]
+    Issuer(Issuer),
     /// Make a join token, with which a workload proves who it is
-    CreateToken(Token),
+    #[command(name = "create-token")]
+    Token(Token),
 }
 
 #[derive(Args, Clone, Debug)]
@@ -83,9 +86,9 @@ pub(crate) struct Token {
 /// Makes what is asked for, and says where it is.
 pub(crate) fn main(command: &Command) -> anyhow::Result<()> {
     match command {
-        Command::CreateAnchor(args) => create_anchor(args),
-        Command::CreateIssuer(args) => create_issuer(args),
-        Command::CreateToken(args) => create_token(args),
+        Command::Anchor(args) => create_anchor(args),
+        Command::Issuer(args) => create_issuer(args),
+        Command::Token(args) => create_token(args),
     }
 }
 

@@ -43,7 +43,7 @@ impl App {
 pub async fn echo(mesh: &Mesh, workload: &str) {
     let ip = mesh.ip(workload);
     serve(serve::Args {
-        http: vec![(ip, HTTP).into()],
+        http: vec![mesh.app(workload, HTTP)],
         tcp: vec![(ip, TCP).into(), (ip, OPAQUE).into()],
         tcp_speaks_first: Vec::new(),
         delay: Duration::ZERO,

@@ -22,6 +22,7 @@ use tulle_core::netns::{self, Namespace};
 use tulle_core::telemetry::{self, Format};
 use tulle_proxy::app::{App, Surroundings};
 
+use crate::apps;
 use crate::client::{self, Answer};
 use crate::control::{CONTROL_IP, CONTROL_NS, ControlPlane, Files};
 use crate::eventually::eventually;
@@ -41,8 +42,19 @@ pub const STRANGER: Ipv4Addr = Ipv4Addr::new(10, 66, 9, 9);
 pub struct Builder {
     workloads: Vec<Workload>,
     manifests: Vec<(String, String)>,
+    transport: Transport,
     flags: Vec<String>,
     env: Vec<(String, String)>,
+}
+
+/// How proxies reach one another.
+#[derive(Copy, Clone, PartialEq, Eq)]
+enum Transport {
+    /// At the inbound port, with a header that says the application's port.
+    Header,
+    /// At the application's HTTP port, where redirect rules would lead to the proxy. Without such rules the proxy listens
+    /// there itself, and the application one port further. Other ports are not reached.
+    Transparent,
 }
 
 #[derive(Clone)]
@@ -63,6 +75,7 @@ enum Sidecar {
 /// A running mesh.
 pub struct Mesh {
     files: Files,
+    transport: Transport,
     flags: Vec<String>,
     control: Mutex<Option<ControlPlane>>,
     ips: BTreeMap<String, Ipv4Addr>,
@@ -88,8 +101,19 @@ pub fn mesh() -> Builder {
     Builder {
         workloads: Vec::new(),
         manifests: Vec::new(),
-        flags: vec!["--outbound-transport-mode=transport-header".into()],
+        transport: Transport::Header,
+        flags: Vec::new(),
         env: Vec::new(),
+    }
+}
+
+/// Runs a test with `client` and the echo server `web`, both meshed, in both ways in which proxies reach one another.
+pub fn pair(test: impl AsyncFn(&Mesh) + Send + Sync) {
+    for mesh in [mesh(), mesh().transparent()] {
+        mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
+            apps::echo(mesh, "web").await;
+            test(mesh).await;
+        });
     }
 }
 
@@ -137,6 +161,12 @@ impl Builder {
         self
     }
 
+    /// Lets proxies reach one another without transport headers, at HTTP ports only.
+    pub fn transparent(mut self) -> Self {
+        self.transport = Transport::Transparent;
+        self
+    }
+
     /// Starts the control plane with a flag.
     pub fn flag(mut self, flag: &str) -> Self {
         self.flags.push(flag.into());
@@ -179,8 +209,10 @@ impl Builder {
             .expect("starting the mesh");
     }
 
-    fn start(self) -> anyhow::Result<Mesh> {
+    fn start(mut self) -> anyhow::Result<Mesh> {
         start_logs();
+        self.flags
+            .push(format!("--outbound-transport-mode={}", self.transport.flag()));
         let files = Files::new()?;
         let (mut ips, mut services) = (BTreeMap::new(), BTreeMap::new());
         for (workload, last) in self.workloads.iter().zip(10..) {
@@ -202,14 +234,15 @@ impl Builder {
         let mut proxies = BTreeMap::new();
         for workload in &self.workloads {
             if workload.sidecar == Sidecar::Present {
-                let variables = workload.variables(ips[&workload.name], &files, &self.env)?;
-                let proxy = Proxy::start(&variables, dialled.clone())
+                let variables = workload.variables(ips[&workload.name], &files, self.transport, &self.env)?;
+                let proxy = Proxy::start(&variables, dialled.clone(), self.transport)
                     .with_context(|| format!("starting the proxy of {}", workload.name))?;
                 proxies.insert(workload.name.clone(), proxy);
             }
         }
         Ok(Mesh {
             files,
+            transport: self.transport,
             flags: self.flags,
             control: Mutex::new(Some(control)),
             ips,
@@ -217,6 +250,32 @@ impl Builder {
             proxies,
             dialled,
         })
+    }
+}
+
+impl Transport {
+    /// Of the control plane.
+    fn flag(self) -> &'static str {
+        match self {
+            Self::Header => "transport-header",
+            Self::Transparent => "transparent",
+        }
+    }
+
+    /// The inbound port of proxies.
+    fn inbound(self) -> u16 {
+        match self {
+            Self::Header => 4143,
+            Self::Transparent => HTTP,
+        }
+    }
+
+    /// Where the application listens that others dial at `port`.
+    fn app(self, port: u16) -> u16 {
+        match self {
+            Self::Transparent if port == HTTP => HTTP + 1,
+            _ => port,
+        }
     }
 }
 
@@ -253,13 +312,14 @@ status: {{podIP: {ip}}}
         &self,
         ip: Ipv4Addr,
         files: &Files,
+        transport: Transport,
         more: &[(String, String)],
     ) -> anyhow::Result<HashMap<String, String>> {
         let control = |account| tulle_core::identity::service_account(account, CONTROL_NS, CONTROL_NS, "cluster.local");
         let token = files.token(&self.name, &self.app, NS)?;
         let variables = [
             ("OUTBOUND_LISTEN_ADDR", format!("{ip}:4140")),
-            ("INBOUND_LISTEN_ADDR", format!("{ip}:4143")),
+            ("INBOUND_LISTEN_ADDR", format!("{ip}:{}", transport.inbound())),
             ("ADMIN_LISTEN_ADDR", format!("{ip}:4191")),
             ("INBOUND_IPS", ip.to_string()),
             ("INBOUND_PORTS", format!("{HTTP},{TCP},{OPAQUE}")),
@@ -317,9 +377,18 @@ impl Mesh {
         (self.services[app], port).into()
     }
 
+    /// Where the application of a workload listens that others dial at `port`.
+    pub fn app(&self, workload: &str, port: u16) -> SocketAddr {
+        let port = match self.proxies.contains_key(workload) {
+            true => self.transport.app(port),
+            false => port,
+        };
+        (self.ips[workload], port).into()
+    }
+
     /// Listens as the application of a workload.
     pub async fn listen(&self, workload: &str, port: u16) -> TcpListener {
-        TcpListener::bind((self.ips[workload], port))
+        TcpListener::bind(self.app(workload, port))
             .await
             .expect("each port is listened on once")
     }
@@ -332,7 +401,7 @@ impl Mesh {
 
     /// A connection from an address without a proxy to a port of `workload`, through the latter's proxy.
     pub async fn arrive(&self, from: Ipv4Addr, workload: &str, port: u16) -> TcpStream {
-        let dst = (self.ips[workload], port).into();
+        let dst = self.app(workload, port);
         self.connect(from, dst, self.proxies[workload].inbound).await
     }
 
@@ -422,13 +491,17 @@ impl Mesh {
 }
 
 impl Proxy {
-    fn start(variables: &HashMap<String, String>, dialled: Dialled) -> anyhow::Result<Self> {
+    fn start(variables: &HashMap<String, String>, dialled: Dialled, transport: Transport) -> anyhow::Result<Self> {
         let config = tulle_proxy::env::load(|name| variables.get(name).cloned())
             .map_err(|errors| anyhow::anyhow!("variables: {errors:?}"))?;
         let orig_dst = move |stream: &TcpStream, client: SocketAddr| -> io::Result<OrigDst> {
-            let said = dialled.lock().get(&client).copied();
-            // Proxies dial one another's inbound port, and mean it.
-            said.map_or_else(|| stream.local_addr(), Ok).map(OrigDst)
+            if let Some(said) = dialled.lock().get(&client) {
+                return Ok(OrigDst(*said));
+            }
+            // Another proxy: it has dialled where it arrived, or where that stands for.
+            let mut local = stream.local_addr()?;
+            local.set_port(transport.app(local.port()));
+            Ok(OrigDst(local))
         };
         let surroundings = Surroundings {
             log: None,

@@ -161,7 +161,7 @@ mod tests {
     fn good() -> (Topology, Vec<Edge>, Vec<Row>) {
         let topology = topology();
         let edges = edges(&topology);
-        let rows = edges.iter().map(|edge| good_row(edge)).collect();
+        let rows = edges.iter().map(good_row).collect();
         (topology, edges, rows)
     }
 
@@ -204,41 +204,41 @@ mod tests {
 
     #[test]
     fn each_line_that_is_off_is_named() {
-        let check = |spoil: &dyn Fn(&mut [Row]), expected: &str| {
+        let spoiled = |spoil: &dyn Fn(&mut [Row]), expected: &str| {
             let (topology, edges, mut rows) = good();
             spoil(&mut rows);
-            let problems = super::check(&topology, &edges, &rows, Balancer::PeakEwma);
+            let problems = check(&topology, &edges, &rows, Balancer::PeakEwma);
             assert_eq!(problems, [expected]);
         };
-        check(
+        spoiled(
             &|rows| {
                 rows[1].failed = 3;
                 rows[1].errors = BTreeMap::from([("grpc status 14".to_owned(), 3)]);
             },
             "load → web gRPC: 3 of 200 requests failed: grpc status 14 (3)",
         );
-        check(
+        spoiled(
             &|rows| rows[2].server_identity = None,
             "load → ws HTTP/2: the server's identity is none, expected \
              ws.demo.serviceaccount.identity.linkerd.cluster.local",
         );
-        check(
+        spoiled(
             &|rows| rows[4].plaintext = 2,
             "load → tcp TCP: 2 requests or connections went without mTLS",
         );
-        check(
+        spoiled(
             &|rows| rows[5].succeeded = 1,
             "outside → web HTTP/1: 1 of 200 attempts got through",
         );
-        check(
+        spoiled(
             &|rows| rows[6].errors = BTreeMap::from([("connect error: refused".to_owned(), 200)]),
             "outside → tcp TCP: not refused by policy: connect error: refused (200)",
         );
-        check(
+        spoiled(
             &|rows| rows[6].refusals.clear(),
             "outside → tcp TCP: no sidecar has counted a refusal",
         );
-        check(
+        spoiled(
             &|rows| {
                 rows[0].replicas.insert("web-3".to_owned(), 400);
             },

@@ -123,8 +123,11 @@ impl Edge {
         match self.protocol {
             Protocol::Tcp => {
                 // Each exchange is a connection of its own, so that each shows whether its first bytes stall.
-                let body = ["--expect-greeting", "hello", "--reconnect", "--body-size", "65536"];
-                arguments.extend(body.map(str::to_owned));
+                arguments.extend(["--reconnect", "--body-size", "65536"].map(str::to_owned));
+                // Outside, the greeting is not worth waiting for: whoever stays silent there is refused at a timeout.
+                if self.client == Client::Load {
+                    arguments.extend(["--expect-greeting", "hello"].map(str::to_owned));
+                }
             }
             Protocol::WebSocket => arguments.extend(["--body-size", "1024"].map(str::to_owned)),
             Protocol::Http1 | Protocol::Http2 | Protocol::Grpc => {

@@ -15,12 +15,13 @@ use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
 use super::edges::{Client, Edge, edges};
 use super::faults::{Answer, Fault, Listener, Request};
+use super::janitor::Janitor;
 use super::load::Reports;
 use super::metrics::Samples;
 use super::outcome::Outcome;
 use super::process::Process;
 use super::rows::{self, Row, Scrapes};
-use super::rundir::RunDir;
+use super::rundir::{Kept, RunDir};
 use super::screen::Screen;
 use super::stage::{self, Plan, Stage, say};
 use super::table::{self, View};
@@ -30,7 +31,8 @@ use super::{Args, Balancer, Output, checks};
 /// Builds the mesh, runs it until it is told to end, and cleans up.
 pub(super) async fn main(args: &Args) -> anyhow::Result<ExitCode> {
     let mut signals = Signals::new()?;
-    stage::sweep()?;
+    stage::sweep(Kept::Remove)?;
+    let _janitor = Janitor::hire()?;
     let dir = RunDir::create()?;
     let logs = dir.logs();
     let plan = Plan {
@@ -367,11 +369,7 @@ impl Demo {
 
     /// Finds processes that ended though nobody has broken them.
     fn look_for_accidents(&mut self) {
-        let down: Vec<String> = self
-            .broken
-            .iter()
-            .map(|broken| broken.what.process().to_owned())
-            .collect();
+        let down: Vec<String> = self.broken.iter().map(|broken| broken.what.process()).collect();
         let mut found = Vec::new();
         let generators = self.generators.iter_mut();
         for process in self

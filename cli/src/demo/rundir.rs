@@ -45,13 +45,25 @@ impl RunDir {
     }
 
     /// Removes what killed runs of this user left behind.
-    pub(super) fn sweep() {
+    pub(super) fn sweep(kept: Kept) {
         for run in runs() {
-            if lock(&run).is_ok() {
+            let failed = !run.join(LOCK).exists();
+            let left_behind = if failed {
+                kept == Kept::Remove
+            } else {
+                lock(&run).is_ok()
+            };
+            if left_behind {
                 // Whatever cannot be removed is somebody else's, and in nobody's way.
                 let _ = fs::remove_dir_all(&run);
             }
         }
+    }
+
+    /// Leaves nothing where there is nothing.
+    pub(super) fn remove_empty_base() {
+        // Fails when there are other runs, as it should.
+        let _ = fs::remove_dir(base());
     }
 
     pub(super) fn bin(&self) -> PathBuf {
@@ -85,19 +97,30 @@ impl Drop for RunDir {
         if !self.keep_logs {
             // Nobody is left to tell; the next start sweeps.
             let _ = fs::remove_dir_all(&self.path);
-            let _ = fs::remove_dir(base()); // only when it is empty: there may be other runs
+            Self::remove_empty_base();
             return;
         }
         for part in [BIN, MANIFESTS, CREDENTIALS] {
             let _ = fs::remove_dir_all(self.path.join(part));
         }
-        let _ = fs::remove_file(self.socket());
+        for file in [SOCKET, LOCK] {
+            let _ = fs::remove_file(self.path.join(file));
+        }
     }
+}
+
+/// What becomes of the logs that failed runs have kept.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Kept {
+    Leave,
+    Remove,
 }
 
 /// The socket of the youngest run that goes on.
 pub(super) fn running_socket() -> Option<PathBuf> {
-    let running = runs().filter(|run| lock(run).is_err()).map(|run| run.join(SOCKET));
+    let running = runs()
+        .filter(|run| run.join(LOCK).exists() && lock(run).is_err())
+        .map(|run| run.join(SOCKET));
     let age = |path: &PathBuf| fs::metadata(path).and_then(|meta| meta.modified()).ok();
     running.filter(|path| path.exists()).max_by_key(age)
 }

@@ -13,7 +13,7 @@ use tulle_core::netns::{self, Lab, Namespace};
 
 use super::credentials::Credentials;
 use super::process::{Output, Process, Spec};
-use super::rundir::{self, RunDir};
+use super::rundir::{self, Kept, RunDir};
 use super::scrape::Scraper;
 use super::topology::{App, CONTROL_IP, CONTROL_NAMESPACE, OUTSIDE_IP, Topology, Workload};
 use super::{Balancer, manifests};
@@ -115,10 +115,10 @@ pub(super) async fn build(plan: &Plan<'_>, dir: RunDir) -> anyhow::Result<Stage>
     })
 }
 
-/// Removes what a killed demo left behind.
-pub(super) fn sweep() -> anyhow::Result<()> {
+/// Removes what killed demos left behind.
+pub(super) fn sweep(kept: Kept) -> anyhow::Result<()> {
     netns::sweep(PREFIX).context("removing namespaces of an earlier demo")?;
-    RunDir::sweep();
+    RunDir::sweep(kept);
     Ok(())
 }
 
@@ -388,7 +388,7 @@ impl Binaries {
     /// Links, or copies, what lies beside this program.
     fn install(into: &Path) -> anyhow::Result<Self> {
         let own = std::env::current_exe().context("finding this program")?;
-        let beside = own.parent().unwrap_or(Path::new("."));
+        let beside = own.parent().context("finding the directory of this program")?;
         let install = |name: &str| {
             let (from, to) = (beside.join(name), into.join(name));
             if !from.exists() {

@@ -14,7 +14,7 @@ use crate::{
     http::{
         client::PoolConfig,
         h2,
-        layers::{Admission, Errors, Observe},
+        layers::{Admission, Errors, Observe, Wrappers},
         respond::Reasons,
         server,
     },
@@ -156,9 +156,7 @@ impl Parts<'_> {
             server: server::Config {
                 http2: http2_server(direction),
             },
-            admission: Admission::new(direction.max_in_flight),
-            observe: Observe::new(registry, "outbound"),
-            errors: errors(registry, "outbound"),
+            wrappers: wrappers(registry, "outbound", direction),
             reasons: match config.outbound.informational_headers {
                 Visibility::Shown => Reasons::Told,
                 Visibility::Hidden => Reasons::Kept,
@@ -204,12 +202,18 @@ impl Parts<'_> {
             server: server::Config {
                 http2: http2_server(direction),
             },
-            admission: Admission::new(direction.max_in_flight),
-            observe: Observe::new(registry, "inbound"),
-            errors: errors(registry, "inbound"),
+            wrappers: wrappers(registry, "inbound", direction),
             families: inbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone()),
             apps: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
         })
+    }
+}
+
+fn wrappers(registry: &Registry, name: &str, direction: &Direction) -> Wrappers {
+    Wrappers {
+        admission: Admission::new(direction.max_in_flight),
+        observe: Observe::new(registry, name),
+        errors: errors(registry, name),
     }
 }
 

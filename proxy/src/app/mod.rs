@@ -16,9 +16,10 @@ use tokio::{
     runtime::{Builder, Runtime},
     signal::unix::{SignalKind, signal},
     sync::{Notify, watch},
+    task::JoinSet,
 };
 use tulle_core::{
-    addr::OrigDst,
+    addr::{ClientAddr, OrigDst},
     drain,
     metrics::{self, Registry},
     ready::Readiness,
@@ -299,42 +300,43 @@ impl Worker {
     }
 
     async fn accept(&self, sockets: Sockets) -> std::io::Result<()> {
-        let mut loops = tokio::task::JoinSet::new();
+        let mut loops = JoinSet::new();
         for listener in sockets.outbound {
-            let (outbound, index, drain) = (self.outbound.clone(), self.index, self.drain.clone());
-            let listener = tokio::net::TcpListener::from_std(listener)?;
-            let (options, stop) = (self.accept[0], self.drain.clone());
-            loops.spawn(async move {
-                let serve = |stream, client| {
-                    let (guard, serving) = (
-                        drain.guard(),
-                        outbound.clone().serve(index, stream, client, drain.clone()),
-                    );
-                    tokio::spawn(async move {
-                        let _guard = guard;
-                        serving.await;
-                    });
-                };
-                listen::accept_loop(listener, options, stop.signaled(), serve).await;
-            });
+            let outbound = self.outbound.clone();
+            let serve = move |worker, stream, client, drain| outbound.clone().serve(worker, stream, client, drain);
+            self.accept_on(&mut loops, listener, self.accept[0], serve)?;
         }
-        let (inbound, index, drain) = (self.inbound.clone(), self.index, self.drain.clone());
-        let listener = tokio::net::TcpListener::from_std(sockets.inbound)?;
-        let (options, stop) = (self.accept[1], self.drain.clone());
+        let inbound = self.inbound.clone();
+        let serve = move |worker, stream, client, drain| inbound.clone().serve(worker, stream, client, drain);
+        self.accept_on(&mut loops, sockets.inbound, self.accept[1], serve)?;
+        while loops.join_next().await.is_some() {}
+        Ok(())
+    }
+
+    /// Accepts on one listener; each connection holds the drain open to its end.
+    fn accept_on<F>(
+        &self,
+        loops: &mut JoinSet<()>,
+        listener: TcpListener,
+        options: SocketOptions,
+        serve: impl Fn(usize, TcpStream, ClientAddr, drain::Watch) -> F + Send + Sync + 'static,
+    ) -> std::io::Result<()>
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let listener = tokio::net::TcpListener::from_std(listener)?;
+        let (index, drain) = (self.index, self.drain.clone());
         loops.spawn(async move {
-            let serve = |stream, client| {
-                let (guard, serving) = (
-                    drain.guard(),
-                    inbound.clone().serve(index, stream, client, drain.clone()),
-                );
+            let stop = drain.clone();
+            let spawn = |stream, client| {
+                let (guard, serving) = (drain.guard(), serve(index, stream, client, drain.clone()));
                 tokio::spawn(async move {
                     let _guard = guard;
                     serving.await;
                 });
             };
-            listen::accept_loop(listener, options, stop.signaled(), serve).await;
+            listen::accept_loop(listener, options, stop.signaled(), spawn).await;
         });
-        while loops.join_next().await.is_some() {}
         Ok(())
     }
 }

@@ -15,7 +15,7 @@ use std::{
 
 use http::{Request, Response, Version};
 use pin_project_lite::pin_project;
-use tower::{Layer, Service};
+use tower::{Layer, Service, ServiceBuilder, util::ServiceFn};
 use tulle_core::metrics::{Counter, Family, Labels, Registry};
 
 use crate::http::{
@@ -24,6 +24,33 @@ use crate::http::{
     respond::{self, Asker, Reasons},
     server::Closer,
 };
+
+/// What all connections of one direction are wrapped in.
+pub(crate) struct Wrappers {
+    pub(crate) admission: Arc<Admission>,
+    pub(crate) observe: Observe,
+    pub(crate) errors: Errors,
+}
+
+impl Wrappers {
+    /// The service of one connection around `serve`, which answers requests or says why not.
+    pub(crate) fn around<H, F>(
+        &self,
+        serve: H,
+        reasons: Reasons,
+        closer: Closer,
+    ) -> Rescued<Observed<Admitted<ServiceFn<H>>>>
+    where
+        H: FnMut(Request<Body>) -> F,
+        F: Future<Output = Result<Response<Body>, Error>>,
+    {
+        ServiceBuilder::new()
+            .layer(Rescue::new(reasons, closer, self.errors.clone()))
+            .layer(self.observe.clone())
+            .layer(Admit(self.admission.clone()))
+            .service_fn(serve)
+    }
+}
 
 /// Requests in flight in one direction, to the end of their responses.
 #[derive(Debug)]
@@ -62,7 +89,7 @@ impl Drop for Slot {
 
 /// Enters the in-flight limit or sheds; the place is held to the end of the response.
 #[derive(Clone)]
-pub(crate) struct Admit(pub(crate) Arc<Admission>);
+struct Admit(Arc<Admission>);
 
 #[derive(Clone)]
 pub(crate) struct Admitted<S> {
@@ -238,16 +265,29 @@ impl Errors {
 
 /// Turns errors into responses, so that a client always hears why.
 #[derive(Clone)]
-pub(crate) struct Rescue {
-    pub(crate) reasons: Reasons,
-    pub(crate) closer: Closer,
-    pub(crate) errors: Errors,
+struct Rescue(Arc<Rescuer>);
+
+struct Rescuer {
+    reasons: Reasons,
+    closer: Closer,
+    errors: Errors,
+}
+
+impl Rescue {
+    /// `closer` ends the connection where an error asks for that.
+    fn new(reasons: Reasons, closer: Closer, errors: Errors) -> Self {
+        Self(Arc::new(Rescuer {
+            reasons,
+            closer,
+            errors,
+        }))
+    }
 }
 
 #[derive(Clone)]
 pub(crate) struct Rescued<S> {
     inner: S,
-    rescue: Rescue,
+    rescuer: Arc<Rescuer>,
 }
 
 impl<S> Layer<S> for Rescue {
@@ -256,7 +296,7 @@ impl<S> Layer<S> for Rescue {
     fn layer(&self, inner: S) -> Rescued<S> {
         Rescued {
             inner,
-            rescue: self.clone(),
+            rescuer: self.0.clone(),
         }
     }
 }
@@ -267,7 +307,7 @@ pin_project! {
         inner: F,
         asker: Asker,
         version: Version,
-        rescue: Rescue,
+        rescuer: Arc<Rescuer>,
     }
 }
 
@@ -289,7 +329,7 @@ where
             inner: self.inner.call(req),
             asker,
             version,
-            rescue: self.rescue.clone(),
+            rescuer: self.rescuer.clone(),
         }
     }
 }
@@ -303,7 +343,7 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for RescueFuture<
             Ok(rsp) => return Poll::Ready(Ok(rsp)),
             Err(error) => error,
         };
-        this.rescue.errors.count(&error);
+        this.rescuer.errors.count(&error);
         tracing::debug!(error = %Chain(&error), cause = error.cause(), side = ?error.side(), "request failed");
         if let Error::H2(reset) = &error
             && *this.version == Version::HTTP_2
@@ -312,9 +352,9 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for RescueFuture<
             return Poll::Ready(Err(error)); // the client sees the stream's reset as it was
         }
         if error.answer().close {
-            this.rescue.closer.notify_one();
+            this.rescuer.closer.notify_one();
         }
-        Poll::Ready(Ok(respond::error(&error, *this.asker, this.rescue.reasons)))
+        Poll::Ready(Ok(respond::error(&error, *this.asker, this.rescuer.reasons)))
     }
 }
 

@@ -1,6 +1,9 @@
 //! Serving HTTP/1 and HTTP/2 on an `Io` with hyper: the seam behind which other servers can stand.
 
-use std::{pin::pin, sync::Arc};
+use std::{
+    pin::{Pin, pin},
+    sync::Arc,
+};
 
 use http::{Request, Response};
 use hyper::{body::Incoming, server::conn};
@@ -47,21 +50,17 @@ where
     match protocol {
         Protocol::Http1 => {
             let mut builder = conn::http1::Builder::new();
-            builder.max_buf_size(MAX_BUFFER);
+            // What the application did not say, the proxy does not add.
+            builder.max_buf_size(MAX_BUFFER).auto_date_header(false);
             let connection = builder.serve_connection(TokioIo::new(io), service).with_upgrades();
-            let mut connection = pin!(connection);
-            tokio::select! {
-                biased;
-                ended = &mut connection => return ended,
-                () = asked_to_end(&closer, drain) => connection.as_mut().graceful_shutdown(),
-            }
-            connection.await
+            drive(connection, |connection| connection.graceful_shutdown(), &closer, drain).await
         }
         Protocol::Http2 => {
             let mut builder = conn::http2::Builder::new(TokioExecutor::new());
             let params = &config.http2;
             builder
                 .timer(TokioTimer::new())
+                .auto_date_header(false)
                 .initial_stream_window_size(params.stream_window)
                 .initial_connection_window_size(params.connection_window)
                 .max_header_list_size(params.max_header_list)
@@ -77,15 +76,28 @@ where
                 builder.max_send_buf_size(size);
             }
             let connection = builder.serve_connection(TokioIo::new(io), service);
-            let mut connection = pin!(connection);
-            tokio::select! {
-                biased;
-                ended = &mut connection => return ended,
-                () = asked_to_end(&closer, drain) => connection.as_mut().graceful_shutdown(),
-            }
-            connection.await
+            drive(connection, |connection| connection.graceful_shutdown(), &closer, drain).await
         }
     }
+}
+
+/// Serves a connection; once asked, `end` makes it end gracefully.
+async fn drive<C>(
+    connection: C,
+    end: impl FnOnce(Pin<&mut C>),
+    closer: &Closer,
+    drain: &drain::Watch,
+) -> Result<(), hyper::Error>
+where
+    C: Future<Output = Result<(), hyper::Error>>,
+{
+    let mut connection = pin!(connection);
+    tokio::select! {
+        biased;
+        ended = &mut connection => return ended,
+        () = asked_to_end(closer, drain) => end(connection.as_mut()),
+    }
+    connection.await
 }
 
 async fn asked_to_end(closer: &Closer, drain: &drain::Watch) {

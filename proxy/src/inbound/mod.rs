@@ -20,7 +20,6 @@ use ::http::HeaderValue;
 use bytes::{Bytes, BytesMut};
 use parking_lot::Mutex;
 use tokio::net::TcpStream;
-use tower::ServiceBuilder;
 use tulle_core::{
     addr::{ClientAddr, OrigDst},
     drain,
@@ -30,7 +29,7 @@ use crate::{
     http::{
         client::{Client, PoolConfig, Protocol},
         h2,
-        layers::{Admission, Admit, Errors, Observe, Rescue},
+        layers::Wrappers,
         respond::Reasons,
         server::{self, Closer},
     },
@@ -72,9 +71,7 @@ pub(crate) struct Inbound {
     pub(crate) http2_client: h2::Params,
     pub(crate) pool: PoolConfig,
     pub(crate) server: server::Config,
-    pub(crate) admission: Arc<Admission>,
-    pub(crate) observe: Observe,
-    pub(crate) errors: Errors,
+    pub(crate) wrappers: Wrappers,
     pub(crate) families: Families,
     /// Clients of the application, by worker and address.
     pub(crate) apps: Vec<Mutex<HashMap<SocketAddr, Arc<Client>>>>,
@@ -425,14 +422,10 @@ impl Connection {
         let inbound = &self.inbound;
         let closer = Closer::default();
         let client_id = tls.client_id().and_then(|id| HeaderValue::from_str(id.as_str()).ok());
-        let rescue = Rescue {
-            reasons: if client_id.is_some() {
-                Reasons::Told
-            } else {
-                Reasons::Kept
-            },
-            closer: closer.clone(),
-            errors: inbound.errors.clone(),
+        let reasons = if client_id.is_some() {
+            Reasons::Told
+        } else {
+            Reasons::Kept
         };
         let connection = Arc::new(HttpConnection {
             app: inbound.app(self.worker, peer.target),
@@ -444,14 +437,11 @@ impl Connection {
             seen: Mutex::default(),
             drain: self.drain.clone(),
         });
-        let service = ServiceBuilder::new()
-            .layer(rescue)
-            .layer(inbound.observe.clone())
-            .layer(Admit(inbound.admission.clone()))
-            .service_fn(move |req| {
-                let connection = connection.clone();
-                async move { connection.serve(req).await }
-            });
+        let serve = move |req| {
+            let connection = connection.clone();
+            async move { connection.serve(req).await }
+        };
+        let service = inbound.wrappers.around(serve, reasons, closer.clone());
         if let Err(error) = server::serve(io, protocol, service, &inbound.server, closer, &self.drain).await {
             tracing::debug!(client = %peer.client.0, %error, "HTTP connection ended");
         }

@@ -40,7 +40,8 @@ pub(super) struct Dispatch<'a> {
 #[derive(Clone, Copy)]
 struct Needs {
     version: Version,
-    upgrade: bool,
+    /// HTTP/2 cannot stand for it: it asks for an upgrade, or names no host.
+    as_it_is: bool,
     reuse: Reuse,
 }
 
@@ -73,30 +74,24 @@ impl Dispatch<'_> {
         let started = Instant::now();
         let mut tried: SmallVec<[Arc<Endpoint>; MAX_TRIES]> = SmallVec::new();
         let needs = Needs::of(&req, upgrade.is_some());
-        let endpoint = loop {
-            let endpoint = self.backend.pick(&tried).await?;
-            match self.connect(&endpoint, needs).await {
-                Ok(ready) => break (endpoint, ready),
-                Err(error) if error.retry() == Retry::NeverSent && self.may_try_another(tried.len()) => {
-                    self.count_resent(&error);
-                    tried.push(endpoint);
-                }
-                Err(error) => return Err(error),
-            }
-        };
-        let (mut endpoint, mut ready) = endpoint;
+        let (mut endpoint, mut ready) = self.reach(&mut tried, needs).await?;
         let mut copy = if upgrade.is_none() { Copy::of(&mut req) } else { None };
         loop {
             let version = req.version();
-            let protocol = endpoint.protocol(version, upgrade.is_some());
+            let protocol = endpoint.protocol(version, needs.as_it_is);
             prepare(&mut req, &endpoint, protocol)?;
             let mut flight = Flight::start(&endpoint, started);
             endpoint.series.request();
             let sent = endpoint.client(self.worker).send(ready, req).await;
-            match sent {
-                Ok(mut rsp)
-                    if !(never_reached(&rsp, &endpoint) && copy.is_some() && self.may_try_another(tried.len())) =>
-                {
+            let cause = match &sent {
+                Ok(rsp) if self.may_try_another(tried.len()) => never_reached(rsp, &endpoint),
+                Err(error) if self.resendable(error, copy.as_ref(), tried.len()) => Some(error.cause()),
+                _ => None,
+            };
+            // A request of which no copy is left ends with what has become of it.
+            let again = cause.and_then(|cause| Some((cause, copy.take()?.request()?)));
+            match (again, sent) {
+                (None, Ok(mut rsp)) => {
                     flight.judge(&rsp);
                     finish(&mut rsp, protocol, version);
                     let upgraded = rsp.body_mut().take_upgraded();
@@ -106,26 +101,40 @@ impl Dispatch<'_> {
                     }
                     return Ok(rsp);
                 }
-                Err(error) if !self.resendable(&error, copy.as_ref(), tried.len()) => {
+                (None, Err(error)) => {
                     flight.failed();
                     return Err(error);
                 }
-                Err(error) => {
-                    self.count_resent(&error);
+                (Some((cause, again)), sent) => {
+                    self.count_resent(cause);
                     // A pooled connection that turned out to be closed says nothing against its endpoint.
-                    if !matches!(error, Error::Closed { reused: true, .. }) {
+                    if !matches!(sent, Err(Error::Closed { reused: true, .. })) {
                         flight.failed();
                     }
+                    req = again;
                 }
-                Ok(_) => flight.failed(),
             }
             tried.push(endpoint);
-            let Some(again) = copy.take().and_then(Copy::request) else {
-                return Err(Error::Unavailable);
-            };
-            req = again;
-            endpoint = self.backend.pick(&tried).await?;
-            ready = self.connect(&endpoint, needs).await?;
+            (endpoint, ready) = self.reach(&mut tried, needs).await?;
+        }
+    }
+
+    /// An endpoint and a connection to it; endpoints that cannot be reached are added to `tried`.
+    async fn reach(
+        &self,
+        tried: &mut SmallVec<[Arc<Endpoint>; MAX_TRIES]>,
+        needs: Needs,
+    ) -> Result<(Arc<Endpoint>, Ready), Error> {
+        loop {
+            let endpoint = self.backend.pick(tried).await?;
+            match self.connect(&endpoint, needs).await {
+                Ok(ready) => return Ok((endpoint, ready)),
+                Err(error) if error.retry() == Retry::NeverSent && self.may_try_another(tried.len()) => {
+                    self.count_resent(error.cause());
+                    tried.push(endpoint);
+                }
+                Err(error) => return Err(error),
+            }
         }
     }
 
@@ -139,7 +148,7 @@ impl Dispatch<'_> {
                 actual: endpoint.identity().cloned(),
             });
         }
-        let protocol = endpoint.protocol(needs.version, needs.upgrade);
+        let protocol = endpoint.protocol(needs.version, needs.as_it_is);
         let ready = endpoint.client(self.worker).ready(protocol, needs.reuse).await;
         match &ready {
             Ok(_) => endpoint.breaker().connected(),
@@ -164,11 +173,8 @@ impl Dispatch<'_> {
         safe && copy.is_some() && self.may_try_another(n_tried)
     }
 
-    fn count_resent(&self, error: &Error) {
-        self.families
-            .retries
-            .get(&Labels::new().with("cause", error.cause()))
-            .inc();
+    fn count_resent(&self, cause: &str) {
+        self.families.retries.get(&Labels::new().with("cause", cause)).inc();
     }
 }
 
@@ -180,7 +186,7 @@ impl Needs {
         let own = upgrade || version == Version::HTTP_10 || anonymous;
         Self {
             version,
-            upgrade,
+            as_it_is: upgrade || (anonymous && version <= Version::HTTP_11),
             reuse: if own { Reuse::OwnConnection } else { Reuse::Pooled },
         }
     }
@@ -226,13 +232,14 @@ fn finish(rsp: &mut Response<Body>, protocol: Protocol, asked: Version) {
     }
 }
 
-/// True when the peer's proxy says that its application was never reached.
-fn never_reached(rsp: &Response<Body>, endpoint: &Endpoint) -> bool {
-    rsp.status() == StatusCode::BAD_GATEWAY
-        && endpoint.identity().is_some()
-        && rsp.headers().get(names::L5D_PROXY_CAUSE).is_some_and(|cause| {
-            cause.as_bytes().starts_with(b"connect-refused") || cause.as_bytes().starts_with(b"connect-timeout")
-        })
+/// Why the peer's proxy never reached its application, if that is what it says.
+fn never_reached(rsp: &Response<Body>, endpoint: &Endpoint) -> Option<&'static str> {
+    if rsp.status() != StatusCode::BAD_GATEWAY || endpoint.identity().is_none() {
+        return None;
+    }
+    let said = rsp.headers().get(names::L5D_PROXY_CAUSE)?.as_bytes();
+    let known = ["connect-refused", "connect-timeout"];
+    known.into_iter().find(|cause| said.starts_with(cause.as_bytes()))
 }
 
 impl Copy {

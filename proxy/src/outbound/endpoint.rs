@@ -106,10 +106,10 @@ impl Endpoint {
         })
     }
 
-    /// The version in which a request travels to this endpoint.
-    pub(super) fn protocol(&self, version: Version, upgrade: bool) -> Protocol {
+    /// The version in which a request travels to this endpoint; `as_it_is` keeps HTTP/1 what it is.
+    pub(super) fn protocol(&self, version: Version, as_it_is: bool) -> Protocol {
         match version {
-            _ if upgrade => Protocol::Http1,
+            _ if as_it_is => Protocol::Http1,
             Version::HTTP_2 => Protocol::Http2,
             _ if self.spec.hint == ProtocolHint::H2 => Protocol::Http2,
             _ => Protocol::Http1,

@@ -18,7 +18,6 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use bytes::{Bytes, BytesMut};
 use tokio::net::TcpStream;
-use tower::ServiceBuilder;
 use tulle_core::{
     addr::{ClientAddr, OrigDst},
     drain,
@@ -27,7 +26,7 @@ use tulle_core::{
 use crate::{
     http::{
         client::Protocol,
-        layers::{Admission, Admit, Errors, Observe, Rescue},
+        layers::Wrappers,
         respond::Reasons,
         server::{self, Closer},
     },
@@ -56,9 +55,7 @@ pub(crate) struct Outbound {
     pub(crate) discover: Arc<Discover>,
     pub(crate) detect_timeout: Duration,
     pub(crate) server: server::Config,
-    pub(crate) admission: Arc<Admission>,
-    pub(crate) observe: Observe,
-    pub(crate) errors: Errors,
+    pub(crate) wrappers: Wrappers,
     pub(crate) reasons: Reasons,
     pub(crate) families: Families,
 }
@@ -175,25 +172,17 @@ impl Connection {
     async fn http(&self, io: Io, protocol: Protocol) {
         let outbound = &self.outbound;
         let closer = Closer::default();
-        let rescue = Rescue {
-            reasons: outbound.reasons,
-            closer: closer.clone(),
-            errors: outbound.errors.clone(),
-        };
         let connection = Arc::new(HttpConnection {
             outbound: outbound.clone(),
             worker: self.worker,
             destination: self.destination.clone(),
             drain: self.drain.clone(),
         });
-        let service = ServiceBuilder::new()
-            .layer(rescue)
-            .layer(outbound.observe.clone())
-            .layer(Admit(outbound.admission.clone()))
-            .service_fn(move |req| {
-                let connection = connection.clone();
-                async move { connection.serve(req).await }
-            });
+        let serve = move |req| {
+            let connection = connection.clone();
+            async move { connection.serve(req).await }
+        };
+        let service = outbound.wrappers.around(serve, outbound.reasons, closer.clone());
         if let Err(error) = server::serve(io, protocol, service, &outbound.server, closer, &self.drain).await {
             tracing::debug!(dst = %self.dst.0, %error, "HTTP connection ended");
         }

@@ -142,3 +142,19 @@ fn a_slow_application_is_waited_for() {
         );
     });
 }
+
+#[test]
+fn a_long_body_that_reached_no_application_gets_the_peers_answer() {
+    mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
+        let req = Request::post("/echo")
+            .header("host", "web.test")
+            .body(full(vec![0; 1 << 20]))
+            .unwrap();
+        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let answer = client.ask(req).await.unwrap();
+        assert_eq!(
+            (answer.status.as_u16(), answer.header("l5d-proxy-cause")),
+            (502, "connect-refused")
+        );
+    });
+}

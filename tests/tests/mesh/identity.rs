@@ -7,7 +7,7 @@ use tulle_tests::apps;
 use tulle_tests::client::{Http1, empty};
 use tulle_tests::eventually::eventually;
 use tulle_tests::load::load;
-use tulle_tests::mesh::{HTTP, Mesh, STRANGER, identity, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, STRANGER, identity, mesh, pair};
 
 fn forged() -> Request<tulle_tests::client::AnyBody> {
     let req = Request::get("/headers").header("host", "web.test");
@@ -16,13 +16,12 @@ fn forged() -> Request<tulle_tests::client::AnyBody> {
         "admin.shop.serviceaccount.identity.linkerd.cluster.local",
     )
     .body(empty())
-    .unwrap()
+    .expect("headers are well formed")
 }
 
 #[test]
 fn the_application_learns_who_its_client_is() {
-    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+    pair(async |mesh: &Mesh| {
         let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
         let seen: serde_json::Value = serde_json::from_slice(&client.ask(forged()).await.unwrap().body).unwrap();
         assert_eq!(seen["l5d-client-id"], serde_json::json!([identity("client")]));
@@ -42,8 +41,7 @@ fn a_stranger_cannot_claim_an_identity() {
 
 #[test]
 fn both_proxies_count_mutual_tls_with_the_peers_name() {
-    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
+    pair(async |mesh: &Mesh| {
         assert_eq!(mesh.get("client", mesh.service("web", HTTP), "/").await.status, 200);
         let tls = r#"tls="true""#;
         let client_id = format!("client_id=\"{}\"", identity("client"));
