@@ -8,7 +8,7 @@ mod bounds;
 mod certs;
 mod drive;
 mod peer;
-mod process;
+pub mod process;
 mod report;
 mod scene;
 mod tools;
@@ -95,6 +95,7 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
                     .with_context(|| format!("starting {peer:?} for {first:?}"))?;
                 drive::warm_up(&scene, sidecars.as_ref(), first.traffic())
                     .with_context(|| format!("warming {peer:?} up"))?;
+                peer.verify(&scene).with_context(|| format!("checking {peer:?}"))?;
                 for row in group {
                     let sample = drive::measure(row, &scene, sidecars.as_ref(), args.duration)
                         .with_context(|| format!("measuring {row:?} of {peer:?}"))?;

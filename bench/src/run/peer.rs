@@ -37,6 +37,15 @@ impl Peer {
         }
     }
 
+    /// Fails when the traffic of the warm-up did not go the way that is measured.
+    pub(super) fn verify(self, scene: &Scene) -> anyhow::Result<()> {
+        match self {
+            Self::Tulle => tulle::verify(scene),
+            // Nobody else answers at the service's address, and the sidecar accepts nothing but certificates of ours.
+            Self::Haproxy | Self::None => Ok(()),
+        }
+    }
+
     /// Starts a pair for this row and waits until both sides listen.
     pub(super) fn start(self, scene: &Scene, row: Row) -> anyhow::Result<Option<Sidecars>> {
         match self {

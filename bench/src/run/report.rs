@@ -176,13 +176,13 @@ impl fmt::Display for Report {
             "medians, and in brackets the distance of the extremes; {} CPUs, Linux {}\n",
             self.machine.cpus, self.machine.kernel
         )?;
-        write!(f, "{:<9}{:<9}", "row", "peer")?;
+        write!(f, "{:<12}{:<8}", "row", "peer")?;
         for (_, title, _) in COLUMNS {
             write!(f, "{title:>17}")?;
         }
         writeln!(f)?;
         for line in &self.lines {
-            write!(f, "{:<9}{:<9}", name(line.row), name(line.peer))?;
+            write!(f, "{:<12}{:<8}", name(line.row), name(line.peer))?;
             for (metric, _, decimals) in COLUMNS {
                 let text = line.metrics.get(&metric).map_or_else(
                     || "-".to_owned(),

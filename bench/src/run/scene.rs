@@ -3,7 +3,6 @@
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
-use std::process::Command;
 use std::sync::Arc;
 
 use anyhow::Context as _;
@@ -33,7 +32,8 @@ impl Scene {
         for peer in peers {
             peer.check()?;
         }
-        ["wrk", "ghz", "nft"].into_iter().try_for_each(tools::installed)?;
+        ["wrk", "ghz"].into_iter().try_for_each(tools::installed)?;
+        tools::beside(INIT)?;
         let dir = tempfile::tempdir().context("making a directory")?;
         // The sidecars run as a user of their own and have to read what is in it.
         std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).context("opening the directory to all")?;
@@ -69,11 +69,15 @@ impl Scene {
         })
     }
 
-    /// Sends the namespace's traffic through the sidecars until the value is dropped.
+    /// Sends the traffic of both sides through their sidecars until the value is dropped.
     pub(super) fn redirect(&self) -> anyhow::Result<Redirect> {
         let redirect = Redirect(vec![self.client.clone(), self.server.clone()]);
+        let (inbound, outbound) = (port::INBOUND.to_string(), port::OUTBOUND.to_string());
         for namespace in &redirect.0 {
-            nft(namespace, &rules()).with_context(|| format!("redirecting {}", namespace.name()))?;
+            init(
+                namespace,
+                &["-p", &inbound, "-o", &outbound, "-u", &PROXY_UID.to_string()],
+            )?;
         }
         Ok(redirect)
     }
@@ -90,44 +94,30 @@ pub(super) struct Redirect(Vec<Arc<Namespace>>);
 impl Drop for Redirect {
     fn drop(&mut self) {
         for namespace in &self.0 {
-            if let Err(error) = nft(namespace, "delete table inet bench\n") {
+            if let Err(error) = init(namespace, &["--clean=now"]) {
                 eprintln!("tulle-bench: {error:#}");
             }
         }
     }
 }
 
-fn nft(namespace: &Namespace, rules: &str) -> anyhow::Result<()> {
-    let mut command: Command = namespace.command("nft");
-    let output = command.arg(rules).output().context("starting nft")?;
+/// Programs the rules with the shipped binary, for every peer the same.
+fn init(namespace: &Namespace, args: &[&str]) -> anyhow::Result<()> {
+    let output = namespace
+        .command(tools::beside(INIT)?)
+        .args(args)
+        .output()
+        .context("starting tulle-init")?;
+    let errors = String::from_utf8_lossy(&output.stderr);
     anyhow::ensure!(
         output.status.success(),
-        "nft refused {rules:?}: {}",
-        String::from_utf8_lossy(&output.stderr).trim()
+        "tulle-init {args:?} ended with {}: {errors}",
+        output.status
     );
     Ok(())
 }
 
-/// What `tulle-init` programs, for the ports of this scenario.
-fn rules() -> String {
-    format!(
-        "table inet bench {{
-            chain prerouting {{
-                type nat hook prerouting priority -100
-                tcp flags & (fin|syn|rst|ack) == syn fib daddr type local tcp dport {{ {HTTP_PORT}, {TCP_PORT} }} counter redirect to :{inbound}
-            }}
-            chain output {{
-                type nat hook output priority -100
-                meta skuid {PROXY_UID} counter return
-                oifname lo counter return
-                tcp flags & (fin|syn|rst|ack) == syn counter redirect to :{outbound}
-            }}
-        }}\n",
-        inbound = port::INBOUND,
-        outbound = port::OUTBOUND,
-    )
-}
-
+const INIT: &str = "tulle-init";
 pub(super) const CLIENT: &str = "10.88.0.10";
 pub(super) const SERVER: &str = "10.88.0.20";
 /// The control plane of tulle.

@@ -13,7 +13,7 @@ pub(super) fn beside(name: &str) -> anyhow::Result<PathBuf> {
     let path = own.with_file_name(name);
     if !path.exists() {
         bail!(
-            "{} is missing: build it first, or leave the peer tulle out with --peers haproxy,none",
+            "{} is missing: \"./run bench\" builds all that is measured",
             path.display()
         );
     }

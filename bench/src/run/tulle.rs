@@ -163,17 +163,33 @@ pub(super) fn allocations(namespace: &Namespace) -> anyhow::Result<u64> {
     count.with_context(|| format!("the counting proxy says {answer:?}"))
 }
 
+/// Fails unless the server's proxy has authorized the client by its identity: what is not meshed would look fast.
+pub(super) fn verify(scene: &Scene) -> anyhow::Result<()> {
+    let metrics = scene
+        .server
+        .run(|| ask("/metrics"))?
+        .context("reading the server's metrics")?;
+    let authorized = |line: &str| AUTHORIZED.iter().all(|label| line.contains(label));
+    anyhow::ensure!(
+        metrics.lines().any(authorized),
+        "no request or connection was authorized by the policies of mesh.yaml"
+    );
+    Ok(())
+}
+
 /// Whether the admin server of the namespace's proxy says that it is ready.
 fn ready() -> bool {
-    let ask = || -> std::io::Result<String> {
-        let mut stream = TcpStream::connect(("127.0.0.1", port::ADMIN))?;
-        stream.set_read_timeout(Some(READY_TIMEOUT))?;
-        stream.write_all(b"GET /ready HTTP/1.1\r\nhost: proxy\r\nconnection: close\r\n\r\n")?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer)?;
-        Ok(answer)
-    };
-    ask().is_ok_and(|answer| answer.starts_with("HTTP/1.1 200"))
+    ask("/ready").is_ok_and(|answer| answer.starts_with("HTTP/1.1 200"))
+}
+
+/// Asks the admin server of the namespace this runs in.
+fn ask(path: &str) -> std::io::Result<String> {
+    let mut stream = TcpStream::connect(("127.0.0.1", port::ADMIN))?;
+    stream.set_read_timeout(Some(ADMIN_TIMEOUT))?;
+    stream.write_all(format!("GET {path} HTTP/1.1\r\nhost: proxy\r\nconnection: close\r\n\r\n").as_bytes())?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer)?;
+    Ok(answer)
 }
 
 /// Writes a file that every user can read: the keys in it live for one run.
@@ -187,4 +203,11 @@ fn write(path: &Path, text: &str) -> anyhow::Result<()> {
 const COUNTER: &str = "127.0.0.1:4199";
 const NAMESPACE: &str = "bench";
 const LIFETIME: Duration = Duration::from_secs(24 * 60 * 60);
-const READY_TIMEOUT: Duration = Duration::from_secs(2);
+/// Labels of a counter that only a verified certificate and an AuthorizationPolicy move.
+const AUTHORIZED: [&str; 4] = [
+    "authz_allow_total{",
+    "tls=\"true\"",
+    "client_id=\"client.bench.",
+    "authz_kind=\"authorizationpolicy\"",
+];
+const ADMIN_TIMEOUT: Duration = Duration::from_secs(2);
