@@ -28,7 +28,7 @@ pub(super) struct Stage {
     pub(super) topology: Topology,
     hosts: BTreeMap<String, Arc<Namespace>>,
     _lab: Lab,
-    pub(super) dir: RunDir,
+    pub(super) dir: Arc<RunDir>,
 }
 
 /// A process that can be started again, and its admin server if it has one.
@@ -47,7 +47,7 @@ pub(super) struct Plan<'a> {
 }
 
 /// Builds everything and waits until it is ready; says on standard error what it is at.
-pub(super) async fn build(plan: &Plan<'_>, dir: RunDir) -> anyhow::Result<Stage> {
+pub(super) async fn build(plan: &Plan<'_>, dir: Arc<RunDir>) -> anyhow::Result<Stage> {
     let manifests = match plan.manifests {
         Some(theirs) => theirs
             .canonicalize()
