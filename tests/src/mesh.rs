@@ -22,6 +22,7 @@ use tulle_core::netns::{self, Namespace};
 use tulle_core::telemetry::{self, Format};
 use tulle_proxy::app::{App, Surroundings};
 
+use crate::apps;
 use crate::client::{self, Answer};
 use crate::control::{CONTROL_IP, CONTROL_NS, ControlPlane, Files};
 use crate::eventually::eventually;
@@ -103,6 +104,16 @@ pub fn mesh() -> Builder {
         transport: Transport::Header,
         flags: Vec::new(),
         env: Vec::new(),
+    }
+}
+
+/// Runs a test with `client` and the echo server `web`, both meshed, in both ways in which proxies reach one another.
+pub fn pair(test: impl AsyncFn(&Mesh) + Send + Sync) {
+    for mesh in [mesh(), mesh().transparent()] {
+        mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
+            apps::echo(mesh, "web").await;
+            test(mesh).await;
+        });
     }
 }
 

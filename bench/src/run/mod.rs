@@ -8,7 +8,7 @@ mod bounds;
 mod certs;
 mod drive;
 mod peer;
-mod process;
+pub mod process;
 mod report;
 mod scene;
 mod tools;

@@ -1,4 +1,4 @@
-//! A process that is measured: its CPU time, memory, and when it listens.
+//! A process that is measured, or only has to run: its CPU time, memory, and when it listens.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 
 /// A child process; killed when dropped.
-pub(super) struct Process {
+pub struct Process {
     name: String,
     child: Child,
     log: PathBuf,
@@ -16,7 +16,7 @@ pub(super) struct Process {
 
 impl Process {
     /// Starts `command`, with its output in `<dir>/<name>.log`.
-    pub(super) fn start(name: &str, mut command: Command, dir: &Path) -> anyhow::Result<Self> {
+    pub fn start(name: &str, mut command: Command, dir: &Path) -> anyhow::Result<Self> {
         let log = dir.join(format!("{name}.log"));
         let file = File::create(&log).with_context(|| format!("creating {}", log.display()))?;
         let errors = file.try_clone().context("sharing the log file")?;
@@ -34,7 +34,7 @@ impl Process {
     }
 
     /// Waits until the process's namespace has a listener on each of `ports`.
-    pub(super) fn listening(&mut self, ports: &[u16]) -> anyhow::Result<()> {
+    pub fn listening(&mut self, ports: &[u16]) -> anyhow::Result<()> {
         self.wait_for(&format!("listeners on {ports:?}"), |process| {
             let mut open = listeners(&process.proc("net/tcp")?);
             open.extend(listeners(&process.proc("net/tcp6").unwrap_or_default()));
@@ -43,7 +43,7 @@ impl Process {
     }
 
     /// Waits until `condition` holds; fails when the process ends or the time is over.
-    pub(super) fn wait_for(
+    pub fn wait_for(
         &mut self,
         what: &str,
         mut condition: impl FnMut(&Self) -> anyhow::Result<bool>,

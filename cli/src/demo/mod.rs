@@ -7,6 +7,7 @@ mod checks;
 mod credentials;
 mod edges;
 mod faults;
+mod janitor;
 mod load;
 mod manifests;
 mod metrics;
@@ -63,6 +64,9 @@ enum Action {
         #[arg(long = "for", value_name = "DURATION", default_value = "10s", value_parser = duration::parse)]
         length: Duration,
     },
+    /// Wait for the end of a demo and clean up after it
+    #[command(hide = true)]
+    Janitor { demo: u32 },
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, Eq, PartialEq)]
@@ -83,24 +87,30 @@ enum Output {
 ///
 /// Call it before there is any thread: without root it starts itself again in a user namespace.
 pub(crate) fn main(args: &Args) -> anyhow::Result<ExitCode> {
-    let runtime = || {
-        tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .context("building the runtime")
-    };
-    if let Some(Action::Break { fault, length }) = args.action {
-        ensure!(
-            (MIN_FAULT..=MAX_FAULT).contains(&length),
-            "--for {length:?}: something can be broken for {MIN_FAULT:?} to {MAX_FAULT:?}"
-        );
-        let done = runtime()?.block_on(faults::ask(fault, length))?;
-        println!("{done}");
-        return Ok(ExitCode::SUCCESS);
+    match args.action {
+        None => {}
+        Some(Action::Janitor { demo }) => return janitor::main(demo).map(|()| ExitCode::SUCCESS),
+        Some(Action::Break { fault, length }) => return break_running(fault, length),
     }
     netns::enter_user_namespace(&[stage::PROXY_UID, stage::APP_UID, stage::CONTROL_UID])
         .context("the demo makes network namespaces, which needs root or a user namespace")?;
     runtime()?.block_on(run::main(args))
+}
+
+fn break_running(fault: Fault, length: Duration) -> anyhow::Result<ExitCode> {
+    ensure!(
+        (MIN_FAULT..=MAX_FAULT).contains(&length),
+        "--for {length:?}: something can be broken for {MIN_FAULT:?} to {MAX_FAULT:?}"
+    );
+    println!("{}", runtime()?.block_on(faults::ask(fault, length))?);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("building the runtime")
 }
 
 /// How long something may be broken.

@@ -11,6 +11,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use nix::sys::prctl;
 use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::waitpid;
 use nix::unistd::{Gid, Pid, Uid, getpid, getppid, setgroups, setresgid, setresuid};
 use tokio::process::{Child, ChildStdout};
 use tokio::time::timeout;
@@ -68,7 +69,6 @@ impl Spec {
         become_user(&mut command, self.uid);
         let mut command = tokio::process::Command::from(command);
         let child = command
-            .kill_on_drop(true)
             .spawn()
             .with_context(|| format!("starting {} as user {}", self.program.display(), self.uid))?;
         Ok(Process {
@@ -132,6 +132,16 @@ impl Process {
             "it said nothing".to_owned()
         } else {
             text
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if let Some(pid) = self.child.id() {
+            // Waited for, as who asks after the demo's end should find none of its processes.
+            let _ = self.child.start_kill();
+            let _ = waitpid(Pid::from_raw(pid.cast_signed()), None);
         }
     }
 }

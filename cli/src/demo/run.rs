@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::fs;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -15,12 +16,13 @@ use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
 use super::edges::{Client, Edge, edges};
 use super::faults::{Answer, Fault, Listener, Request};
+use super::janitor::Janitor;
 use super::load::Reports;
 use super::metrics::Samples;
 use super::outcome::Outcome;
 use super::process::Process;
 use super::rows::{self, Row, Scrapes};
-use super::rundir::RunDir;
+use super::rundir::{Kept, RunDir};
 use super::screen::Screen;
 use super::stage::{self, Plan, Stage, say};
 use super::table::{self, View};
@@ -30,33 +32,35 @@ use super::{Args, Balancer, Output, checks};
 /// Builds the mesh, runs it until it is told to end, and cleans up.
 pub(super) async fn main(args: &Args) -> anyhow::Result<ExitCode> {
     let mut signals = Signals::new()?;
-    stage::sweep()?;
-    let dir = RunDir::create()?;
-    let logs = dir.logs();
+    stage::sweep(Kept::Remove)?;
+    let _janitor = Janitor::hire()?;
+    let dir = Arc::new(RunDir::create()?);
     let plan = Plan {
         manifests: args.manifests.as_deref(),
         balancer: args.balancer,
     };
     // Dropping a half-built mesh ends what has been started.
-    let built = tokio::select! {
-        built = stage::build(&plan, dir) => built,
+    let problems = tokio::select! {
+        built = stage::build(&plan, dir.clone()) => run(built, args, &mut signals).await,
         () = signals.next() => {
             say("interrupted before the mesh was ready");
             return Ok(ExitCode::FAILURE);
         }
     };
-    let stage = built.with_context(|| format!("building the mesh (the logs were in {})", logs.display()))?;
-    let mut demo = Demo::start(stage, args)?;
-    let problems = demo.run(args, &mut signals).await;
-    if problems.as_ref().map_or(true, |problems| !problems.is_empty()) {
-        demo.stage.dir.keep_logs();
-        say(&format!("the logs of all processes are in {}", logs.display()));
+    match problems {
+        Ok(problems) if problems.is_empty() => Ok(ExitCode::SUCCESS),
+        failed => {
+            dir.keep_logs();
+            say(&format!("the logs of all processes are in {}", dir.logs().display()));
+            failed.map(|_| ExitCode::FAILURE)
+        }
     }
-    drop(demo);
-    match problems?.is_empty() {
-        true => Ok(ExitCode::SUCCESS),
-        false => Ok(ExitCode::FAILURE),
-    }
+}
+
+/// Runs a mesh that has been built, and returns what is off.
+async fn run(built: anyhow::Result<Stage>, args: &Args, signals: &mut Signals) -> anyhow::Result<Vec<String>> {
+    let mut demo = Demo::start(built.context("building the mesh")?, args)?;
+    demo.run(args, signals).await
 }
 
 /// The running mesh and what is known about it.

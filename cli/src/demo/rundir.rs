@@ -1,21 +1,20 @@
 //! The directory of one run: manifests, credentials, logs, the socket that `tulle demo break` speaks to.
 //!
 //! It is below `/tmp`, where all users of the demo's processes can reach what is theirs: a home may be closed to them.
-//! A lock on a file inside tells a run that goes on from one that was killed.
+//! It has the number of the demo's process, which tells a run that goes on from one that was killed.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context as _, ensure};
-use nix::fcntl::{Flock, FlockArg};
 
 /// A run's directory; removed when dropped, except for the logs of a run that failed.
 pub(super) struct RunDir {
     path: PathBuf,
-    keep_logs: bool,
-    _lock: Flock<File>,
+    keep_logs: AtomicBool,
 }
 
 impl RunDir {
@@ -32,26 +31,36 @@ impl RunDir {
             base.display()
         );
         let path = base.join(std::process::id().to_string());
+        // A process that had our number may have left its logs there.
+        let _ = fs::remove_dir_all(&path);
         directory(&path)?;
-        let lock = lock(&path).with_context(|| format!("locking {}", path.display()))?;
         for part in [BIN, LOGS, MANIFESTS, CREDENTIALS] {
             directory(&path.join(part))?;
         }
         Ok(Self {
             path,
-            keep_logs: false,
-            _lock: lock,
+            keep_logs: AtomicBool::new(false),
         })
     }
 
     /// Removes what killed runs of this user left behind.
-    pub(super) fn sweep() {
+    pub(super) fn sweep(kept: Kept) {
         for run in runs() {
-            if lock(&run).is_ok() {
+            let left_behind = match run.join(FAILED).exists() {
+                true => kept == Kept::Remove,
+                false => !is_alive(&run),
+            };
+            if left_behind {
                 // Whatever cannot be removed is somebody else's, and in nobody's way.
                 let _ = fs::remove_dir_all(&run);
             }
         }
+    }
+
+    /// Leaves nothing where there is nothing.
+    pub(super) fn remove_empty_base() {
+        // Fails when there are other runs, as it should.
+        let _ = fs::remove_dir(base());
     }
 
     pub(super) fn bin(&self) -> PathBuf {
@@ -75,29 +84,37 @@ impl RunDir {
     }
 
     /// Leaves the logs where they are when the rest goes.
-    pub(super) fn keep_logs(&mut self) {
-        self.keep_logs = true;
+    pub(super) fn keep_logs(&self) {
+        self.keep_logs.store(true, Ordering::Relaxed);
     }
 }
 
 impl Drop for RunDir {
     fn drop(&mut self) {
-        if !self.keep_logs {
+        if !self.keep_logs.load(Ordering::Relaxed) {
             // Nobody is left to tell; the next start sweeps.
             let _ = fs::remove_dir_all(&self.path);
-            let _ = fs::remove_dir(base()); // only when it is empty: there may be other runs
+            Self::remove_empty_base();
             return;
         }
         for part in [BIN, MANIFESTS, CREDENTIALS] {
             let _ = fs::remove_dir_all(self.path.join(part));
         }
         let _ = fs::remove_file(self.socket());
+        let _ = fs::write(self.path.join(FAILED), "");
     }
+}
+
+/// What becomes of the logs that failed runs have kept.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Kept {
+    Leave,
+    Remove,
 }
 
 /// The socket of the youngest run that goes on.
 pub(super) fn running_socket() -> Option<PathBuf> {
-    let running = runs().filter(|run| lock(run).is_err()).map(|run| run.join(SOCKET));
+    let running = runs().filter(|run| is_alive(run)).map(|run| run.join(SOCKET));
     let age = |path: &PathBuf| fs::metadata(path).and_then(|meta| meta.modified()).ok();
     running.filter(|path| path.exists()).max_by_key(age)
 }
@@ -121,9 +138,10 @@ fn runs() -> impl Iterator<Item = PathBuf> {
     entries.map(|entry| entry.path()).filter(|path| path.is_dir())
 }
 
-fn lock(run: &Path) -> io::Result<Flock<File>> {
-    let file = File::options().create(true).append(true).open(run.join(LOCK))?;
-    Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| errno.into())
+/// Whether the run's process is there; a number that was given to another process keeps a directory longer, no more.
+fn is_alive(run: &Path) -> bool {
+    let pid = run.file_name().unwrap_or_default();
+    Path::new("/proc").join(pid).exists()
 }
 
 fn base() -> PathBuf {
@@ -151,4 +169,5 @@ const LOGS: &str = "logs";
 const MANIFESTS: &str = "manifests";
 const CREDENTIALS: &str = "credentials";
 const SOCKET: &str = "socket";
-const LOCK: &str = "lock";
+/// Marks a run that is over and whose logs are kept.
+const FAILED: &str = "failed";

@@ -13,7 +13,7 @@ use tulle_core::netns::{self, Lab, Namespace};
 
 use super::credentials::Credentials;
 use super::process::{Output, Process, Spec};
-use super::rundir::{self, RunDir};
+use super::rundir::{self, Kept, RunDir};
 use super::scrape::Scraper;
 use super::topology::{App, CONTROL_IP, CONTROL_NAMESPACE, OUTSIDE_IP, Topology, Workload};
 use super::{Balancer, manifests};
@@ -28,7 +28,7 @@ pub(super) struct Stage {
     pub(super) topology: Topology,
     hosts: BTreeMap<String, Arc<Namespace>>,
     _lab: Lab,
-    pub(super) dir: RunDir,
+    pub(super) dir: Arc<RunDir>,
 }
 
 /// A process that can be started again, and its admin server if it has one.
@@ -47,7 +47,7 @@ pub(super) struct Plan<'a> {
 }
 
 /// Builds everything and waits until it is ready; says on standard error what it is at.
-pub(super) async fn build(plan: &Plan<'_>, dir: RunDir) -> anyhow::Result<Stage> {
+pub(super) async fn build(plan: &Plan<'_>, dir: Arc<RunDir>) -> anyhow::Result<Stage> {
     let manifests = match plan.manifests {
         Some(theirs) => theirs
             .canonicalize()
@@ -115,10 +115,10 @@ pub(super) async fn build(plan: &Plan<'_>, dir: RunDir) -> anyhow::Result<Stage>
     })
 }
 
-/// Removes what a killed demo left behind.
-pub(super) fn sweep() -> anyhow::Result<()> {
+/// Removes what killed demos left behind.
+pub(super) fn sweep(kept: Kept) -> anyhow::Result<()> {
     netns::sweep(PREFIX).context("removing namespaces of an earlier demo")?;
-    RunDir::sweep();
+    RunDir::sweep(kept);
     Ok(())
 }
 

@@ -56,7 +56,7 @@ async fn inbound(args: &super::Args, workload: &str, port: NonZeroU16) -> anyhow
             }
         };
         match args.answer("Policy API", exchange).await? {
-            Ok(server) => return show(&json::server(&server), args.output),
+            Ok(server) => return show(&json::inbound::server(&server), args.output),
             Err(status) => last = Some(status),
         }
     }
@@ -76,5 +76,5 @@ async fn outbound(args: &super::Args, target: &str, namespace: &str) -> anyhow::
     };
     let exchange = async { Ok(client.get(request).await?.into_inner()) };
     let policy = args.answer("Policy API", exchange).await?;
-    show(&json::outbound(&policy), args.output)
+    show(&json::outbound::policy(&policy), args.output)
 }

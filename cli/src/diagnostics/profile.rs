@@ -32,5 +32,5 @@ pub(super) async fn ask(args: &super::Args, question: &Args) -> anyhow::Result<S
             .ok_or_else(|| Status::unavailable("the stream ended without an answer"))
     };
     let profile = args.answer("Destination API", exchange).await?;
-    show(&json::profile(&profile), args.output)
+    show(&json::profile::profile(&profile), args.output)
 }

@@ -88,7 +88,9 @@ pub(crate) fn restore(req: &mut Request<Body>) -> Result<Option<Version>, Error>
         _ => return Err(Error::BadRequest("its l5d-orig-proto is unknown")),
     };
     *req.version_mut() = version;
-    if !absolute {
+    if absolute {
+        insert_host(req);
+    } else {
         make_origin(req);
     }
     Ok(Some(version))
@@ -96,16 +98,21 @@ pub(crate) fn restore(req: &mut Request<Body>) -> Result<Option<Version>, Error>
 
 /// Moves the authority from the target to `Host`, as HTTP/1 servers expect it.
 pub(crate) fn make_origin(req: &mut Request<Body>) {
-    let uri = std::mem::take(req.uri_mut());
-    let mut parts = uri.into_parts();
-    if let Some(authority) = parts.authority.take()
-        && !req.headers().contains_key(header::HOST)
-        && let Ok(host) = HeaderValue::from_str(authority.as_str())
+    insert_host(req);
+    if let Some(path) = std::mem::take(req.uri_mut()).into_parts().path_and_query {
+        *req.uri_mut() = Uri::from(path);
+    }
+}
+
+/// HTTP/1.1 wants a `Host` even where the target has an authority.
+fn insert_host(req: &mut Request<Body>) {
+    if !req.headers().contains_key(header::HOST)
+        && let Some(host) = req
+            .uri()
+            .authority()
+            .and_then(|host| HeaderValue::from_str(host.as_str()).ok())
     {
         req.headers_mut().insert(header::HOST, host);
-    }
-    if let Some(path) = parts.path_and_query {
-        *req.uri_mut() = Uri::from(path);
     }
 }
 
@@ -155,9 +162,7 @@ mod tests {
             assert_eq!(req.uri().authority().unwrap(), host);
             assert_eq!(restore(&mut req).unwrap(), Some(version));
             assert_eq!((req.uri(), req.version()), (original().uri(), version));
-            if !uri.starts_with("http") {
-                assert_eq!(req.headers()["host"], host);
-            }
+            assert_eq!(req.headers()["host"], host);
         }
     }
 

@@ -73,7 +73,8 @@ const CRATES: &[(&str, &[&str])] = &[
     ("control", &["core", "proto"]),
     ("init", &["core"]),
     ("cli", &["core", "proto", "control"]),
-    ("bench", &["core", "proto", "proxy"]),
+    // It makes the credentials of the mesh that it measures, as the command line does.
+    ("bench", &["core", "proto", "proxy", "control"]),
     ("tests", &["core", "proto", "proxy", "control", "init", "cli", "bench"]),
 ];
 

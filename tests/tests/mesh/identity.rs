@@ -7,7 +7,7 @@ use tulle_tests::apps;
 use tulle_tests::client::{Http1, empty};
 use tulle_tests::eventually::eventually;
 use tulle_tests::load::load;
-use tulle_tests::mesh::{HTTP, Mesh, STRANGER, identity, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, STRANGER, identity, mesh, pair};
 
 fn forged() -> Request<tulle_tests::client::AnyBody> {
     let req = Request::get("/headers").header("host", "web.test");
@@ -16,17 +16,7 @@ fn forged() -> Request<tulle_tests::client::AnyBody> {
         "admin.shop.serviceaccount.identity.linkerd.cluster.local",
     )
     .body(empty())
-    .unwrap()
-}
-
-/// A client and an echo server, both meshed, in both ways in which proxies reach one another.
-fn pair(test: impl AsyncFn(&Mesh) + Send + Sync) {
-    for mesh in [mesh(), mesh().transparent()] {
-        mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
-            apps::echo(mesh, "web").await;
-            test(mesh).await;
-        });
-    }
+    .expect("headers are well formed")
 }
 
 #[test]

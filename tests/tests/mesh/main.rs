@@ -5,8 +5,10 @@
 mod balancing;
 mod control_plane;
 mod drain;
+mod edges;
 mod failure;
 mod identity;
+mod invalid_policy;
 mod policy;
 mod routing;
 mod transparency;

@@ -14,17 +14,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_tungstenite::tungstenite::Message;
 use tulle_tests::apps;
 use tulle_tests::client::{AnyBody, Http1, Http2, any, empty, full, request, request2};
-use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, TCP, mesh};
-
-/// A client and an echo server, both meshed, in both ways in which proxies reach one another.
-fn pair(test: impl AsyncFn(&Mesh) + Send + Sync) {
-    for mesh in [mesh(), mesh().transparent()] {
-        mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
-            apps::echo(mesh, "web").await;
-            test(mesh).await;
-        });
-    }
-}
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, TCP, mesh, pair};
 
 async fn http(mesh: &Mesh) -> TcpStream {
     mesh.dial("client", mesh.service("web", HTTP)).await
@@ -104,7 +94,7 @@ fn addresses_that_nobody_knows_are_reached_as_dialled() {
 /// One gRPC message with `payload` as field 1.
 fn message(payload: &[u8]) -> Bytes {
     let mut framed = BytesMut::from(&[0][..]);
-    let length = u8::try_from(payload.len()).unwrap();
+    let length = u8::try_from(payload.len()).expect("short messages only");
     assert!(length < 128, "larger lengths take two bytes");
     framed.extend_from_slice(&(u32::from(length) + 2).to_be_bytes());
     framed.extend_from_slice(&[0x0a, length]);
@@ -118,7 +108,7 @@ fn call(method: &str, body: AnyBody) -> Request<AnyBody> {
         .header("content-type", "application/grpc")
         .header("te", "trailers")
         .body(body)
-        .unwrap()
+        .expect("a method is part of a path")
 }
 
 #[test]
@@ -129,7 +119,9 @@ fn grpc_calls_end_with_their_trailers() {
         assert_eq!(answer.trailers["grpc-status"], "0");
         assert!(answer.body.windows(5).any(|part| part == b"hello"));
         let answer = client.ask(call("Missing", full(message(b"hello")))).await.unwrap();
-        let status = answer.headers.get("grpc-status").or(answer.trailers.get("grpc-status"));
+        let status = [&answer.headers, &answer.trailers]
+            .into_iter()
+            .find_map(|map| map.get("grpc-status"));
         assert_eq!(status.unwrap(), "12");
     });
 }
@@ -247,7 +239,7 @@ async fn read_until(stream: &mut TcpStream, end: &str) -> String {
         });
         read.push(byte[0]);
     }
-    String::from_utf8(read).unwrap()
+    String::from_utf8(read).expect("tests send text")
 }
 
 #[test]

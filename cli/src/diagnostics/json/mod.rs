@@ -2,11 +2,7 @@
 //!
 //! Names are those of the API, in camel case; what is not set is left out.
 
-mod inbound;
-mod outbound;
+pub(super) mod inbound;
+pub(super) mod outbound;
 mod parts;
-mod profile;
-
-pub(super) use inbound::server;
-pub(super) use outbound::policy as outbound;
-pub(super) use profile::profile;
+pub(super) mod profile;

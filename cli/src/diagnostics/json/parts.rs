@@ -61,6 +61,14 @@ pub(super) fn duration(duration: Option<&prost_types::Duration>) -> Value {
     })
 }
 
+/// A number with the digits it was written with: 0.2 as a double is 0.20000000298023224.
+pub(super) fn float(number: f32) -> Value {
+    number
+        .to_string()
+        .parse::<f64>()
+        .map_or(Value::Null, |number| json!(number))
+}
+
 pub(super) fn network(network: &IpNetwork) -> Value {
     match network.ip.and_then(|ip| IpAddr::try_from(ip).ok()) {
         Some(ip) => json!(format!("{ip}/{}", network.prefix_len)),
@@ -79,7 +87,7 @@ pub(super) fn backoff(backoff: &ExponentialBackoff) -> Value {
     object([
         ("minBackoff", duration(backoff.min_backoff.as_ref())),
         ("maxBackoff", duration(backoff.max_backoff.as_ref())),
-        ("jitterRatio", json!(backoff.jitter_ratio)),
+        ("jitterRatio", float(backoff.jitter_ratio)),
     ])
 }
 

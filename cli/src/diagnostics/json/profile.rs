@@ -6,7 +6,7 @@ use tulle_proto::destination::{
     request_match, response_match, tls_identity,
 };
 
-use super::parts::{address, duration, list, maybe, metadata, method, object};
+use super::parts::{address, duration, float, list, maybe, metadata, method, object};
 
 pub(in super::super) fn profile(profile: &DestinationProfile) -> Value {
     object([
@@ -47,7 +47,7 @@ fn endpoint(endpoint: &WeightedAddr) -> Value {
 
 fn budget(budget: &RetryBudget) -> Value {
     object([
-        ("retryRatio", json!(budget.retry_ratio)),
+        ("retryRatio", float(budget.retry_ratio)),
         ("minRetriesPerSecond", json!(budget.min_retries_per_second)),
         ("ttl", duration(budget.ttl.as_ref())),
     ])

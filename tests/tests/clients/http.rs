@@ -1,0 +1,92 @@
+//! curl and h2load.
+
+use tulle_core::netns::Namespace;
+
+use crate::programs;
+use crate::scene::{HTTP, identity, scene, service};
+
+/// Asks the application what headers it got: the version, the status and the body.
+fn curl(host: &Namespace, flag: &str) -> (String, String, String) {
+    let url = format!("http://{}/headers", service(HTTP));
+    let said = programs::run(
+        host,
+        "curl",
+        &["-sS", flag, "-w", "\n%{http_version} %{http_code}", &url],
+        b"",
+    );
+    assert!(said.status.success(), "{said:?}");
+    let (body, facts) = said.out.rsplit_once('\n').unwrap();
+    let (version, status) = facts.split_once(' ').unwrap();
+    (version.into(), status.into(), body.into())
+}
+
+fn check_curl(flag: &str, version: &str) {
+    let Some(scene) = scene(&["curl"]) else { return };
+    let (answered, status, headers) = curl(&scene.client, flag);
+    assert_eq!((&*answered, &*status), (version, "200"), "{headers}");
+    // Both sidecars were on the way: only the server's knows who the client is, by mutual TLS with the client's.
+    let client = format!(r#""l5d-client-id":["{}"]"#, identity("client"));
+    assert!(headers.contains(&client), "{headers}");
+}
+
+#[test]
+fn curl_speaks_http_1_0() {
+    // As curl writes 1.0.
+    check_curl("--http1.0", "1");
+}
+
+#[test]
+fn curl_speaks_http_1_1() {
+    check_curl("--http1.1", "1.1");
+}
+
+#[test]
+fn curl_speaks_http_2_by_prior_knowledge() {
+    check_curl("--http2-prior-knowledge", "2");
+}
+
+#[test]
+fn an_upgrade_to_h2c_is_answered_as_http_1_1() {
+    check_curl("--http2", "1.1");
+}
+
+#[test]
+fn of_many_requests_of_h2load_none_fails() {
+    let Some(scene) = scene(&["h2load"]) else { return };
+    let n = requests();
+    let (n_text, url) = (n.to_string(), format!("http://{}/", service(HTTP)));
+    let said = programs::run(
+        &scene.client,
+        "h2load",
+        &["-n", &n_text, "-c", "10", "-m", "10", &url],
+        b"",
+    );
+    let line = |start: &str| {
+        said.out
+            .lines()
+            .find(|line| line.starts_with(start))
+            .unwrap_or_default()
+    };
+    println!("{}\n{}\n{}", line("finished"), line("requests:"), line("status codes:"));
+    let all = format!("requests: {n} total, {n} started, {n} done, {n} succeeded, 0 failed, 0 errored, 0 timeout");
+    assert_eq!(line("requests:"), all, "{said:?}");
+    assert!(
+        line("status codes:").starts_with(&format!("status codes: {n} 2xx,")),
+        "{said:?}"
+    );
+    // The server's sidecar has seen them all, from the client's.
+    scene.counts(
+        "inbound_http_authz_allow_total",
+        &[],
+        "client_id",
+        &[(&identity("client"), n)],
+    );
+}
+
+/// Unoptimised proxies would take a minute for all of them.
+fn requests() -> u64 {
+    match std::env::var_os("TULLE_TEST_FULL") {
+        Some(_) => 100_000,
+        None => 5_000,
+    }
+}

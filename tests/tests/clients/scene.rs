@@ -1,0 +1,315 @@
+//! Four hosts: the control plane, a client and a server with sidecars, and one outside the mesh.
+
+use std::collections::BTreeMap;
+use std::fs::{self, Permissions};
+use std::io::{Read as _, Write as _};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nix::unistd::Uid;
+use tempfile::TempDir;
+use tokio::time::Instant;
+use tulle_bench::run::process::Process;
+use tulle_core::names::port;
+use tulle_core::netns::{self, Lab, Namespace};
+
+use crate::credentials::Credentials;
+use crate::programs;
+
+/// The mesh and its hosts; all of it vanishes with the value.
+pub(crate) struct Scene {
+    // Dropped in this order: processes before the namespaces they live in, and those before the files.
+    processes: Vec<Process>,
+    pub(crate) client: Arc<Namespace>,
+    pub(crate) server: Arc<Namespace>,
+    pub(crate) outside: Arc<Namespace>,
+    _lab: Lab,
+    pub(crate) credentials: Credentials,
+    dir: TempDir,
+}
+
+/// Builds the scene for a test that needs these programs; `None`, and a loud word, where it cannot be had.
+///
+/// In CI nothing may be missing.
+pub(crate) fn scene(programs: &[&str]) -> Option<Scene> {
+    let missing: Vec<_> = programs.iter().filter(|name| programs::find(name).is_none()).collect();
+    let reason = match (Uid::effective().is_root(), &missing[..]) {
+        (true, []) => return Some(Scene::build()),
+        (true, missing) => format!("{missing:?} are not installed; ./run setup installs them"),
+        (false, _) => "network namespaces need root; run this test as root".to_owned(),
+    };
+    assert!(std::env::var_os("CI").is_none(), "{reason}");
+    eprintln!("\n*** SKIPPED: {reason} ***\n");
+    None
+}
+
+impl Scene {
+    fn build() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        // The sidecars run as a user of their own and have to read what is in it.
+        fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
+        let credentials = Credentials::create(dir.path());
+        let manifests = dir.path().join("manifests");
+        fs::create_dir(&manifests).unwrap();
+        fs::write(manifests.join("mesh.yaml"), include_str!("mesh.yaml")).unwrap();
+        let proxy = install_proxy(dir.path());
+
+        netns::sweep(PREFIX).unwrap();
+        let mut lab = Lab::new(PREFIX).unwrap();
+        let [control, client, server, outside] = [
+            ("control", CONTROL),
+            ("client", CLIENT),
+            ("server", SERVER),
+            ("outside", OUTSIDE),
+        ]
+        .map(|(name, ip)| {
+            let host = lab.host(name, &format!("{ip}/24"), None).unwrap();
+            // The address of the service exists nowhere; a packet needs a route to get as far as the rules.
+            host.ip("route add default dev eth0\n").unwrap();
+            host
+        });
+        let mut scene = Self {
+            processes: Vec::new(),
+            client,
+            server,
+            outside,
+            _lab: lab,
+            credentials,
+            dir,
+        };
+        scene.keep(scene.control(&control, &manifests));
+        scene.keep(scene.application());
+        for (name, host) in [("server", scene.server.clone()), ("client", scene.client.clone())] {
+            redirect(&host);
+            scene.keep(scene.sidecar(name, &host, &proxy));
+        }
+        scene
+    }
+
+    /// Starts a process with its output in the scene's directory.
+    pub(crate) fn start(&self, name: &str, command: Command) -> Process {
+        Process::start(name, command, self.dir.path()).unwrap()
+    }
+
+    /// The metrics page of a host's sidecar.
+    pub(crate) fn metrics(&self, host: &Namespace) -> String {
+        admin(host, "/metrics").expect("the sidecar runs")
+    }
+
+    /// What the server's sidecar has counted in a family, in series that have all these labels, by the value of `by`.
+    pub(crate) fn series(&self, family: &str, labels: &[&str], by: &str) -> BTreeMap<String, u64> {
+        let mut found = BTreeMap::new();
+        for line in self.metrics(&self.server).lines() {
+            let Some((series, value)) = line.rsplit_once(' ') else {
+                continue;
+            };
+            let Some(text) = series.strip_prefix(family).and_then(|rest| rest.strip_prefix('{')) else {
+                continue;
+            };
+            if !labels.iter().all(|label| text.contains(label)) {
+                continue;
+            }
+            let mut values = text.trim_end_matches("\"}").split("\",");
+            let name = values.find_map(|label| label.strip_prefix(by)?.strip_prefix("=\""));
+            let value: u64 = value.parse().expect("counters are whole numbers");
+            *found.entry(name.unwrap_or_default().to_owned()).or_default() += value;
+        }
+        found
+    }
+
+    /// Waits until [`Self::series`] are these: a client may know of its end before it is counted.
+    pub(crate) fn counts(&self, family: &str, labels: &[&str], by: &str, expected: &[(&str, u64)]) {
+        let expected: BTreeMap<_, _> = expected.iter().map(|(name, n)| ((*name).to_owned(), *n)).collect();
+        let deadline = Instant::now() + COUNT_LIMIT;
+        loop {
+            let found = self.series(family, labels, by);
+            if found == expected {
+                eprintln!("{family}: {found:?}");
+                return;
+            }
+            assert!(Instant::now() < deadline, "{family} counts {found:?}, not {expected:?}");
+            std::thread::sleep(COUNT_PAUSE);
+        }
+    }
+
+    fn keep(&mut self, process: Process) {
+        self.processes.push(process);
+    }
+
+    fn control(&self, host: &Namespace, manifests: &Path) -> Process {
+        let mut command = command(host, &[], &binary("tulle-control"));
+        command.arg("all-in-one");
+        for (flag, path) in [
+            ("--manifests", manifests),
+            ("--trust-anchors", &self.credentials.anchors()),
+            ("--issuer", &self.credentials.issuer()),
+            ("--token-keys", &self.credentials.token_keys()),
+        ] {
+            command.arg(flag).arg(path);
+        }
+        command.args(["--cluster-networks", "10.0.0.0/8", "--default-policy", POLICY]);
+        let mut control = self.start("tulle-control", command);
+        control
+            .listening(&[port::IDENTITY, port::DESTINATION, port::POLICY])
+            .unwrap();
+        control
+    }
+
+    /// The echo servers of HTTP, behind two policies.
+    fn application(&self) -> Process {
+        let mut command = command(&self.server, &[], &binary("tulle-bench"));
+        command.arg("serve");
+        for port in [HTTP, GUARDED] {
+            command.args(["--http", &SocketAddr::from((SERVER, port)).to_string()]);
+        }
+        let mut application = self.start("application", command);
+        application.listening(&[HTTP, GUARDED]).unwrap();
+        application
+    }
+
+    fn sidecar(&self, name: &str, host: &Namespace, program: &Path) -> Process {
+        // The rules know the proxy by its user; entering the namespace needs root, so the user changes after it.
+        let user = [format!("--reuid={PROXY_UID}"), format!("--regid={PROXY_UID}")];
+        let mut command = command(host, &[&user[0], &user[1], "--clear-groups"], program);
+        command.env_clear();
+        let control = |account: &str| {
+            tulle_core::identity::service_account(account, CONTROL_NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
+        };
+        let at = |port: u16| SocketAddr::from((CONTROL, port)).to_string();
+        let workload = serde_json::json!({"ns": NAMESPACE, "external_workload": name}).to_string();
+        for (variable, value) in [
+            ("LOG", "warn,tulle_proxy=info".to_owned()),
+            ("DESTINATION_SVC_ADDR", at(port::DESTINATION)),
+            ("DESTINATION_SVC_NAME", control("linkerd-destination")),
+            ("DESTINATION_CONTEXT", workload.clone()),
+            ("DESTINATION_PROFILE_NETWORKS", "10.0.0.0/8".into()),
+            ("POLICY_SVC_ADDR", at(port::POLICY)),
+            ("POLICY_SVC_NAME", control("linkerd-destination")),
+            ("POLICY_WORKLOAD", workload),
+            ("POLICY_CLUSTER_NETWORKS", "10.0.0.0/8".into()),
+            ("INBOUND_DEFAULT_POLICY", POLICY.into()),
+            // The control plane's word on these is known before the sidecar is ready.
+            (
+                "INBOUND_PORTS",
+                format!("{HTTP},{GUARDED},{GREETING},{GRPC},{TLS},{OPEN_TLS}"),
+            ),
+            ("IDENTITY_SVC_ADDR", at(port::IDENTITY)),
+            ("IDENTITY_SVC_NAME", control("linkerd-identity")),
+            ("IDENTITY_LOCAL_NAME", identity(name)),
+            ("IDENTITY_TRUST_ANCHORS", self.credentials.anchor.certificate.clone()),
+            (
+                "IDENTITY_TOKEN_FILE",
+                self.credentials.token(name).display().to_string(),
+            ),
+        ] {
+            command.env(format!("LINKERD2_PROXY_{variable}"), value);
+        }
+        let mut sidecar = self.start(&format!("sidecar-{name}"), command);
+        let ready = |_: &Process| Ok(admin(host, "/ready").is_ok());
+        sidecar.wait_for("certificate, by its /ready", ready).unwrap();
+        sidecar
+    }
+}
+
+/// A command that starts inside a namespace, with these settings of `setpriv`, and ends with this test, whatever way that
+/// ends.
+pub(crate) fn command(host: &Namespace, settings: &[&str], program: &Path) -> Command {
+    let mut command = host.command("setpriv");
+    command.arg("--pdeathsig=KILL").args(settings).arg(program);
+    command
+}
+
+/// The identity of a service account of the scene.
+pub(crate) fn identity(service_account: &str) -> String {
+    tulle_core::identity::service_account(service_account, NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
+}
+
+/// Where clients in the mesh dial a port of the server.
+pub(crate) fn service(port: u16) -> SocketAddr {
+    (SERVICE, port).into()
+}
+
+/// A binary of this build.
+fn binary(name: &str) -> PathBuf {
+    let own = std::env::current_exe().unwrap();
+    let profile = own.ancestors().nth(2).expect("cargo puts tests into <profile>/deps");
+    let path = profile.join(name);
+    assert!(
+        path.is_file(),
+        "{} is missing; `cargo build --workspace --bins`, with the profile of this test, makes it",
+        path.display()
+    );
+    path
+}
+
+/// Puts the proxy where its user can start it: that user may have no right to the directory it was built in.
+fn install_proxy(into: &Path) -> PathBuf {
+    let (from, to) = (binary("tulle-proxy"), into.join("tulle-proxy"));
+    fs::hard_link(&from, &to)
+        .or_else(|_| fs::copy(&from, &to).map(drop))
+        .unwrap();
+    to
+}
+
+fn redirect(host: &Namespace) {
+    let mut command = host.command(binary("tulle-init"));
+    let skipped = format!("{},{}", port::TAP, port::ADMIN);
+    command.args(["-p", &port::INBOUND.to_string(), "-o", &port::OUTBOUND.to_string()]);
+    command.args(["-u", &PROXY_UID.to_string(), "--inbound-ports-to-ignore", &skipped]);
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// What the admin server of a host's sidecar says with success.
+fn admin(host: &Namespace, path: &str) -> std::io::Result<String> {
+    let ask = || {
+        let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port::ADMIN))?;
+        stream.set_read_timeout(Some(ADMIN_TIMEOUT))?;
+        write!(
+            stream,
+            "GET {path} HTTP/1.1\r\nhost: proxy\r\nconnection: close\r\n\r\n"
+        )?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok(answer)
+    };
+    let answer: std::io::Result<String> = host.run(ask).unwrap();
+    match answer?.strip_prefix("HTTP/1.1 200") {
+        Some(answer) => Ok(answer.to_owned()),
+        None => Err(std::io::Error::other("not ready")),
+    }
+}
+
+pub(crate) const SERVER: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 20);
+pub(crate) const OUTSIDE: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 40);
+const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 10);
+const CONTROL: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 30);
+/// The cluster IP of the service that the server is the only endpoint of.
+const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 99, 0, 1);
+
+/// HTTP for everybody in the mesh.
+pub(crate) const HTTP: u16 = 8080;
+/// HTTP for the client alone.
+pub(crate) const GUARDED: u16 = 8081;
+/// A server that speaks first.
+pub(crate) const GREETING: u16 = 5000;
+pub(crate) const GRPC: u16 = 10000;
+/// An application's own TLS, for everybody in the mesh.
+pub(crate) const TLS: u16 = 8443;
+/// An application's own TLS, for everybody.
+pub(crate) const OPEN_TLS: u16 = 8444;
+
+pub(crate) const NAMESPACE: &str = "shop";
+const CONTROL_NAMESPACE: &str = "linkerd";
+const TRUST_DOMAIN: &str = "cluster.local";
+const POLICY: &str = "all-authenticated";
+/// The user whose traffic is not redirected.
+const PROXY_UID: u32 = 2102;
+const PREFIX: &str = "tr-";
+const ADMIN_TIMEOUT: Duration = Duration::from_secs(5);
+const COUNT_LIMIT: Duration = Duration::from_secs(5);
+const COUNT_PAUSE: Duration = Duration::from_millis(10);

@@ -1,0 +1,221 @@
+//! What is rare on the wire and still means something.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::future::join_all;
+use http::{Request, Response, StatusCode, Version};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tulle_tests::apps;
+use tulle_tests::client::{Http1, Http2, full, request, request2};
+use tulle_tests::eventually::eventually;
+use tulle_tests::mesh::{HTTP, Mesh, mesh, pair};
+
+/// A client and a workload without an application yet.
+fn bare(test: impl AsyncFnOnce(&Mesh) + Send) {
+    mesh().workload("client").workload("web").run(test);
+}
+
+async fn http(mesh: &Mesh) -> TcpStream {
+    mesh.dial("client", mesh.service("web", HTTP)).await
+}
+
+/// An application that reads a request's head and sends these bytes, then closes.
+async fn scripted(mesh: &Mesh, answer: &'static str) -> apps::App {
+    apps::raw(mesh.listen("web", HTTP).await, move |mut stream| async move {
+        let mut read = Vec::new();
+        while !read.ends_with(b"\r\n\r\n") {
+            match stream.read_u8().await {
+                Ok(byte) => read.push(byte),
+                Err(_) => return,
+            }
+        }
+        // The proxy may be gone already.
+        let _ = stream.write_all(answer.as_bytes()).await;
+    })
+}
+
+#[test]
+fn two_hundred_streams_share_a_connection() {
+    pair(async |mesh: &Mesh| {
+        let client = Http2::over(http(mesh).await).await;
+        let answers = join_all((0..200).map(|_| {
+            let mut client = client.clone();
+            async move { client.ask(request2("/delay/100")).await.unwrap().status }
+        }));
+        assert!(answers.await.into_iter().all(|status| status == 200));
+    });
+}
+
+#[test]
+fn targets_arrive_as_they_were_sent() {
+    bare(async |mesh: &Mesh| {
+        let _app = apps::http(mesh.listen("web", HTTP).await, |req| async move {
+            Response::new(full(format!("{} {:?}", req.uri(), req.headers().get("host"))))
+        });
+        for target in [
+            "/",
+            "//a//b?x=%2F&y",
+            "/a;b=c/../d",
+            "/%7Euser/?",
+            "http://web.test/absolute",
+        ] {
+            let mut client = http(mesh).await;
+            let head = format!("GET {target} HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n\r\n");
+            client.write_all(head.as_bytes()).await.unwrap();
+            let mut rsp = String::new();
+            client.read_to_string(&mut rsp).await.unwrap();
+            assert!(
+                rsp.ends_with(&format!("{target} Some(\"web.test\")")),
+                "{target}: {rsp}"
+            );
+        }
+        let mut client = http(mesh).await;
+        client
+            .write_all(b"OPTIONS * HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n\r\n")
+            .await
+            .unwrap();
+        let mut rsp = String::new();
+        client.read_to_string(&mut rsp).await.unwrap();
+        assert!(rsp.ends_with("* Some(\"web.test\")"), "{rsp}");
+    });
+}
+
+#[test]
+fn heads_of_24_kib_pass() {
+    pair(async |mesh: &Mesh| {
+        let cookie = "c".repeat(12 << 10);
+        let mut req = Request::get("/headers").header("host", "web.test");
+        for name in ["x-1", "x-2"] {
+            req = req.header(name, &cookie);
+        }
+        let answer = Http1::over(http(mesh).await)
+            .await
+            .ask(req.body(full("")).unwrap())
+            .await
+            .unwrap();
+        assert_eq!((answer.status.as_u16(), answer.body.len() > 24 << 10), (200, true));
+    });
+}
+
+#[test]
+fn early_hints_do_not_harm_the_response() {
+    bare(async |mesh: &Mesh| {
+        let hints =
+            "HTTP/1.1 103 Early Hints\r\nlink: </style.css>\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
+        let _app = scripted(mesh, hints).await;
+        let answer = mesh.get("client", mesh.service("web", HTTP), "/").await;
+        assert_eq!((answer.status.as_u16(), answer.text().as_str()), (200, "ok"));
+    });
+}
+
+#[test]
+fn a_body_may_end_with_its_connection() {
+    bare(async |mesh: &Mesh| {
+        let _app = scripted(mesh, "HTTP/1.1 200 OK\r\n\r\nuntil the end").await;
+        let answer = mesh.get("client", mesh.service("web", HTTP), "/").await;
+        assert_eq!((answer.status.as_u16(), answer.text().as_str()), (200, "until the end"));
+    });
+}
+
+#[test]
+fn a_body_that_is_cut_off_is_never_taken_for_a_whole_one() {
+    bare(async |mesh: &Mesh| {
+        let _app = scripted(
+            mesh,
+            "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nnot\r\n",
+        )
+        .await;
+        for _ in 0..20 {
+            let mut client = Http1::over(http(mesh).await).await;
+            // Between proxies the reset may overtake the head.
+            let ended = client.ask(request("/")).await;
+            assert!(
+                ended.as_ref().is_ok_and(|answer| answer.status == 502) || ended.is_err(),
+                "{ended:?}"
+            );
+        }
+    });
+}
+
+#[test]
+fn what_is_no_http_is_a_bad_gateway() {
+    bare(async |mesh: &Mesh| {
+        let _app = scripted(mesh, "220 mail.test ESMTP\r\n").await;
+        let answer = mesh.get("client", mesh.service("web", HTTP), "/").await;
+        assert_eq!(answer.status, 502);
+    });
+}
+
+#[test]
+fn an_answer_before_the_end_of_the_upload_arrives() {
+    bare(async |mesh: &Mesh| {
+        let _app = apps::http(mesh.listen("web", HTTP).await, |_| async {
+            let mut rsp = Response::new(full("too much"));
+            *rsp.status_mut() = StatusCode::PAYLOAD_TOO_LARGE;
+            rsp
+        });
+        let req = Request::post("http://web.test/").version(Version::HTTP_2);
+        let mut client = Http2::over(http(mesh).await).await;
+        let answer = client
+            .ask(req.body(full(Bytes::from(vec![0; 8 << 20]))).unwrap())
+            .await
+            .unwrap();
+        assert_eq!((answer.status.as_u16(), answer.text().as_str()), (413, "too much"));
+    });
+}
+
+/// Counts itself out when a request is given up.
+struct Waiting(Arc<AtomicUsize>);
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn a_request_that_its_client_gives_up_ends_at_the_application() {
+    bare(async |mesh: &Mesh| {
+        let n_waiting = Arc::new(AtomicUsize::new(0));
+        let counted = n_waiting.clone();
+        let _app = apps::http(mesh.listen("web", HTTP).await, move |_| {
+            counted.fetch_add(1, Ordering::Relaxed);
+            let waiting = Waiting(counted.clone());
+            async move {
+                tokio::time::sleep(Duration::from_secs(60)).await;
+                drop(waiting);
+                Response::new(full("late"))
+            }
+        });
+        let mut http1 = Http1::over(http(mesh).await).await;
+        let mut http2 = Http2::over(http(mesh).await).await;
+        let both = async { tokio::join!(http1.ask(request("/")), http2.ask(request2("/"))) };
+        let arrived = eventually("both wait", async || {
+            (n_waiting.load(Ordering::Relaxed) == 2).then_some(())
+        });
+        tokio::select! {
+            _ = both => panic!("nobody answers"),
+            () = arrived => {}
+        }
+        drop((http1, http2));
+        eventually("both are given up", async || {
+            (n_waiting.load(Ordering::Relaxed) == 0).then_some(())
+        })
+        .await;
+    });
+}
+
+#[test]
+fn grpc_clients_are_told_of_failures_as_grpc_has_it() {
+    bare(async |mesh: &Mesh| {
+        let mut client = Http2::over(http(mesh).await).await;
+        let call = Request::post("http://web.test/tulle.bench.Echo/Unary").version(Version::HTTP_2);
+        let call = call.header("content-type", "application/grpc").header("te", "trailers");
+        let answer = client.ask(call.body(full("")).unwrap()).await.unwrap();
+        assert_eq!((answer.status.as_u16(), answer.header("grpc-status")), (200, "14"));
+    });
+}
