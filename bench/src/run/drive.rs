@@ -55,7 +55,11 @@ pub(super) fn warm_up(scene: &Scene, sidecars: Option<&Sidecars>, traffic: Traff
     let driven = match traffic {
         Traffic::Http1 => wrk(scene, host, 1, WARM_UP)?,
         Traffic::Grpc => ghz(scene, host, WARM_UP)?,
-        Traffic::Opaque => bulk(scene, host, WARM_UP)?,
+        Traffic::Opaque => {
+            // Connections are authorized when they open, the very first ones before the policy of their port is known.
+            bulk(scene, host, WARM_UP)?;
+            bulk(scene, host, WARM_UP)?
+        }
     };
     ensure!(
         driven.requests > driven.failed,

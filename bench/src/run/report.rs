@@ -12,6 +12,7 @@ use super::peer::Peer;
 
 /// Samples as they come in.
 pub(super) struct Results {
+    machine: Machine,
     samples: BTreeMap<(Row, Peer), Vec<Sample>>,
 }
 
@@ -23,10 +24,12 @@ pub(super) struct Report {
     bounds: Vec<Check>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Clone, Debug, Serialize)]
 struct Machine {
     cpus: usize,
     kernel: String,
+    /// Load average of the minute before the run.
+    load: f64,
 }
 
 /// One row of one peer.
@@ -68,8 +71,10 @@ enum Verdict {
 }
 
 impl Results {
+    /// Before anything is measured: how busy the machine is without us stands in the report.
     pub(super) fn new() -> Self {
         Self {
+            machine: Machine::look(),
             samples: BTreeMap::new(),
         }
     }
@@ -93,16 +98,27 @@ impl Results {
             .iter()
             .map(|bound| check(&lines, bound))
             .collect();
-        let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease")
-            .unwrap_or_default()
-            .trim()
-            .to_owned();
-        let cpus = std::thread::available_parallelism().map_or(0, usize::from);
         Ok(Report {
-            machine: Machine { cpus, kernel },
+            machine: self.machine.clone(),
             lines,
             bounds,
         })
+    }
+}
+
+impl Machine {
+    fn look() -> Self {
+        let read = |path| std::fs::read_to_string(path).unwrap_or_default();
+        let load = read("/proc/loadavg");
+        Self {
+            cpus: std::thread::available_parallelism().map_or(0, usize::from),
+            kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
+            load: load
+                .split_whitespace()
+                .next()
+                .and_then(|load| load.parse().ok())
+                .unwrap_or_default(),
+        }
     }
 }
 
@@ -173,9 +189,16 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "medians, and in brackets the distance of the extremes; {} CPUs, Linux {}\n",
-            self.machine.cpus, self.machine.kernel
+            "medians, and in brackets the distance of the extremes; {} CPUs, Linux {}, load {} before the run",
+            self.machine.cpus, self.machine.kernel, self.machine.load
         )?;
+        if self.machine.load > QUIET {
+            writeln!(
+                f,
+                "the machine was busy in the minute before; if it still was, requests/s and latencies say little, CPU times more"
+            )?;
+        }
+        writeln!(f)?;
         write!(f, "{:<12}{:<8}", "row", "peer")?;
         for (_, title, _) in COLUMNS {
             write!(f, "{title:>17}")?;
@@ -216,6 +239,8 @@ fn name(value: impl Serialize) -> String {
     }
 }
 
+/// Above this load others may have taken part in the measurement.
+const QUIET: f64 = 0.5;
 /// Metric, title and decimals of the table's columns.
 const COLUMNS: [(Metric, &str, usize); 13] = [
     (Metric::RequestsPerSecond, "requests/s", 0),

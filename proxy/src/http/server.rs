@@ -76,7 +76,14 @@ where
                 builder.max_send_buf_size(size);
             }
             let connection = builder.serve_connection(TokioIo::new(io), service);
-            drive(connection, |connection| connection.graceful_shutdown(), &closer, drain).await
+            // Boxed: clients that keep a connection idle speak HTTP/1, and need not pay for what HTTP/2 holds.
+            Box::pin(drive(
+                connection,
+                |connection| connection.graceful_shutdown(),
+                &closer,
+                drain,
+            ))
+            .await
         }
     }
 }

@@ -283,7 +283,7 @@ impl Connection {
         let first = if let ServerProtocol::Detect { timeout, .. } = &current.policy.protocol {
             let forward = self.forward(peer, plain, port);
             let learned = &port.learned[usize::from(false)];
-            first::words(&mut stream, learned, (*timeout).min(limit), forward.open(current))
+            first::words(&mut stream, learned, (*timeout).min(limit), || forward.open(current))
                 .await
                 .map_err(|_| "i/o")?
         } else {
@@ -366,7 +366,7 @@ impl Connection {
                 let first = {
                     let forward = self.forward(&peer, &tls, &port);
                     let learned = &port.learned[usize::from(true)];
-                    first::words(&mut io, learned, *timeout, forward.open(&current)).await
+                    first::words(&mut io, learned, *timeout, || forward.open(&current)).await
                 };
                 return match first {
                     Ok(first) => self.begun(io, first, peer, tls, port, current).await,

@@ -53,12 +53,16 @@ pub(crate) enum First {
 ///
 /// # Errors
 /// Reading from the client failed.
-pub(crate) async fn words<C: AsyncRead + Unpin>(
+pub(crate) async fn words<C, F>(
     client: &mut C,
     learned: &Learned,
     limit: Duration,
-    dial: impl Future<Output = Option<Io>>,
-) -> io::Result<First> {
+    dial: impl FnOnce() -> F,
+) -> io::Result<First>
+where
+    C: AsyncRead + Unpin,
+    F: Future<Output = Option<Io>>,
+{
     let mut seen = BytesMut::new();
     if !learned.is(SERVER_SPEAKS) {
         let patience = if learned.is(CLIENT_SPEAKS) {
@@ -72,7 +76,7 @@ pub(crate) async fn words<C: AsyncRead + Unpin>(
         }
     }
     // Rare, and much larger than what a plain request needs.
-    Box::pin(both(client, seen, learned, limit, dial)).await
+    Box::pin(both(client, seen, learned, limit, dial())).await
 }
 
 async fn both<C: AsyncRead + Unpin>(

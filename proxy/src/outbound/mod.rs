@@ -133,7 +133,7 @@ impl Connection {
             }
             Plan::Detect { timeout, opaque, .. } => {
                 let limit = (*timeout).min(self.outbound.detect_timeout);
-                let dial = async { opaque::open(opaque).await.ok() };
+                let dial = || async { opaque::open(opaque).await.ok() };
                 let first = match first::words(&mut io, &self.destination.learned, limit, dial).await {
                     Ok(first) => first,
                     Err(error) => return tracing::debug!(dst = %self.dst.0, %error, "application left"),
