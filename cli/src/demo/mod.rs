@@ -3,6 +3,7 @@
 //! [`topology`] says what there is, as the manifests have it; [`stage`] builds it; [`run`] watches, breaks and judges it.
 //! Nothing here looks into the binaries: they are started as an operator would start them, and asked over their ports.
 
+mod broken;
 mod checks;
 mod credentials;
 mod edges;
