@@ -106,6 +106,15 @@ impl Mesh {
     }
 }
 
+/// A copy of a program where every user can start it: what was built below a home directory need not be such a place.
+fn runnable(program: &str, dir: &Path) -> anyhow::Result<PathBuf> {
+    let copy = dir.join(program);
+    if !copy.exists() {
+        std::fs::copy(tools::beside(program)?, &copy).with_context(|| format!("copying {program}"))?;
+    }
+    Ok(copy)
+}
+
 fn proxy(program: &str, scene: &Scene, mesh: &Mesh, name: &str, namespace: &Namespace) -> anyhow::Result<Process> {
     // The rules know the proxy by its user; entering the namespace needs root, so the user changes after it.
     let mut command = namespace.command("setpriv");
@@ -115,7 +124,7 @@ fn proxy(program: &str, scene: &Scene, mesh: &Mesh, name: &str, namespace: &Name
             format!("--regid={PROXY_UID}"),
             "--clear-groups".into(),
         ])
-        .arg(tools::beside(program)?)
+        .arg(runnable(program, scene.dir.path())?)
         // Only the counting one reads it.
         .arg(COUNTER)
         .env_clear();

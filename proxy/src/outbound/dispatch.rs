@@ -234,7 +234,10 @@ fn finish(rsp: &mut Response<Body>, protocol: Protocol, asked: Version) {
 
 /// Why the peer's proxy never reached its application, if that is what it says.
 fn never_reached(rsp: &Response<Body>, endpoint: &Endpoint) -> Option<&'static str> {
-    if rsp.status() != StatusCode::BAD_GATEWAY || endpoint.identity().is_none() {
+    // A refusal reaches gRPC clients as a status inside a 200.
+    let refused =
+        rsp.status() == StatusCode::BAD_GATEWAY || classify::grpc_status(rsp.headers()) == Some(grpc::UNAVAILABLE);
+    if !refused || endpoint.identity().is_none() {
         return None;
     }
     let said = rsp.headers().get(names::L5D_PROXY_CAUSE)?.as_bytes();

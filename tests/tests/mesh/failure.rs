@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use http::{Request, Response};
+use http::{Request, Response, Version};
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::time::Instant;
 use tulle_tests::apps;
-use tulle_tests::client::{Http1, full, request};
+use tulle_tests::client::{Http1, Http2, full, request};
 use tulle_tests::load::load;
 use tulle_tests::mesh::{HTTP, Mesh, TCP, mesh};
 
@@ -77,6 +77,30 @@ fn requests_that_reached_no_application_go_to_another_endpoint() {
                 .body(full("a body"))
                 .unwrap();
             assert_eq!(client.ask(req).await.unwrap().text(), "a body");
+        }
+        assert!(mesh.metric("client", "tulle_outbound_resent_total", &[]).await >= 1.);
+    });
+}
+
+#[test]
+fn grpc_calls_that_reached_no_application_go_to_another_endpoint() {
+    mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web-1").await;
+        let mut client = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        for _ in 0..30 {
+            let call = Request::post("http://web.test/tulle.bench.Echo/Unary")
+                .version(Version::HTTP_2)
+                .header("content-type", "application/grpc")
+                .header("te", "trailers")
+                .body(full(&b"\0\0\0\0\0"[..]))
+                .unwrap();
+            let answer = client.ask(call).await.unwrap();
+            let told = answer.headers.get("l5d-proxy-cause");
+            assert_eq!(
+                answer.trailers.get("grpc-status").map(|code| code.as_bytes()),
+                Some(&b"0"[..]),
+                "{told:?}"
+            );
         }
         assert!(mesh.metric("client", "tulle_outbound_resent_total", &[]).await >= 1.);
     });
