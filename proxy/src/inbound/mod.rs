@@ -77,6 +77,9 @@ pub(crate) struct Inbound {
     pub(crate) apps: Vec<Mutex<HashMap<SocketAddr, Arc<Client>>>>,
 }
 
+/// Addresses of the application that are remembered without a connection to them; peers may try every port.
+const MAX_IDLE_APPS: usize = 64;
+
 /// Who is connected, and to what.
 #[derive(Clone, Copy, Debug)]
 struct Peer {
@@ -127,9 +130,11 @@ impl Inbound {
 
     /// The application's client of one worker.
     fn app(self: &Arc<Self>, worker: usize, target: SocketAddr) -> Arc<Client> {
-        self.apps[worker]
-            .lock()
-            .entry(target)
+        let mut apps = self.apps[worker].lock();
+        if apps.len() >= MAX_IDLE_APPS && !apps.contains_key(&target) {
+            apps.retain(|_, client| Arc::strong_count(client) > 1);
+        }
+        apps.entry(target)
             .or_insert_with(|| Arc::new(http::client(self, target)))
             .clone()
     }

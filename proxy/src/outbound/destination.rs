@@ -3,7 +3,8 @@
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use arc_swap::ArcSwap;
-use tokio::sync::watch;
+use parking_lot::Mutex;
+use tokio::{sync::watch, time::Instant};
 
 use crate::{
     balance::weighted::Weights,
@@ -28,6 +29,8 @@ pub(crate) struct Destination {
     /// Whether `plan` is more than a placeholder.
     pub(super) known: watch::Sender<bool>,
     pub(super) learned: Learned,
+    /// When a connection last came, or was last seen.
+    pub(super) used_at: Mutex<Instant>,
 }
 
 /// How connections to a destination are carried.

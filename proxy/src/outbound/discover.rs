@@ -4,7 +4,7 @@ use std::{collections::HashMap, net::SocketAddr, sync::Arc, time::Duration};
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
-use tokio::{runtime::Handle, sync::watch};
+use tokio::{runtime::Handle, sync::watch, time::Instant};
 use tulle_core::addr::{Addr, OrigDst};
 
 use crate::{
@@ -64,6 +64,7 @@ impl Discover {
     fn join_or_follow(self: &Arc<Self>, dst: SocketAddr) -> Arc<Destination> {
         let mut known = self.known.lock();
         if let Some(found) = known.get(&dst) {
+            *found.used_at.lock() = Instant::now();
             return found.clone();
         }
         let nowhere = OpaquePlan {
@@ -75,6 +76,7 @@ impl Discover {
             plan: ArcSwap::from_pointee(Plan::Opaque(Arc::new(nowhere))),
             known: watch::Sender::new(false),
             learned: Learned::default(),
+            used_at: Mutex::new(Instant::now()),
         });
         known.insert(dst, made.clone());
         self.runtime.spawn(follow(self.clone(), made.clone()));
@@ -173,18 +175,21 @@ fn unknown_there(refusal: &Refusal) -> bool {
 }
 
 /// Waits until the destination has been unused for the idle time, and forgets it.
+///
+/// Short connections may all be over whenever this looks, so what counts is when the last one came or was still there.
 async fn unused(discover: &Discover, destination: &Arc<Destination>) {
     /// The map's and the follower's own.
     const OURS: usize = 2;
-    let mut idle_before = false;
     loop {
-        tokio::time::sleep(discover.idle).await;
+        let due = *destination.used_at.lock() + discover.idle;
+        tokio::time::sleep_until(due).await;
         let mut known = discover.known.lock();
-        let idle = Arc::strong_count(destination) <= OURS;
-        if idle && idle_before {
+        let mut used_at = destination.used_at.lock();
+        if Arc::strong_count(destination) > OURS {
+            *used_at = Instant::now();
+        } else if *used_at + discover.idle <= Instant::now() {
             known.remove(&destination.orig_dst);
             return;
         }
-        idle_before = idle;
     }
 }

@@ -1,5 +1,8 @@
 //! Traffic goes on without the control plane, and follows it again when it is back.
 
+use std::time::Duration;
+
+use tokio::time::{interval, timeout};
 use tulle_tests::apps;
 use tulle_tests::client::{Http1, request};
 use tulle_tests::eventually::eventually;
@@ -34,6 +37,27 @@ fn traffic_goes_on_without_the_control_plane_and_follows_it_when_it_is_back() {
         };
         load(mesh, "client", dst, 2, during).await.assert_all_ok();
     });
+}
+
+#[test]
+fn what_short_connections_keep_using_is_not_forgotten() {
+    mesh()
+        .workload("client")
+        .workload("web")
+        .env("OUTBOUND_DISCOVERY_IDLE_TIMEOUT", "150ms")
+        .run(async |mesh: &Mesh| {
+            apps::echo(mesh, "web").await;
+            let dst = mesh.service("web", HTTP);
+            assert_eq!(mesh.get("client", dst, "/").await.status, 200);
+            mesh.stop_control().await;
+            // Most of the time there is no connection, but never for long.
+            let mut due = interval(Duration::from_millis(25));
+            for _ in 0..80 {
+                due.tick().await;
+                let answer = timeout(Duration::from_secs(1), mesh.get("client", dst, "/")).await;
+                assert_eq!(answer.expect("known destinations need no control plane").status, 200);
+            }
+        });
 }
 
 #[test]
