@@ -488,7 +488,9 @@ impl Env<'_> {
     }
 
     fn ignored(&self) -> Vec<String> {
-        let set = NOT_SUPPORTED.iter().filter(|name| self.value(name).is_some());
+        let set = NOT_SUPPORTED
+            .iter()
+            .filter(|name| self.value(name).is_some_and(|value| value != "false"));
         set.map(|name| full(name)).collect()
     }
 }
@@ -522,4 +524,19 @@ const DEFAULT_LOG: &str = "warn,tulle=info,hickory=error";
 const QUEUE_CAPACITY: usize = 10_000;
 const SHOWN_CHARACTERS: usize = 80;
 /// Set where Linkerd's tap or tracing is wanted; traffic flows without them.
-const NOT_SUPPORTED: &[&str] = &["TAP_SVC_NAME", "TRACE_COLLECTOR_SVC_ADDR"];
+const NOT_SUPPORTED: &[&str] = &[
+    "TAP_SVC_NAME",
+    "TRACE_COLLECTOR_SVC_ADDR",
+    "ACCESS_LOG",
+    "INGRESS_MODE",
+    "INBOUND_GATEWAY_SUFFIXES",
+    "INBOUND_METRICS_AUTHORITY_LABELS",
+    "OUTBOUND_METRICS_HOSTNAME_LABELS",
+    "OUTBOUND_TCP_QUEUE_CAPACITY",
+    "OUTBOUND_TCP_FAILFAST_TIMEOUT",
+    "DESTINATION_PROFILE_INITIAL_TIMEOUT",
+    "INBOUND_SERVER_HTTP2_ADAPTIVE_FLOW_CONTROL",
+    "OUTBOUND_SERVER_HTTP2_ADAPTIVE_FLOW_CONTROL",
+    "INBOUND_SERVER_HTTP2_MAX_PENDING_ACCEPT_RESET_STREAMS",
+    "OUTBOUND_SERVER_HTTP2_MAX_PENDING_ACCEPT_RESET_STREAMS",
+];

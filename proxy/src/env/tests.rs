@@ -185,7 +185,8 @@ fn values_of_a_chart_are_understood() {
         (config.log.format, config.log.filter.as_str()),
         (Format::Json, DEFAULT_LOG)
     );
-    assert_eq!(config.ignored, ["LINKERD2_PROXY_TAP_SVC_NAME"]);
+    let ignored = ["TAP_SVC_NAME", "INGRESS_MODE", "INBOUND_METRICS_AUTHORITY_LABELS"];
+    assert_eq!(config.ignored, ignored.map(|name| format!("LINKERD2_PROXY_{name}")));
 }
 
 #[test]

@@ -1,7 +1,16 @@
 //! One client per endpoint and worker: HTTP/1 from a pool, HTTP/2 on one shared connection, dialled once for all who
 //! wait.
 
-use std::{future::Future, net::SocketAddr, pin::Pin, sync::Arc, time::Duration};
+use std::{
+    future::Future,
+    net::SocketAddr,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
 
 use bytes::Bytes;
 use h2::client::SendRequest;
@@ -36,6 +45,8 @@ pub(crate) struct Client {
     http2: Mutex<Option<SendRequest<Bytes>>>,
     /// Held while dialling, so that others wait for the same connection.
     dialling: tokio::sync::Mutex<()>,
+    /// Dials that failed; who waited for one shares its failure.
+    failed: AtomicU64,
     params: http2::Params,
     pool: Arc<Pool>,
 }
@@ -68,6 +79,7 @@ impl Client {
             connect,
             http2: Mutex::new(None),
             dialling: tokio::sync::Mutex::new(()),
+            failed: AtomicU64::new(0),
             params,
             pool: Pool::new(pool.idle_timeout, pool.max_idle),
         }
@@ -106,6 +118,7 @@ impl Client {
     }
 
     async fn dial_http2(&self) -> Result<SendRequest<Bytes>, Error> {
+        let failed_before = self.failed.load(Ordering::Relaxed);
         let _turn = self.dialling.lock().await;
         let known = self.http2.lock().clone();
         if let Some(send) = known
@@ -113,9 +126,17 @@ impl Client {
         {
             return Ok(send); // somebody else dialled meanwhile
         }
+        if self.failed.load(Ordering::Relaxed) != failed_before {
+            return Err(Error::DialFailed { addr: self.addr }); // so did the dial that this request waited for
+        }
         *self.http2.lock() = None;
-        let io = (self.connect)(Protocol::Http2).await?;
-        let send = http2::connect(io, &self.params).await?;
+        let dialled = match (self.connect)(Protocol::Http2).await {
+            Ok(io) => http2::connect(io, &self.params).await,
+            Err(error) => Err(error),
+        };
+        let send = dialled.inspect_err(|_| {
+            self.failed.fetch_add(1, Ordering::Relaxed);
+        })?;
         *self.http2.lock() = Some(send.clone());
         send.ready().await.map_err(|_| Error::Closed {
             addr: self.addr,

@@ -38,6 +38,8 @@ pub(crate) enum Error {
     ConnectTimeout(#[source] ConnectError),
     #[error("connect error")]
     Connect(#[source] ConnectError),
+    #[error("connect error: another request's dial of {addr} has just failed")]
+    DialFailed { addr: SocketAddr },
     #[error("TLS handshake with {addr}")]
     Tls {
         addr: SocketAddr,
@@ -129,6 +131,7 @@ impl Error {
             Self::RequestBody(_) | Self::BadRequest(_) => Side::Client,
             Self::ConnectTimeout(_)
             | Self::Connect(_)
+            | Self::DialFailed { .. }
             | Self::Tls { .. }
             | Self::Closed { .. }
             | Self::H2(_)
@@ -153,7 +156,7 @@ impl Error {
 
     pub(crate) fn retry(&self) -> Retry {
         match self {
-            Self::ConnectTimeout(_) | Self::Connect(_) | Self::Tls { .. } => Retry::NeverSent,
+            Self::ConnectTimeout(_) | Self::Connect(_) | Self::DialFailed { .. } | Self::Tls { .. } => Retry::NeverSent,
             Self::Closed { sent: false, .. } => Retry::NeverSent,
             Self::Closed { reused: true, .. } => Retry::IfIdempotent,
             Self::H2(error) if refused(error) => Retry::NeverSent,
@@ -171,6 +174,7 @@ impl Error {
             }
             Self::RequestTimeout(_) => answer(StatusCode::GATEWAY_TIMEOUT, grpc::DEADLINE_EXCEEDED, false),
             Self::Connect(_)
+            | Self::DialFailed { .. }
             | Self::Tls { .. }
             | Self::Closed { .. }
             | Self::H2(_)
@@ -201,6 +205,7 @@ impl Error {
             Self::RequestTimeout(_) => "response timeout",
             Self::ConnectTimeout(_)
             | Self::Connect(_)
+            | Self::DialFailed { .. }
             | Self::Tls { .. }
             | Self::Closed { .. }
             | Self::H2(_)
@@ -213,7 +218,7 @@ impl Error {
     pub(crate) fn cause(&self) -> &'static str {
         match self {
             Self::ConnectTimeout(_) | Self::Connect(ConnectError::Timeout { .. }) => "connect-timeout",
-            Self::Connect(_) => "connect-refused",
+            Self::Connect(_) | Self::DialFailed { .. } => "connect-refused",
             Self::Tls { .. } => "tls-handshake",
             Self::Closed { .. } => "connection-closed",
             Self::H2(_) => "stream-reset",

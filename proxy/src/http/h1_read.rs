@@ -79,6 +79,12 @@ pub(crate) fn head(bytes: &mut Bytes, method: &Method) -> Result<Option<Head>, E
     }
     bytes.advance(used);
     let (framing, clean) = framing(&response, method)?;
+    match framing {
+        // One framing is passed on, the one that counts.
+        Framing::Chunked(_) => drop(response.headers_mut().remove(header::CONTENT_LENGTH)),
+        Framing::Length(length) => drop(response.headers_mut().insert(header::CONTENT_LENGTH, length.into())),
+        Framing::None | Framing::UntilClose => {}
+    }
     let keep_alive = clean && framing != Framing::UntilClose && persistent(&response);
     Ok(Some(Head {
         response,

@@ -4,19 +4,23 @@ use http::{
     HeaderMap, HeaderName, Method, Request, Version,
     header::{self, HeaderValue},
 };
+use http_body::Body as _;
 use tulle_core::names::header as names;
 
 use crate::http::{body::Body, error::Error};
 
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
+const TRAILERS: &[u8] = b"trailers";
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 
 /// Removes what concerns only the connection a message came on.
 pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
-    if let Some(listed) = headers.remove(header::CONNECTION) {
-        for name in listed.as_bytes().split(|b| *b == b',') {
+    if headers.contains_key(header::CONNECTION) {
+        let lines: Vec<_> = headers.get_all(header::CONNECTION).iter().cloned().collect();
+        headers.remove(header::CONNECTION);
+        for name in lines.iter().flat_map(|line| line.as_bytes().split(|b| *b == b',')) {
             if let Ok(name) = HeaderName::from_bytes(name.trim_ascii())
-                && name != header::TE
+                && !is_end_to_end(&name)
             {
                 headers.remove(name);
             }
@@ -27,6 +31,32 @@ pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
             headers.remove(name);
         }
     }
+    if headers.contains_key(header::TE) {
+        // Of this one, HTTP/2 and gRPC know exactly one value.
+        let trailers = |value: &HeaderValue| {
+            value
+                .as_bytes()
+                .split(|b| *b == b',')
+                .any(|v| v.trim_ascii() == TRAILERS)
+        };
+        if headers.get_all(header::TE).iter().any(trailers) {
+            headers.insert(header::TE, HeaderValue::from_static("trailers"));
+        } else {
+            headers.remove(header::TE);
+        }
+    }
+}
+
+/// Headers that a message means for its last receiver, or a proxy for another, whatever its `connection` lists.
+fn is_end_to_end(name: &HeaderName) -> bool {
+    [
+        header::HOST,
+        header::CONTENT_LENGTH,
+        header::TRANSFER_ENCODING,
+        header::TE,
+    ]
+    .contains(name)
+        || name.as_str().starts_with("l5d-")
 }
 
 /// Whether an HTTP/1.1 request asks for another protocol. An upgrade to cleartext HTTP/2 is not one: it is answered
@@ -42,20 +72,34 @@ pub(crate) fn wants_upgrade(req: &Request<Body>) -> bool {
             .is_some_and(|to| !to.as_bytes().eq_ignore_ascii_case(b"h2c"))
 }
 
-/// Refuses requests whose target does not fit their method.
-pub(crate) fn check_target(req: &Request<Body>) -> Result<(), Error> {
+/// Refuses requests that cannot be passed on as what they are: whose target does not fit their method, or whose body
+/// could not be told from what follows it.
+pub(crate) fn check_request(req: &Request<Body>) -> Result<(), Error> {
     let uri = req.uri();
     let authority_form = uri.scheme().is_none() && uri.authority().is_some() && uri.path_and_query().is_none();
     match (*req.method() == Method::CONNECT, req.version()) {
         (true, Version::HTTP_11) if !authority_form => {
-            Err(Error::BadRequest("the target of CONNECT is not an authority"))
+            return Err(Error::BadRequest("the target of CONNECT is not an authority"));
         }
-        (true, Version::HTTP_10) => Err(Error::BadRequest("CONNECT needs HTTP/1.1")),
+        (true, Version::HTTP_10) => return Err(Error::BadRequest("CONNECT needs HTTP/1.1")),
         (false, Version::HTTP_10 | Version::HTTP_11) if authority_form => {
-            Err(Error::BadRequest("only CONNECT has an authority for a target"))
+            return Err(Error::BadRequest("only CONNECT has an authority for a target"));
         }
-        _ => Ok(()),
+        _ => {}
     }
+    let coded = |value: &HeaderValue| !value.as_bytes().trim_ascii().eq_ignore_ascii_case(b"chunked");
+    if req.headers().get_all(header::TRANSFER_ENCODING).iter().any(coded) {
+        return Err(Error::BadRequest("its transfer-encoding is not just chunked"));
+    }
+    let unframed = req.version() == Version::HTTP_10
+        && !req.body().is_end_stream()
+        && !req.headers().contains_key(header::CONTENT_LENGTH);
+    if unframed {
+        return Err(Error::BadRequest(
+            "an HTTP/1.0 request with a body needs a content-length",
+        ));
+    }
+    Ok(())
 }
 
 /// Whether the request speaks gRPC.
@@ -80,6 +124,19 @@ pub(crate) fn strip_proxy_headers(headers: &mut HeaderMap) -> ProxyWords {
     words
 }
 
+/// Removes from an application's response what only proxies say.
+pub(crate) fn strip_forged(headers: &mut HeaderMap) {
+    for name in [
+        names::L5D_PROXY_ERROR,
+        names::L5D_PROXY_CAUSE,
+        names::L5D_PROXY_CONNECTION,
+    ] {
+        if headers.contains_key(&name) {
+            headers.remove(name);
+        }
+    }
+}
+
 /// What a peer's proxy said with a response.
 #[derive(Debug, Default)]
 pub(crate) struct ProxyWords {
@@ -92,10 +149,11 @@ mod tests {
     use super::*;
 
     fn headers(lines: &[(&'static str, &'static str)]) -> HeaderMap {
-        lines
-            .iter()
-            .map(|(k, v)| (HeaderName::from_static(k), HeaderValue::from_static(v)))
-            .collect()
+        let mut headers = HeaderMap::new();
+        for (name, value) in lines {
+            headers.append(HeaderName::from_static(name), HeaderValue::from_static(value));
+        }
+        headers
     }
 
     #[test]
@@ -110,6 +168,38 @@ mod tests {
         ]);
         strip_hop_by_hop(&mut given);
         assert_eq!(given, headers(&[("x-end", "2")]));
+    }
+
+    #[test]
+    fn every_connection_line_counts_and_te_is_trailers_or_nothing() {
+        let mut given = headers(&[
+            ("connection", "x-a"),
+            ("connection", "x-b, host, l5d-client-id"),
+            ("x-a", "1"),
+            ("x-b", "1"),
+            ("host", "h"),
+            ("l5d-client-id", "me"),
+            ("te", "gzip, trailers"),
+        ]);
+        strip_hop_by_hop(&mut given);
+        assert_eq!(
+            given,
+            headers(&[("host", "h"), ("l5d-client-id", "me"), ("te", "trailers")])
+        );
+        let mut given = headers(&[("te", "gzip")]);
+        strip_hop_by_hop(&mut given);
+        assert!(given.is_empty());
+    }
+
+    #[test]
+    fn bodies_that_nobody_could_delimit_are_refused() {
+        let req = |version, coding: &str| {
+            let req = Request::post("/").version(version).header("transfer-encoding", coding);
+            req.body(Body::full("GET / HTTP/1.1")).unwrap()
+        };
+        assert!(check_request(&req(Version::HTTP_10, "chunked")).is_err());
+        assert!(check_request(&req(Version::HTTP_11, "gzip, chunked")).is_err());
+        assert!(check_request(&req(Version::HTTP_11, "chunked")).is_ok());
     }
 
     #[test]
@@ -136,7 +226,7 @@ mod tests {
             (req(Method::CONNECT, "/a"), false),
             (req(Method::OPTIONS, "*"), true),
         ] {
-            assert_eq!(check_target(&req).is_ok(), fits, "{req:?}");
+            assert_eq!(check_request(&req).is_ok(), fits, "{req:?}");
         }
     }
 }

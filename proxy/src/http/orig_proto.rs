@@ -77,6 +77,9 @@ pub(crate) fn restore(req: &mut Request<Body>) -> Result<Option<Version>, Error>
     let Some(mark) = req.headers_mut().remove(L5D_ORIG_PROTO) else {
         return Ok(None);
     };
+    if req.version() != Version::HTTP_2 {
+        return Ok(None); // only proxies upgrade, and they speak HTTP/2 then
+    }
     let mark = mark.to_str().unwrap_or_default();
     let (version, absolute) = match mark.strip_suffix(ABSOLUTE_FORM) {
         Some(version) => (version, true),

@@ -62,7 +62,7 @@ impl HttpConnection {
     pub(super) async fn serve(&self, mut req: Request<Body>) -> Result<Response<Body>, Error> {
         let started = Instant::now();
         let restored = orig_proto::restore(&mut req)?;
-        headers::check_target(&req)?;
+        headers::check_request(&req)?;
         let upgrade = headers::wants_upgrade(&req).then(|| hyper::upgrade::on(&mut req));
         if upgrade.is_none() && req.version() <= Version::HTTP_11 {
             headers::strip_hop_by_hop(req.headers_mut());
@@ -192,8 +192,10 @@ impl HttpConnection {
         };
         match (upgrade, rsp.body_mut().take_upgraded()) {
             (Some(client), Some(upstream)) => tunnel::spawn(client, upstream, &self.drain),
-            _ => headers::strip_hop_by_hop(rsp.headers_mut()),
+            (None, Some(_)) => return Err(Error::BadResponse("it switched protocols unasked")),
+            (_, None) => headers::strip_hop_by_hop(rsp.headers_mut()),
         }
+        headers::strip_forged(rsp.headers_mut());
         Ok(rsp)
     }
 }

@@ -23,6 +23,9 @@ use crate::net::{
 /// first bytes ready within a millisecond or two.
 const GRACE: Duration = Duration::from_millis(15);
 
+/// The same where clients have spoken first before.
+const GRACE_OF_SPEAKERS: Duration = Duration::from_millis(25);
+
 /// How long a silent client is still listened to when the server's side cannot be opened for it. A peer's first TLS
 /// bytes may have been lost once and come again.
 const LAST_CHANCE: Duration = Duration::from_secs(1);
@@ -64,12 +67,8 @@ where
     F: Future<Output = Option<Io>>,
 {
     let mut seen = BytesMut::new();
-    if !learned.is(SERVER_SPEAKS) {
-        let patience = if learned.is(CLIENT_SPEAKS) {
-            limit
-        } else {
-            GRACE.min(limit)
-        };
+    let patience = learned.patience().min(limit);
+    if patience > Duration::ZERO {
         match detect::look(client, &mut seen, patience).await? {
             Look::TimedOut if patience < limit => {}
             look => return Ok(learned.client(look, seen, None)),
@@ -130,8 +129,14 @@ async fn chance(looking: impl Future<Output = io::Result<Look>>, limit: Duration
 }
 
 impl Learned {
-    fn is(&self, what: u8) -> bool {
-        self.0.load(Ordering::Relaxed) == what
+    /// How long a client is waited for alone. However long ago it was that the client of this target spoke first, one
+    /// that is silent gets its server soon: what was learned may have been an accident, or a stranger's doing.
+    fn patience(&self) -> Duration {
+        match self.0.load(Ordering::Relaxed) {
+            SERVER_SPEAKS => Duration::ZERO,
+            CLIENT_SPEAKS => GRACE_OF_SPEAKERS,
+            _ => GRACE,
+        }
     }
 
     fn note(&self, what: u8) {

@@ -95,6 +95,13 @@ impl Dispatch<'_> {
                     flight.judge(&rsp);
                     finish(&mut rsp, protocol, version);
                     let upgraded = rsp.body_mut().take_upgraded();
+                    if upgraded.is_some() && upgrade.is_none() {
+                        flight.failed();
+                        return Err(Error::BadResponse("it switched protocols unasked"));
+                    }
+                    if endpoint.identity().is_none() {
+                        headers::strip_forged(rsp.headers_mut());
+                    }
                     let rsp = classify::observe(rsp, endpoint.series.clone(), started, flight);
                     if let (Some(client), Some(upstream)) = (upgrade, upgraded) {
                         tunnel::spawn(client, upstream, self.drain);
@@ -161,7 +168,7 @@ impl Dispatch<'_> {
     }
 
     fn may_try_another(&self, n_tried: usize) -> bool {
-        n_tried + 1 < MAX_TRIES
+        n_tried + 1 < MAX_TRIES && !matches!(self.backend, Backend::Forward(_))
     }
 
     fn resendable(&self, error: &Error, copy: Option<&Copy>, n_tried: usize) -> bool {

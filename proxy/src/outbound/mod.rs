@@ -73,7 +73,7 @@ impl Outbound {
             Ok(dst) => dst,
             Err(error) => return tracing::debug!(client = %client.0, %error, "unknown what the application dialled"),
         };
-        if self.own.contains(&dst.0) {
+        if self.own.iter().any(|own| is_listener(*own, dst.0)) {
             return tracing::info!(client = %client.0, dst = %dst.0, "refused: this proxy was dialled itself");
         }
         let destination = match self.discover.get(dst, self.detect_timeout).await {
@@ -187,6 +187,11 @@ impl Connection {
             tracing::debug!(dst = %self.dst.0, %error, "HTTP connection ended");
         }
     }
+}
+
+/// Whether a connection to `dst` would come back to the listener at `own`.
+fn is_listener(own: SocketAddr, dst: SocketAddr) -> bool {
+    own.port() == dst.port() && (own.ip() == dst.ip() || own.ip().is_unspecified())
 }
 
 /// Reads until the name in a ClientHello is known; the bytes stay with the caller.
