@@ -95,7 +95,15 @@ pub struct RedirectArgs {
     )]
     log_format: String,
     /// Least important log lines to show
-    #[arg(long, value_name = "LEVEL", default_value = "info", overrides_with = "log_level")]
+    #[arg(
+        long,
+        value_name = "LEVEL",
+        default_value = "info",
+        value_parser = LOG_LEVELS,
+        hide_possible_values = true,
+        ignore_case = true,
+        overrides_with = "log_level"
+    )]
     log_level: String,
     /// Use iptables' programs of this flavour, as Linkerd's init does
     #[arg(long, value_name = "legacy|nft|plain", overrides_with = "iptables_mode")]
@@ -375,6 +383,9 @@ impl ValidateArgs {
     }
 }
 
+/// The names of logrus, because that is what Linkerd's init takes.
+const LOG_LEVELS: [&str; 8] = ["trace", "debug", "info", "warn", "warning", "error", "fatal", "panic"];
+
 /// Anything but json is plain, as with Linkerd's init.
 fn log_format(format: &str) -> Format {
     if format == "json" { Format::Json } else { Format::Plain }
@@ -456,6 +467,14 @@ mod tests {
         assert_eq!(options.proxy_uid, Some(2102));
         assert_eq!(options.inbound_skip_ports.to_string(), "4190-4191,4567-4568");
         assert_eq!(options.families, Families::V4);
+    }
+
+    #[test]
+    fn a_level_that_is_none_is_refused_with_those_there_are() {
+        let refused = Cli::try_parse_from(["tulle-init", "-p4143", "-o4140", "--log-level", "loud"]).unwrap_err();
+        let text = refused.to_string();
+        assert!(text.contains("loud") && text.contains("warning"), "{text}");
+        assert!(Cli::try_parse_from(["tulle-init", "-p4143", "-o4140", "--log-level", "DEBUG"]).is_ok());
     }
 
     #[test]

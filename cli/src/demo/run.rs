@@ -16,7 +16,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
 use super::broken::{Broken, Target};
 use super::edges::{Client, Edge, edges};
-use super::faults::{Fault, Listener, Request};
+use super::faults::{Answer, Fault, Listener, Request};
 use super::janitor::Janitor;
 use super::load::Reports;
 use super::metrics::Samples;
@@ -145,7 +145,9 @@ impl Demo {
                     let now = Instant::now();
                     if planned.pop_front_if(|at| *at <= now).is_some() {
                         let request = Request { fault: Fault::ControlPlane, seconds: OUTAGE.as_secs_f64() };
-                        self.break_now(request).await;
+                        if let Answer::Refused(why) = self.break_now(request).await {
+                            self.accidents.push(format!("the planned outage of the control plane did not happen: {why}"));
+                        }
                     }
                     self.scrape().await;
                     self.repair().await?;
