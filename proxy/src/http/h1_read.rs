@@ -82,8 +82,10 @@ pub(crate) fn head(bytes: &mut Bytes, method: &Method) -> Result<Option<Head>, E
     match framing {
         // One framing is passed on, the one that counts.
         Framing::Chunked(_) => drop(response.headers_mut().remove(header::CONTENT_LENGTH)),
-        Framing::Length(length) => drop(response.headers_mut().insert(header::CONTENT_LENGTH, length.into())),
-        Framing::None | Framing::UntilClose => {}
+        Framing::Length(length) if is_repeated(response.headers()) => {
+            response.headers_mut().insert(header::CONTENT_LENGTH, length.into());
+        }
+        Framing::Length(_) | Framing::None | Framing::UntilClose => {}
     }
     let keep_alive = clean && framing != Framing::UntilClose && persistent(&response);
     Ok(Some(Head {
@@ -120,6 +122,12 @@ fn framing(response: &Response<()>, method: &Method) -> Result<(Framing, bool), 
         return Ok((Framing::UntilClose, false));
     }
     Ok((length.map_or(Framing::UntilClose, Framing::Length), true))
+}
+
+/// Whether the length is told more than once.
+fn is_repeated(headers: &HeaderMap) -> bool {
+    let mut lengths = headers.get_all(header::CONTENT_LENGTH).iter();
+    lengths.next().is_some_and(|first| first.as_bytes().contains(&b',')) || lengths.next().is_some()
 }
 
 fn content_length(headers: &HeaderMap) -> Result<Option<u64>, Error> {
@@ -308,6 +316,17 @@ mod tests {
         ] {
             let head = parse(text).unwrap().unwrap();
             assert_eq!((head.framing, head.keep_alive), (framing, keep_alive), "{text}");
+            let told: Vec<_> = head
+                .response
+                .headers()
+                .get_all("content-length")
+                .iter()
+                .cloned()
+                .collect();
+            match framing {
+                Framing::Length(length) => assert_eq!(told, [HeaderValue::from(length)], "{text}"),
+                _ => assert!(told.is_empty(), "{text}"),
+            }
         }
     }
 
