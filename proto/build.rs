@@ -17,11 +17,15 @@ fn main() -> Result<(), Box<dyn Error>> {
         "tap",
         "tls_route",
         "transport",
+        "workload",
     ];
     let files = files.map(|name| format!("proto/{name}.proto"));
     println!("cargo::rerun-if-changed=proto");
     let descriptors = protox::compile(files, ["proto"])?;
     // Ordered maps: equal messages become equal bytes, and labels come out in the same order everywhere.
-    tonic_prost_build::configure().btree_map(".").compile_fds(descriptors)?;
+    tonic_prost_build::configure()
+        .btree_map(".")
+        .codec_path("crate::codec::Codec")
+        .compile_fds(descriptors)?;
     Ok(())
 }

@@ -2,32 +2,68 @@
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
+use clap_complete::Shell;
 
-use crate::{demo, diagnostics, trust};
+#[cfg(target_os = "linux")]
+use crate::demo;
+use crate::{authz, check, diagnostics, identity, inject, install, kubernetes, metrics, profile, trust, version};
 
 /// Runs and inspects a tulle service mesh.
 #[derive(Debug, Parser)]
 #[command(
     name = "tulle",
     version,
-    after_help = "Start with `tulle demo`: a whole mesh on this machine."
+    after_help = "Start with `tulle demo`, a whole mesh on this machine, or with `tulle check --pre`, if you have a cluster."
 )]
 pub struct Cli {
     #[command(subcommand)]
     command: Command,
+    #[command(flatten)]
+    cluster: kubernetes::Flags,
 }
 
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Run a whole mesh on this machine, with a live table
+    #[cfg(target_os = "linux")]
     Demo(demo::Args),
+    /// Check a cluster and the mesh on it; say what is wrong and what mends it
+    Check(check::Args),
+    /// Print the manifests of a control plane for `kubectl apply`
+    Install(install::InstallArgs),
+    /// Print the manifests of a control plane with some values changed
+    Upgrade(install::UpgradeArgs),
+    /// Print what an upgrade left behind, for `kubectl delete`
+    Prune(install::PruneArgs),
+    /// Print all that belongs to a control plane, for `kubectl delete`
+    Uninstall(install::UninstallArgs),
     /// Make trust anchors, issuers and join tokens
     #[command(subcommand)]
     Trust(trust::Command),
+    /// Add the mesh to manifests
+    Inject(Box<inject::Args>),
+    /// Remove the mesh from manifests
+    Uninject(inject::UninjectArgs),
     /// Ask a running control plane what it would tell a proxy
     #[command(visible_alias = "dg")]
     Diagnostics(diagnostics::Args),
+    /// Show the certificates that the proxies of pods present
+    Identity(identity::Args),
+    /// Show which authorizations speak of a workload's ports
+    Authz(authz::Args),
+    /// Show the metrics of proxies
+    Metrics(metrics::Proxies),
+    /// Make a ServiceProfile
+    Profile(profile::Args),
+    /// Show the versions of this command, of the control plane and of proxies
+    Version(version::Args),
+    /// Write a script that completes this command in a shell
+    #[command(after_help = COMPLETION)]
+    Completion {
+        /// The shell
+        shell: Shell,
+    },
 }
 
 /// Runs what the command line asks for.
@@ -37,17 +73,41 @@ enum Command {
 /// # Errors
 /// What went wrong, with its causes.
 pub fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
+    let cluster = &cli.cluster;
     match &cli.command {
+        #[cfg(target_os = "linux")]
         Command::Demo(args) => demo::main(args),
         Command::Trust(command) => trust::main(command).map(|()| ExitCode::SUCCESS),
-        Command::Diagnostics(args) => diagnostics::main(args).map(|()| ExitCode::SUCCESS),
+        Command::Inject(args) => inject::main(args, cluster).map(|()| ExitCode::SUCCESS),
+        Command::Uninject(args) => inject::uninject(args).map(|()| ExitCode::SUCCESS),
+        Command::Diagnostics(args) => diagnostics::main(args, cluster),
+        Command::Check(args) => check::main(args, cluster),
+        Command::Install(args) => install::install(args, cluster),
+        Command::Upgrade(args) => install::upgrade(args, cluster),
+        Command::Prune(args) => install::prune(args, cluster),
+        Command::Uninstall(args) => install::uninstall(args, cluster),
+        Command::Identity(args) => identity::main(args, cluster),
+        Command::Authz(args) => authz::main(args, cluster),
+        Command::Metrics(args) => metrics::proxies(args, cluster),
+        Command::Profile(args) => profile::main(args, cluster),
+        Command::Version(args) => version::main(args, cluster),
+        Command::Completion { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(*shell, &mut Cli::command(), "tulle", &mut script);
+            crate::print(&String::from_utf8(script)?)?;
+            Ok(ExitCode::SUCCESS)
+        }
     }
 }
 
+const COMPLETION: &str = "\
+  source <(tulle completion bash)                                    # this shell
+  tulle completion bash > /etc/bash_completion.d/tulle               # all shells
+  tulle completion zsh > \"${fpath[1]}/_tulle\"
+  tulle completion fish > ~/.config/fish/completions/tulle.fish";
+
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory as _;
-
     use super::*;
 
     #[test]
@@ -67,10 +127,35 @@ mod tests {
             "tulle demo break certificate",
             "tulle trust create-anchor",
             "tulle trust create-token --service-account web --out web.token",
+            "tulle trust serve-workload-api --identity spiffe://root.linkerd.cluster.local/vm-1 --uid 2102",
             "tulle diagnostics endpoints web.demo.svc.cluster.local:80",
             "tulle dg endpoints web.demo.svc.cluster.local:80 ws.demo.svc.cluster.local:80 -o json",
             "tulle dg profile 10.96.0.10:80 --destination-addr 127.0.0.1:8086",
             "tulle dg policy demo/web-1 8080",
+            "tulle inject web.yaml",
+            "tulle inject --manual --proxy-log-level debug manifests/ -L mesh",
+            "tulle inject --ingress --enable-debug-sidecar --close-wait-timeout 60s - -o json",
+            "tulle uninject meshed.yaml",
+            "tulle dg policy deploy/web 8080 -n shop -o yaml",
+            "tulle dg controller-metrics",
+            "tulle dg proxy-metrics --obfuscate deploy web",
+            "tulle metrics deploy/web -n shop",
+            "tulle authz deploy -n shop",
+            "tulle profile --template web -n shop",
+            "tulle profile --open-api web.yaml web --ignore-cluster -o json",
+            "tulle version --short --client",
+            "tulle version --proxy -n shop",
+            "tulle completion zsh",
+            "tulle install --crds --set installGatewayAPI=true",
+            "tulle install --ha -f a.yaml -f b.yaml --set-string a=1 --set-file b=c -o json --ignore-cluster",
+            "tulle upgrade --from-manifests all.yaml --force --controller-replicas 3",
+            "tulle uninstall --force -L mesh",
+            "tulle prune",
+            "tulle check --pre",
+            "tulle check --proxy -n shop -o json --wait 10s -L mesh --context test --as me --as-group us",
+            "tulle -L mesh check --crds -o short --expected-version 1.0.0",
+            "tulle identity web-1 -n shop",
+            "tulle identity -l app=web",
             "tulle dg policy --outbound 10.96.0.10:80 --namespace demo -o json",
         ] {
             Cli::try_parse_from(line.split(' ')).unwrap_or_else(|err| panic!("{line}: {err}"));
@@ -80,7 +165,14 @@ mod tests {
             "tulle demo --once 0",
             "tulle demo break",
             "tulle demo break everything",
+            "tulle trust serve-workload-api --identity vm.example.com",
             "tulle dg policy",
+            "tulle check --pre --proxy",
+            "tulle inject",
+            "tulle identity",
+            "tulle profile web",
+            "tulle profile web --template --proto a.proto",
+            "tulle completion tcsh",
         ] {
             assert!(Cli::try_parse_from(line.split(' ')).is_err(), "{line}");
         }

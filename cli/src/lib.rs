@@ -1,7 +1,45 @@
-//! The `tulle` command: credentials, diagnostics, and the demo.
+//! The `tulle` command: credentials, diagnostics, clusters, and the demo.
 #![allow(clippy::print_stdout, clippy::print_stderr)] // this is what a command does
 
 pub mod app;
+mod authz;
+mod certificates;
+mod check;
+mod config;
+#[cfg(target_os = "linux")]
 mod demo;
 mod diagnostics;
+mod identity;
+mod inject;
+mod install;
+mod kubernetes;
+mod metrics;
+mod profile;
+mod table;
 mod trust;
+mod version;
+#[cfg(target_os = "linux")]
+mod workload_api;
+
+use std::io::Write as _;
+
+use anyhow::Context as _;
+
+/// Prints the answer of a command; who reads no further, as `head` does, has read enough.
+fn print(text: &str) -> anyhow::Result<()> {
+    let mut stdout = std::io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            Err(error).context("writing to standard output")
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The runtime of a command that asks others; it ends with the command.
+fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("building the runtime")
+}

@@ -9,6 +9,9 @@ use clap::{Args, Subcommand};
 use tulle_control::trust::{self, CertificateAuthority, TokenSubject};
 use tulle_core::duration;
 
+#[cfg(target_os = "linux")]
+use crate::workload_api;
+
 /// What to make.
 #[derive(Clone, Debug, Subcommand)]
 pub(crate) enum Command {
@@ -21,6 +24,10 @@ pub(crate) enum Command {
     /// Make a join token, with which a workload proves who it is
     #[command(name = "create-token")]
     Token(Token),
+    /// Serve the SPIFFE Workload API to a sidecar of this machine, where there is no SPIRE
+    #[cfg(target_os = "linux")]
+    #[command(name = "serve-workload-api")]
+    WorkloadApi(workload_api::Args),
 }
 
 #[derive(Args, Clone, Debug)]
@@ -89,6 +96,8 @@ pub(crate) fn main(command: &Command) -> anyhow::Result<()> {
         Command::Anchor(args) => create_anchor(args),
         Command::Issuer(args) => create_issuer(args),
         Command::Token(args) => create_token(args),
+        #[cfg(target_os = "linux")]
+        Command::WorkloadApi(args) => workload_api::main(args),
     }
 }
 
@@ -160,7 +169,7 @@ fn make_directory(dir: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(dir).with_context(|| format!("making the directory {dir:?}"))
 }
 
-fn lifetime(text: &str) -> Result<Duration, String> {
+pub(crate) fn lifetime(text: &str) -> Result<Duration, String> {
     match duration::parse(text) {
         Ok(lifetime) if !lifetime.is_zero() => Ok(lifetime),
         Ok(_) => Err("a lifetime of nothing; expected one such as 24h or 365d".to_owned()),

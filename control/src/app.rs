@@ -6,8 +6,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use http::StatusCode;
+use kube::Client;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::{JoinError, JoinSet};
@@ -20,16 +21,26 @@ use tulle_core::metrics::{Registry, process_metrics};
 use tulle_core::ready::Readiness;
 use tulle_core::telemetry;
 
-use crate::cluster::Cluster;
-use crate::config::{Certificates, Config, ListenAddr, Logs};
+use crate::admission::{PolicyValidator, ProfileValidator};
+use crate::cluster::{Cluster, EndpointsFrom};
+use crate::config::{Admission, Certificates, Config, ListenAddr, Logs, Source, Tokens};
 use crate::identity::leaf::LeafKeeper;
 use crate::identity::server::IdentityService;
+use crate::identity::token_review::TokenReviews;
 use crate::identity::tokens::{Reviewer, StaticKeys};
+use crate::kubernetes::recorder::{self, Recorder, Reporter};
+use crate::resources::event::Writer;
 use crate::serving::Server;
 use crate::serving::metrics::GrpcMetrics;
-use crate::source::dir;
+use crate::source::kubernetes::kinds::{Drives, Needs};
+use crate::source::{self, dir};
 use crate::tls::creds::ServerCreds;
-use crate::{destination, logs, policy};
+use crate::webhook::creds::Creds;
+use crate::webhook::keeper::{self, Keeper};
+use crate::webhook::metrics::HttpMetrics;
+use crate::webhook::mounted::Mounted;
+use crate::webhook::{self, Handler};
+use crate::{destination, injector, kubernetes, logs, policy, writeback};
 
 /// A running control plane.
 pub struct App {
@@ -44,16 +55,26 @@ pub struct Addrs {
     pub destination: Option<SocketAddr>,
     pub identity: Option<SocketAddr>,
     pub policy: Option<SocketAddr>,
+    pub policy_validator: Option<SocketAddr>,
+    pub sp_validator: Option<SocketAddr>,
     pub metrics: Option<SocketAddr>,
     pub admin: Option<SocketAddr>,
+    pub proxy_injector: Option<SocketAddr>,
+    pub sp_validator_admin: Option<SocketAddr>,
+    pub proxy_injector_admin: Option<SocketAddr>,
 }
 
 /// What is on its way to become an [`App`].
 struct Builder {
     config: Config,
+    /// Present where anything asks the API server.
+    client: Option<Client>,
+    /// Present where the injector runs.
+    audit_report: Option<injector::audit::Report>,
     registry: Registry,
     readiness: Readiness,
     grpc: GrpcMetrics,
+    http: HttpMetrics,
     addrs: Addrs,
     drain: Watch,
     tasks: JoinSet<(&'static str, Result<()>)>,
@@ -97,17 +118,25 @@ impl App {
         let registry = Registry::new();
         process_metrics(&registry);
         let (signal, drain) = drain::channel();
+        let client = match config.needs_kubernetes() {
+            true => Some(kubernetes::client(&config.kubernetes, &registry).await?),
+            false => None,
+        };
         let mut builder = Builder {
             grpc: GrpcMetrics::new(&registry),
+            http: HttpMetrics::new(&registry),
             readiness: Readiness::new(),
             addrs: Addrs::default(),
             tasks: JoinSet::new(),
             config,
+            client,
+            audit_report: None,
             registry,
             drain,
         };
         let identity = builder.identity().await?;
         let report = builder.answers(identity.as_ref()).await?;
+        builder.webhooks().await?;
         builder.admins(report.as_ref()).await?;
         Ok(Self {
             addrs: builder.addrs,
@@ -149,11 +178,20 @@ impl App {
 impl Builder {
     /// The identity service, if it runs here.
     async fn identity(&mut self) -> Result<Option<IdentityService>> {
-        let Certificates::Here { identity, token_keys } = &self.config.certificates else {
+        let Certificates::Here { identity, tokens } = &self.config.certificates else {
             return Ok(None);
         };
-        let keys = StaticKeys::open(token_keys.clone()).context("--token-keys")?;
-        let (service, reload) = IdentityService::new(identity, Reviewer::StaticKeys(keys), &self.registry)
+        let reviewer = match (tokens, &self.client) {
+            (Tokens::Keys(dir), _) => Reviewer::StaticKeys(StaticKeys::open(dir.clone()).context("--token-keys")?),
+            (Tokens::TokenReview, Some(client)) => {
+                let reviews = TokenReviews::open(client.clone()).await;
+                Reviewer::TokenReview(Box::new(reviews.context("reviewing tokens without --token-keys")?))
+            }
+            (Tokens::TokenReview, None) => bail!("there is no client of the API server to review tokens with"),
+        };
+        let identity = identity.clone();
+        let recorder = self.recorder("linkerd-identity");
+        let (service, reload) = IdentityService::new(&identity, reviewer, recorder, &self.registry)
             .context("opening --issuer, --trust-anchors and --token-keys")?;
         let drain = self.drain.clone();
         self.start("reloading credentials", async move {
@@ -170,9 +208,27 @@ impl Builder {
         Ok(Some(service))
     }
 
-    /// Destination and policy over the cluster that the manifests describe.
+    /// Tells the readers of objects what a component does about them, where there are objects.
+    fn recorder(&mut self, component: &str) -> Recorder {
+        let Some(client) = self.client.clone() else {
+            return Recorder::default();
+        };
+        let reporter = Reporter {
+            controller: component.to_owned(),
+            instance: self.config.pod_name.clone(),
+        };
+        let (recorder, publisher) = recorder::recorder(client, reporter, &self.registry);
+        let drain = self.drain.clone();
+        self.start("publishing events", async move {
+            publisher.run(drain).await;
+            Ok(())
+        });
+        recorder
+    }
+
+    /// Destination and policy over the objects of the source.
     async fn answers(&mut self, identity: Option<&IdentityService>) -> Result<Option<dir::Report>> {
-        let Some(manifests) = self.config.manifests.clone() else {
+        let Some(source) = self.config.source.clone() else {
             return Ok(None);
         };
         let creds = Arc::new(ServerCreds::new(self.config.server_name("linkerd-destination")));
@@ -185,7 +241,7 @@ impl Builder {
         };
         self.keep(keeper);
         let cluster = Cluster::new(self.config.cluster.clone(), &self.registry);
-        let report = self.source(manifests, &cluster);
+        let report = self.source(source, &cluster)?;
         let services = self.config.services;
         if services.destination {
             let config = self.config.destination.clone();
@@ -199,14 +255,18 @@ impl Builder {
             let routes = Routes::new(inbound).add_service(outbound);
             self.addrs.policy = Some(self.serve("policy", self.config.listen.policy, creds, routes).await?);
         }
-        Ok(Some(report))
+        Ok(report)
     }
 
-    fn source(&mut self, manifests: PathBuf, cluster: &Cluster) -> dir::Report {
-        let report = dir::Report::new(&self.registry);
-        let (writer, drain) = (cluster.writer(), self.drain.clone());
-        let running = dir::run(manifests, writer, report.clone(), drain.clone());
-        self.start("reading manifests", async move { running.await.context("--manifests") });
+    fn source(&mut self, source: Source, cluster: &Cluster) -> Result<Option<dir::Report>> {
+        let report = match source {
+            Source::Directory(manifests) => Some(self.directory(manifests, cluster)),
+            Source::Kubernetes => {
+                self.watch(cluster)?;
+                None
+            }
+        };
+        let drain = self.drain.clone();
         let latch = self.readiness.latch("caches");
         let cluster = cluster.clone();
         self.start("waiting for caches", async move {
@@ -220,7 +280,160 @@ impl Builder {
             drain.signaled().await;
             Ok(())
         });
+        Ok(report)
+    }
+
+    fn directory(&mut self, manifests: PathBuf, cluster: &Cluster) -> dir::Report {
+        let report = dir::Report::new(&self.registry);
+        let running = dir::run(manifests, cluster.writer(), report.clone(), self.drain.clone());
+        self.start("reading manifests", async move { running.await.context("--manifests") });
         report
+    }
+
+    /// Watches the kinds that the services of this process need.
+    fn watch(&mut self, cluster: &Cluster) -> Result<()> {
+        let services = self.config.services;
+        let config = source::kubernetes::Config {
+            needs: Needs {
+                destination: services.destination,
+                policy: services.policy,
+                drives: match self.config.cluster.endpoints_from {
+                    EndpointsFrom::Slices => Drives::Slices,
+                    EndpointsFrom::Endpoints => Drives::Endpoints,
+                },
+            },
+            namespace: self.config.cluster.controller_namespace.clone(),
+            addr: self.config.cluster.addr.clone(),
+        };
+        let (client, registry, drain) = (self.client()?, self.registry.clone(), self.drain.clone());
+        let writer = self.write_back(&client, cluster.writer());
+        let running = source::kubernetes::run(client, config, writer, registry, drain);
+        self.start("watching the API server", async move { Ok(running.await?) });
+        Ok(())
+    }
+
+    /// Starts what writes into the cluster; it hears of objects through what is returned.
+    fn write_back(&mut self, client: &Client, writer: Writer) -> Writer {
+        let (writer, tasks) = writeback::attach(client, self.config.writeback(), writer, &self.registry, &self.drain);
+        for task in tasks {
+            self.start(task.name, async move {
+                task.run.await;
+                Ok(())
+            });
+        }
+        writer
+    }
+
+    /// What the API server asks before it stores an object.
+    async fn webhooks(&mut self) -> Result<()> {
+        let services = self.config.services;
+        let on_kubernetes = self.config.source == Some(Source::Kubernetes);
+        if services.policy && on_kubernetes && self.config.webhooks.policy_admission == Admission::Check {
+            self.policy_validator().await?;
+        }
+        if services.sp_validator {
+            self.sp_validator().await?;
+        }
+        if services.proxy_injector {
+            self.proxy_injector().await?;
+        }
+        Ok(())
+    }
+
+    /// Admission of policies, on `listen.policy_validator`.
+    async fn policy_validator(&mut self) -> Result<()> {
+        let certificate = keeper::Config::policy_validator(self.config.cluster.controller_namespace.clone());
+        let addr = self.config.listen.policy_validator;
+        self.addrs.policy_validator = Some(self.webhook(PolicyValidator, addr, certificate).await?);
+        Ok(())
+    }
+
+    /// Admission of ServiceProfiles, on `listen.sp_validator`.
+    async fn sp_validator(&mut self) -> Result<()> {
+        let certificate = keeper::Config::sp_validator(self.config.cluster.controller_namespace.clone());
+        let addr = self.config.listen.sp_validator;
+        self.addrs.sp_validator = Some(self.webhook(ProfileValidator, addr, certificate).await?);
+        Ok(())
+    }
+
+    /// Injection of proxies, on `listen.proxy_injector`.
+    async fn proxy_injector(&mut self) -> Result<()> {
+        // Events go by a client of their own: reviews must not wait until many of them are told.
+        let recorder = self.recorder("linkerd-proxy-injector");
+        let client = kubernetes::client(&self.config.kubernetes, &self.registry).await?;
+        let config = self.config.webhooks.injector.clone();
+        let parts = injector::open(config, &client, recorder, &self.registry)
+            .await
+            .context("reading the configuration of the proxy injector")?;
+        let injector::Parts {
+            injector,
+            reload,
+            watches,
+            audit,
+            report,
+        } = parts;
+        let latch = self.readiness.latch("caches");
+        let drain = self.drain.clone();
+        self.start("reading the configuration of injection", async move {
+            reload.run(drain).await;
+            Ok(())
+        });
+        let drain = self.drain.clone();
+        self.start("watching owners of pods", async move {
+            watches.run(latch, drain).await;
+            Ok(())
+        });
+        let drain = self.drain.clone();
+        self.start("looking for pods without a proxy", async move {
+            audit.run(drain).await;
+            Ok(())
+        });
+        self.audit_report = Some(report);
+        let certificate = keeper::Config::proxy_injector(self.config.cluster.controller_namespace.clone());
+        let addr = self.config.listen.proxy_injector;
+        self.addrs.proxy_injector = Some(self.webhook(injector, addr, certificate).await?);
+        Ok(())
+    }
+
+    /// Serves a handler to the API server, with the certificate that is mounted, or one of its own where none is.
+    async fn webhook<H: Handler>(
+        &mut self,
+        handler: H,
+        addr: ListenAddr,
+        certificate: keeper::Config,
+    ) -> Result<SocketAddr> {
+        let name = certificate.service;
+        let (listener, bound) = bind(addr).await.with_context(|| format!("serving {name}"))?;
+        info!(webhook = name, addr = %bound, "serving admission reviews");
+        let creds = Arc::new(Creds::new());
+        let (latch, drain) = (self.readiness.latch(name), self.drain.clone());
+        if let Some(files) = self.config.webhooks.files.of(name) {
+            let mounted = Mounted::watch(files, creds.clone()).context("--server-tls-certs")?;
+            self.start("reading a webhook's certificate", async move {
+                mounted.run(latch, drain).await;
+                Ok(())
+            });
+        } else {
+            let keeper = Keeper::new(self.client()?, certificate, creds.clone());
+            self.start("keeping a webhook's certificate", async move {
+                keeper.run(latch, drain).await;
+                Ok(())
+            });
+        }
+        let server = webhook::Server::new(name, creds, handler, self.http.clone());
+        let drain = self.drain.clone();
+        self.start(name, async move {
+            server.serve(listener, drain).await;
+            Ok(())
+        });
+        Ok(bound)
+    }
+
+    /// The API server, where anything needs it.
+    fn client(&self) -> Result<Client> {
+        self.client
+            .clone()
+            .context("nothing was expected to need the API server")
     }
 
     async fn admins(&mut self, report: Option<&dir::Report>) -> Result<()> {
@@ -230,6 +443,12 @@ impl Builder {
         }
         if services.identity || services.policy {
             self.addrs.admin = Some(self.admin(self.config.listen.admin, report).await?);
+        }
+        if services.sp_validator {
+            self.addrs.sp_validator_admin = Some(self.admin(self.config.listen.sp_validator_admin, None).await?);
+        }
+        if services.proxy_injector {
+            self.addrs.proxy_injector_admin = Some(self.admin(self.config.listen.proxy_injector_admin, None).await?);
         }
         Ok(())
     }
@@ -250,6 +469,14 @@ impl Builder {
             admin = admin.route("/manifest-errors", move |_| {
                 let lines: String = report.errors().iter().map(|err| format!("{err}\n")).collect();
                 std::future::ready(text(StatusCode::OK, lines))
+            });
+        }
+        if let Some(report) = self.audit_report.clone() {
+            admin = admin.route("/injection-audit", move |_| {
+                std::future::ready(match serde_json::to_string(&*report.findings()) {
+                    Ok(json) => text(StatusCode::OK, json + "\n"),
+                    Err(err) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{err}\n")),
+                })
             });
         }
         info!(addr = %bound, "serving admin");

@@ -23,18 +23,31 @@ enum Name {
     Destination,
     /// Certificates, on port 8080.
     Identity,
-    /// Inbound and outbound policies, on port 8090.
+    /// Inbound and outbound policies, on port 8090; on Kubernetes also their admission, on port 9443.
     Policy,
-    /// All of them in one process.
+    /// Admission of ServiceProfiles, on port 8443.
+    SpValidator,
+    /// Injection of proxies into pods, on port 8443.
+    ProxyInjector,
+    /// Destination, identity and policy in one process.
     AllInOne,
 }
 
 /// The services of this process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Services {
     pub destination: bool,
     pub identity: bool,
     pub policy: bool,
+    pub sp_validator: bool,
+    pub proxy_injector: bool,
+}
+
+impl Services {
+    /// Whether one of them answers from the objects of the cluster.
+    pub fn need_source(self) -> bool {
+        self.destination || self.policy
+    }
 }
 
 impl Command {
@@ -47,11 +60,14 @@ impl Command {
     }
 
     pub(crate) fn services(&self) -> Services {
-        let named = |name| self.services.contains(&name) || self.services.contains(&Name::AllInOne);
+        let named = |name| self.services.contains(&name);
+        let one_of_all = |name| named(name) || named(Name::AllInOne);
         Services {
-            destination: named(Name::Destination),
-            identity: named(Name::Identity),
-            policy: named(Name::Policy),
+            destination: one_of_all(Name::Destination),
+            identity: one_of_all(Name::Identity),
+            policy: one_of_all(Name::Policy),
+            sp_validator: named(Name::SpValidator),
+            proxy_injector: named(Name::ProxyInjector),
         }
     }
 }
@@ -66,6 +82,10 @@ fn two_dashes(arg: OsString) -> OsString {
 
 const EXAMPLE: &str = "\
 Flags are taken with one dash or two, and with '=value' or the value as the next argument.
+
+On Kubernetes objects are watched, with the service account of the pod or with -kubeconfig FILE:
+
+  tulle-control destination policy sp-validator
 
 A whole control plane on one machine, without Kubernetes:
 
@@ -96,18 +116,24 @@ mod tests {
 
     #[test]
     fn several_services_can_be_named() {
-        let check = |line: &str, [destination, identity, policy]: [bool; 3]| {
+        let check = |line: &str, [destination, identity, policy, sp_validator, proxy_injector]: [bool; 5]| {
             let expected = Services {
                 destination,
                 identity,
                 policy,
+                sp_validator,
+                proxy_injector,
             };
             assert_eq!(parse(line).unwrap().services(), expected, "{line}");
         };
-        check("destination", [true, false, false]);
-        check("identity policy", [false, true, true]);
-        check("policy -log-level=debug destination", [true, false, true]);
-        check("all-in-one", [true, true, true]);
+        check("destination", [true, false, false, false, false]);
+        check("identity policy", [false, true, true, false, false]);
+        check(
+            "policy -log-level=debug destination sp-validator",
+            [true, false, true, true, false],
+        );
+        check("proxy-injector", [false, false, false, false, true]);
+        check("all-in-one", [true, true, true, false, false]);
         for refused in ["", "--log-level debug", "proxy"] {
             assert!(parse(refused).is_err(), "{refused}");
         }

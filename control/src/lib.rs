@@ -1,11 +1,16 @@
 //! The control plane of tulle: destination, policy and identity services over one source of objects.
 
+pub mod admission;
 pub mod app;
 pub mod cluster;
 pub mod cmd;
 pub mod config;
 pub mod destination;
+pub mod grpc;
 pub mod identity;
+pub mod inject;
+pub mod injector;
+pub mod kubernetes;
 mod logs;
 pub mod model;
 pub mod policy;
@@ -14,4 +19,6 @@ pub mod serving;
 pub mod source;
 pub mod tls;
 pub mod trust;
+pub mod webhook;
 mod wire;
+pub mod writeback;

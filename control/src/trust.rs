@@ -9,11 +9,15 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use jsonwebtoken::{Algorithm, EncodingKey, Header};
-use rcgen::{BasicConstraints, CertificateParams, DistinguishedName, DnType, IsCa, Issuer, KeyPair, KeyUsagePurpose};
-use rustls::pki_types::pem::PemObject;
+use rcgen::{
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, SanType,
+};
+use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use serde::Serialize;
 use time::OffsetDateTime;
+use tulle_core::identity::Identity;
 use tulle_core::names::TOKEN_AUDIENCE;
 
 /// A certificate authority: its certificate and its private key, both PEM.
@@ -39,6 +43,15 @@ pub struct TokenSubject<'a> {
     pub lifetime: Duration,
 }
 
+/// A certificate that names a workload by a SPIFFE URI, with its key.
+pub struct Svid {
+    /// DER, the leaf first, then its issuers.
+    pub chain: Vec<Vec<u8>>,
+    /// PKCS#8 in DER.
+    pub key: Vec<u8>,
+    pub not_after: OffsetDateTime,
+}
+
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -60,14 +73,16 @@ pub enum Error {
     Pem {
         what: &'static str,
         #[source]
-        source: rustls::pki_types::pem::Error,
+        source: pem::Error,
     },
-    #[error("the trust anchor's certificate cannot be read")]
-    Anchor(#[source] x509_parser::error::X509Error),
-    #[error("the trust anchor expired at {0}")]
-    AnchorExpired(OffsetDateTime),
-    #[error("the trust anchor's private key is not the key of its certificate")]
-    AnchorKey,
+    #[error("the authority's certificate cannot be read")]
+    Authority(#[source] x509_parser::error::X509Error),
+    #[error("the authority expired at {0}")]
+    AuthorityExpired(OffsetDateTime),
+    #[error("the authority's private key is not the key of its certificate")]
+    AuthorityKey,
+    #[error("{0:?} is not a SPIFFE identity; expected spiffe://<trust domain>/<path>")]
+    Spiffe(String),
     #[error("{what} {value:?} is not a DNS label; expected letters, digits and '-', at most 63")]
     Label { what: &'static str, value: String },
     #[error("a lifetime of {0:?} ends after the year 9999")]
@@ -103,33 +118,44 @@ pub fn create_issuer(
     lifetime: Duration,
     anchor: &CertificateAuthority,
 ) -> Result<CertificateAuthority, Error> {
-    let pem = |what| move |source| Error::Pem { what, source };
-    let anchor_cert =
-        CertificateDer::from_pem_slice(anchor.certificate.as_bytes()).map_err(pem("the trust anchor's certificate"))?;
-    let anchor_key =
-        PrivateKeyDer::from_pem_slice(anchor.key.as_bytes()).map_err(pem("the trust anchor's private key"))?;
-    let anchor_key = KeyPair::try_from(&anchor_key).map_err(Error::Certificate)?;
-    let (anchor_end, anchor_spki) = {
-        let (_, parsed) = x509_parser::parse_x509_certificate(&anchor_cert).map_err(|err| Error::Anchor(err.into()))?;
-        (
-            parsed.validity().not_after.to_datetime(),
-            parsed.public_key().raw.to_vec(),
-        )
-    };
-    if rcgen::PublicKeyData::subject_public_key_info(&anchor_key) != anchor_spki {
-        return Err(Error::AnchorKey);
-    }
-    if anchor_end <= OffsetDateTime::now_utc() {
-        return Err(Error::AnchorExpired(anchor_end));
-    }
-    let signer = Issuer::from_ca_cert_der(&anchor_cert, anchor_key).map_err(Error::Certificate)?;
+    let anchor = Signer::new(anchor)?;
     let key = KeyPair::generate().map_err(Error::Certificate)?;
-    let end = not_after(lifetime)?.min(anchor_end);
+    let end = not_after(lifetime)?.min(anchor.not_after);
     let params = authority(common_name, BasicConstraints::Constrained(0), end);
-    let certificate = params.signed_by(&key, &signer).map_err(Error::Certificate)?;
+    let certificate = params.signed_by(&key, &anchor.issuer).map_err(Error::Certificate)?;
     Ok(CertificateAuthority {
         certificate: certificate.pem(),
         key: key.serialize_pem(),
+    })
+}
+
+/// A certificate and a new ECDSA P-256 key for a workload with a SPIFFE identity.
+///
+/// It lives no longer than the authority that signs it.
+///
+/// # Errors
+/// An identity that is no SPIFFE URI, and an authority that is none, or has expired.
+pub fn create_svid(identity: &str, lifetime: Duration, authority: &CertificateAuthority) -> Result<Svid, Error> {
+    if !matches!(identity.parse(), Ok(Identity::Uri(_))) {
+        return Err(Error::Spiffe(identity.to_owned()));
+    }
+    let signer = Signer::new(authority)?;
+    let key = KeyPair::generate().map_err(Error::Certificate)?;
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    params.subject_alt_names = vec![SanType::URI(identity.try_into().map_err(Error::Certificate)?)];
+    params.is_ca = IsCa::ExplicitNoCa;
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyAgreement];
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+    params.use_authority_key_identifier_extension = true;
+    params.not_before = OffsetDateTime::now_utc() - CLOCK_SKEW;
+    params.not_after = not_after(lifetime)?.min(signer.not_after);
+    let leaf = params.signed_by(&key, &signer.issuer).map_err(Error::Certificate)?;
+    let above = signer.chain.iter().map(|certificate| certificate.to_vec());
+    Ok(Svid {
+        chain: std::iter::once(leaf.der().to_vec()).chain(above).collect(),
+        key: key.serialize_der(),
+        not_after: params.not_after,
     })
 }
 
@@ -211,6 +237,49 @@ impl TokenKeys {
 /// A file that exists or cannot be written.
 pub fn write_secret(path: &Path, text: &str) -> Result<(), Error> {
     write_new(path, text, 0o600)
+}
+
+/// An authority that can sign now.
+struct Signer {
+    /// Its certificate, then those above it.
+    chain: Vec<CertificateDer<'static>>,
+    issuer: Issuer<'static, KeyPair>,
+    not_after: OffsetDateTime,
+}
+
+impl Signer {
+    fn new(authority: &CertificateAuthority) -> Result<Self, Error> {
+        let pem = |what| move |source| Error::Pem { what, source };
+        let chain = CertificateDer::pem_slice_iter(authority.certificate.as_bytes())
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(pem("the authority's certificate"))?;
+        let Some(certificate) = chain.first() else {
+            return Err(pem("the authority's certificate")(pem::Error::NoItemsFound));
+        };
+        let key =
+            PrivateKeyDer::from_pem_slice(authority.key.as_bytes()).map_err(pem("the authority's private key"))?;
+        let key = KeyPair::try_from(&key).map_err(Error::Certificate)?;
+        let (not_after, spki) = {
+            let (_, parsed) =
+                x509_parser::parse_x509_certificate(certificate).map_err(|err| Error::Authority(err.into()))?;
+            (
+                parsed.validity().not_after.to_datetime(),
+                parsed.public_key().raw.to_vec(),
+            )
+        };
+        if rcgen::PublicKeyData::subject_public_key_info(&key) != spki {
+            return Err(Error::AuthorityKey);
+        }
+        if not_after <= OffsetDateTime::now_utc() {
+            return Err(Error::AuthorityExpired(not_after));
+        }
+        let issuer = Issuer::from_ca_cert_der(certificate, key).map_err(Error::Certificate)?;
+        Ok(Self {
+            chain,
+            issuer,
+            not_after,
+        })
+    }
 }
 
 #[derive(Serialize)]
@@ -324,7 +393,7 @@ mod tests {
         };
         assert!(matches!(
             create_issuer("x", ISSUER_LIFETIME, &mixed),
-            Err(Error::AnchorKey)
+            Err(Error::AuthorityKey)
         ));
         let broken = CertificateAuthority {
             certificate: "hello".to_owned(),
@@ -332,11 +401,30 @@ mod tests {
         };
         let err = create_issuer("x", ISSUER_LIFETIME, &broken).err().unwrap();
         assert!(
-            err.to_string()
-                .starts_with("the trust anchor's certificate is not usable"),
+            err.to_string().starts_with("the authority's certificate is not usable"),
             "{err}"
         );
         assert!(matches!(create_anchor("x", Duration::MAX), Err(Error::Lifetime(_))));
+    }
+
+    #[test]
+    fn a_workload_with_a_spiffe_identity_gets_a_leaf_that_says_only_this() {
+        let anchor = create_anchor("root", ANCHOR_LIFETIME).unwrap();
+        let issuer = create_issuer("issuer", ISSUER_LIFETIME, &anchor).unwrap();
+        let hour = Duration::from_secs(3600);
+        let svid = create_svid("spiffe://root/vm", hour, &issuer).unwrap();
+        let issuer_der = CertificateDer::from_pem_slice(issuer.certificate.as_bytes()).unwrap();
+        assert_eq!(svid.chain[1], issuer_der.to_vec());
+        let (_, leaf) = x509_parser::parse_x509_certificate(&svid.chain[0]).unwrap();
+        let names = leaf.subject_alternative_name().unwrap().unwrap();
+        assert_eq!(names.value.general_names.len(), 1);
+        assert!(names.value.general_names[0].to_string().contains("spiffe://root/vm"));
+        assert!(
+            !leaf.is_ca() && leaf.validity().not_after.to_datetime() == svid.not_after.replace_nanosecond(0).unwrap()
+        );
+        for refused in ["vm.example.com", "spiffe://", ""] {
+            assert!(matches!(create_svid(refused, hour, &issuer), Err(Error::Spiffe(_))));
+        }
     }
 
     #[test]

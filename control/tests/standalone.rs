@@ -108,7 +108,10 @@ impl Files {
             line.extend([flag.into(), self.at(name).into()]);
         }
         for flag in ["destination", "identity", "grpc", "metrics", "admin"] {
-            line.push(format!("-{flag}-addr=127.0.0.1:0").into());
+            // Without destination it would be of no service.
+            if flag != "metrics" || services.contains("destination") || services == "all-in-one" {
+                line.push(format!("-{flag}-addr=127.0.0.1:0").into());
+            }
         }
         line.extend(more.iter().map(OsString::from));
         line
@@ -204,6 +207,12 @@ fn target() -> GetDestination {
     }
 }
 
+/// The stream of the target's endpoints.
+async fn follow(channel: Channel) -> Streaming<Update> {
+    let answer = DestinationClient::new(channel).get(target()).await;
+    answer.unwrap().into_inner()
+}
+
 /// The ports of the endpoints that the next message adds.
 async fn added(updates: &mut Streaming<Update>) -> Vec<u32> {
     let update = timeout(LIMIT, updates.message()).await.unwrap().unwrap().unwrap();
@@ -224,11 +233,7 @@ async fn a_workload_joins_and_learns_of_its_peers() {
     let destination = files
         .connect(running.addrs.destination, DESTINATION, Some(copy(&leaf)))
         .await;
-    let mut updates = DestinationClient::new(destination)
-        .get(target())
-        .await
-        .unwrap()
-        .into_inner();
+    let mut updates = follow(destination).await;
     assert_eq!(added(&mut updates).await, [8080]);
     files.write("manifests/web-2.yaml", &workload("web-2", "10.77.0.12"));
     assert_eq!(added(&mut updates).await, [8080]);
@@ -283,7 +288,7 @@ async fn a_bad_manifest_is_reported_and_what_was_there_stays() {
     // Plaintext is for this machine, as port-forwards are.
     let addr = Addr::Socket(running.addrs.destination.unwrap());
     let plain = client::connect_plaintext(&addr).await.unwrap();
-    let mut updates = DestinationClient::new(plain).get(target()).await.unwrap().into_inner();
+    let mut updates = follow(plain).await;
     assert_eq!(added(&mut updates).await, [8080]);
 
     // A drain ends streams instead of waiting for them.
@@ -322,7 +327,7 @@ impl Process {
     async fn addr(&mut self, what: &str) -> SocketAddr {
         let line = self.line(what).await;
         let addr = line.split(" addr=").nth(1).unwrap();
-        addr.split(' ').next().unwrap().parse().unwrap()
+        addr.split(' ').next().unwrap().trim_matches('"').parse().unwrap()
     }
 
     /// The first line from here on that contains this.
@@ -369,16 +374,47 @@ async fn services_run_in_processes_of_their_own() {
     let mut answers = Process::start(&files.line("destination policy", &more));
     let destination = answers.addr("service=destination").await;
     let channel = files.connect(Some(destination), DESTINATION, None).await;
-    let mut updates = DestinationClient::new(channel)
-        .get(target())
-        .await
-        .unwrap()
-        .into_inner();
+    let mut updates = follow(channel).await;
     assert_eq!(added(&mut updates).await, [8080]);
     assert_eq!(answers.end().await, Some(0), "with a stream open");
     let issued = format!("level=info msg=\"certificate issued\" identity={DESTINATION}");
     identity.line(&issued).await;
     assert_eq!(identity.end().await, Some(0));
+}
+
+#[tokio::test]
+async fn destination_waits_for_identity_and_goes_on_without_it() {
+    let files = Files::new();
+    files.write("token", &files.token("linkerd-destination", "linkerd"));
+    let reserved = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let addr = reserved.local_addr().unwrap().to_string();
+    drop(reserved);
+    let token = files.at("token");
+    let more = [
+        "--identity-svc-addr",
+        &addr,
+        "--identity-token",
+        token.to_str().unwrap(),
+    ];
+    let mut answers = Process::start(&files.line("destination", &more));
+    let destination = answers.addr("service=destination").await;
+    let admin = answers.addr("serving admin").await;
+    answers.line("our certificate is not renewed yet").await;
+    assert_eq!(get(Some(admin), "/ready").await.0, 500);
+
+    let mut line = files.line("identity", &[]);
+    let flag = line
+        .iter_mut()
+        .find(|flag| flag.to_string_lossy().starts_with("-identity-addr="));
+    *flag.unwrap() = format!("-identity-addr={addr}").into();
+    let identity = Process::start(&line);
+    answers.line("our certificate is renewed").await;
+    eventually(async || (get(Some(admin), "/ready").await.0 == 200).then_some(())).await;
+
+    assert_eq!(identity.end().await, Some(0));
+    let channel = files.connect(Some(destination), DESTINATION, None).await;
+    let mut updates = follow(channel).await;
+    assert_eq!(added(&mut updates).await, [8080]);
 }
 
 #[tokio::test]
@@ -390,7 +426,7 @@ async fn a_start_that_cannot_succeed_says_why() {
         let status = timeout(LIMIT, process.child.wait()).await.unwrap().unwrap();
         assert!(!status.success());
     };
-    check(&["policy".into()], "--manifests is missing").await;
+    check(&["policy".into()], "pass -kubeconfig FILE or --manifests DIR").await;
     let missing = Path::new("/does/not/exist");
     let with = |flag: &str| {
         let mut line = files.line("all-in-one", &[]);

@@ -12,6 +12,7 @@ pub mod duration;
 pub mod identity;
 pub mod metrics;
 pub mod names;
+#[cfg(target_os = "linux")]
 pub mod netns;
 pub mod nets;
 pub mod ports;

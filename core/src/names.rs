@@ -6,6 +6,9 @@ pub const TRANSPORT_ALPN: &[u8] = b"transport.l5d.io/v1";
 /// The audience that identity tokens must be made for.
 pub const TOKEN_AUDIENCE: &str = "identity.l5d.io";
 
+/// The metadata that every request to a SPIFFE Workload API carries, with the value `true`.
+pub const WORKLOAD_API_METADATA: &str = "workload.spiffe.io";
+
 /// HTTP headers that proxies speak to each other and to applications.
 pub mod header {
     use http::HeaderName;
@@ -63,11 +66,69 @@ pub mod port {
 /// Annotations of Kubernetes objects and of their copies in a directory.
 pub mod annotation {
     pub const INJECT: &str = "linkerd.io/inject";
+    /// What users sometimes write instead of [`INJECT`]; it injects nothing.
+    pub const INJECTED_TYPO: &str = "linkerd.io/injected";
+    pub const CREATED_BY: &str = "linkerd.io/created-by";
+    pub const PROXY_VERSION: &str = "linkerd.io/proxy-version";
+    pub const TRUST_ROOT_SHA256: &str = "linkerd.io/trust-root-sha256";
+    pub const DISABLE_TAP: &str = "viz.linkerd.io/disable-tap";
+    /// `disabled` on a namespace keeps all admission webhooks away from it.
+    pub const ADMISSION_WEBHOOKS: &str = "config.linkerd.io/admission-webhooks";
     pub const OPAQUE_PORTS: &str = "config.linkerd.io/opaque-ports";
     pub const SKIP_INBOUND_PORTS: &str = "config.linkerd.io/skip-inbound-ports";
     pub const SKIP_OUTBOUND_PORTS: &str = "config.linkerd.io/skip-outbound-ports";
     pub const DEFAULT_INBOUND_POLICY: &str = "config.linkerd.io/default-inbound-policy";
     pub const REQUIRE_IDENTITY_INBOUND_PORTS: &str = "config.linkerd.io/proxy-require-identity-inbound-ports";
+    pub const ACCESS_LOG: &str = "config.linkerd.io/access-log";
+    pub const ADMIN_PORT: &str = "config.linkerd.io/admin-port";
+    pub const CLOSE_WAIT_TIMEOUT: &str = "config.linkerd.io/close-wait-timeout";
+    pub const CONTROL_PORT: &str = "config.linkerd.io/control-port";
+    pub const DEBUG_IMAGE: &str = "config.linkerd.io/debug-image";
+    pub const DEBUG_IMAGE_PULL_POLICY: &str = "config.linkerd.io/debug-image-pull-policy";
+    pub const DEBUG_IMAGE_VERSION: &str = "config.linkerd.io/debug-image-version";
+    pub const ENABLE_DEBUG_SIDECAR: &str = "config.linkerd.io/enable-debug-sidecar";
+    pub const ENABLE_EXTERNAL_PROFILES: &str = "config.linkerd.io/enable-external-profiles";
+    pub const ENABLE_GATEWAY: &str = "config.linkerd.io/enable-gateway";
+    pub const IMAGE_PULL_POLICY: &str = "config.linkerd.io/image-pull-policy";
+    pub const INBOUND_PORT: &str = "config.linkerd.io/inbound-port";
+    pub const OUTBOUND_PORT: &str = "config.linkerd.io/outbound-port";
+    pub const POD_INBOUND_PORTS: &str = "config.linkerd.io/pod-inbound-ports";
+    pub const PROXY_ADDITIONAL_ENV: &str = "config.linkerd.io/proxy-additional-env";
+    pub const PROXY_ADMIN_SHUTDOWN: &str = "config.linkerd.io/proxy-admin-shutdown";
+    pub const PROXY_AWAIT: &str = "config.linkerd.io/proxy-await";
+    pub const PROXY_CPU_LIMIT: &str = "config.linkerd.io/proxy-cpu-limit";
+    pub const PROXY_CPU_RATIO_LIMIT: &str = "config.linkerd.io/proxy-cpu-ratio-limit";
+    pub const PROXY_CPU_REQUEST: &str = "config.linkerd.io/proxy-cpu-request";
+    pub const PROXY_DISABLE_INBOUND_DETECT_TIMEOUT: &str =
+        "config.linkerd.io/proxy-disable-inbound-protocol-detect-timeout";
+    pub const PROXY_DISABLE_OUTBOUND_DETECT_TIMEOUT: &str =
+        "config.linkerd.io/proxy-disable-outbound-protocol-detect-timeout";
+    pub const PROXY_ENABLE_NATIVE_SIDECAR: &str = "config.linkerd.io/proxy-enable-native-sidecar";
+    pub const PROXY_EPHEMERAL_STORAGE_LIMIT: &str = "config.linkerd.io/proxy-ephemeral-storage-limit";
+    pub const PROXY_EPHEMERAL_STORAGE_REQUEST: &str = "config.linkerd.io/proxy-ephemeral-storage-request";
+    pub const PROXY_GID: &str = "config.linkerd.io/proxy-gid";
+    pub const PROXY_IMAGE: &str = "config.linkerd.io/proxy-image";
+    pub const PROXY_INBOUND_CONNECT_TIMEOUT: &str = "config.linkerd.io/proxy-inbound-connect-timeout";
+    pub const PROXY_INBOUND_DISCOVERY_CACHE_TIMEOUT: &str =
+        "config.linkerd.io/proxy-inbound-discovery-cache-unused-timeout";
+    pub const PROXY_LOG_FORMAT: &str = "config.linkerd.io/proxy-log-format";
+    pub const PROXY_LOG_HTTP_HEADERS: &str = "config.linkerd.io/proxy-log-http-headers";
+    pub const PROXY_LOG_LEVEL: &str = "config.linkerd.io/proxy-log-level";
+    pub const PROXY_MEMORY_LIMIT: &str = "config.linkerd.io/proxy-memory-limit";
+    pub const PROXY_MEMORY_REQUEST: &str = "config.linkerd.io/proxy-memory-request";
+    pub const PROXY_METRICS_HOSTNAME_LABELS: &str = "config.linkerd.io/proxy-metrics-hostname-labels";
+    pub const PROXY_OUTBOUND_CONNECT_TIMEOUT: &str = "config.linkerd.io/proxy-outbound-connect-timeout";
+    pub const PROXY_OUTBOUND_DISCOVERY_CACHE_TIMEOUT: &str =
+        "config.linkerd.io/proxy-outbound-discovery-cache-unused-timeout";
+    pub const PROXY_UID: &str = "config.linkerd.io/proxy-uid";
+    pub const PROXY_VERSION_OVERRIDE: &str = "config.linkerd.io/proxy-version";
+    pub const SHUTDOWN_GRACE_PERIOD: &str = "config.linkerd.io/shutdown-grace-period";
+    pub const SKIP_SUBNETS: &str = "config.linkerd.io/skip-subnets";
+    pub const ALPHA_ENABLE_NATIVE_SIDECAR: &str = "config.alpha.linkerd.io/proxy-enable-native-sidecar";
+    pub const BETA_ENABLE_NATIVE_SIDECAR: &str = "config.beta.linkerd.io/proxy-enable-native-sidecar";
+    pub const ALPHA_WAIT_BEFORE_EXIT_SECONDS: &str = "config.alpha.linkerd.io/proxy-wait-before-exit-seconds";
+    /// The prefix of attributes for traces; the attribute's name follows.
+    pub const TRACE_RESOURCE_PREFIX: &str = "resource.opentelemetry.io/";
     pub const RETRY_HTTP: &str = "retry.linkerd.io/http";
     pub const RETRY_GRPC: &str = "retry.linkerd.io/grpc";
     pub const RETRY_LIMIT: &str = "retry.linkerd.io/limit";
@@ -93,8 +154,17 @@ pub mod annotation {
 pub mod label {
     pub const CONTROL_PLANE_NS: &str = "linkerd.io/control-plane-ns";
     pub const WORKLOAD_NS: &str = "linkerd.io/workload-ns";
+    /// On the control plane's own pods and services, which are never injected.
+    pub const CONTROL_PLANE_COMPONENT: &str = "linkerd.io/control-plane-component";
+    pub const CNI_RESOURCE: &str = "linkerd.io/cni-resource";
+    pub const APP_INSTANCE: &str = "app.kubernetes.io/instance";
+    pub const APP_NAME: &str = "app.kubernetes.io/name";
+    /// The label that the API server gives each namespace.
+    pub const NAMESPACE_NAME: &str = "kubernetes.io/metadata.name";
     pub const ZONE: &str = "topology.kubernetes.io/zone";
     pub const SERVICE_NAME: &str = "kubernetes.io/service-name";
+    pub const HEADLESS: &str = "service.kubernetes.io/headless";
+    pub const SLICE_MANAGED_BY: &str = "endpointslice.kubernetes.io/managed-by";
     pub const POD_TEMPLATE_HASH: &str = "pod-template-hash";
     /// The prefix of the labels that name a workload's owner; the owner's kind in lower case follows.
     pub const PROXY_OWNER_PREFIX: &str = "linkerd.io/proxy-";

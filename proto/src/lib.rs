@@ -1,8 +1,10 @@
 //! The wire API between proxies and the control plane, generated from the `.proto` files beside this crate.
 //!
 //! Package names, message names and field numbers are a contract with proxies and control planes that are not ours.
-//! Package `io.linkerd.proxy.<name>` is module `<name>`; package `transport.l5d.io` is module `transport`.
+//! Package `io.linkerd.proxy.<name>` is module `<name>`; package `transport.l5d.io` is module `transport`, and what has
+//! no package, the SPIFFE Workload API, is module `workload`.
 
+pub mod codec;
 pub mod convert;
 
 /// Makes a module of one generated file, which our lints do not judge.
@@ -81,4 +83,9 @@ generated!(
     /// What proxies tell each other before the bytes of a connection.
     transport,
     "transport.l5d.io"
+);
+generated!(
+    /// Keys and certificates from a SPIFFE Workload API.
+    workload,
+    "_"
 );

@@ -193,7 +193,6 @@ pub enum DefaultPolicy {
 pub struct Control {
     pub destination: api::channel::ControlAddr,
     pub policy: api::channel::ControlAddr,
-    pub identity: api::channel::ControlAddr,
     /// Sent with every lookup, verbatim.
     pub context_token: String,
     /// Sent with every policy lookup, verbatim.

@@ -7,6 +7,7 @@ use http_body_util::{BodyExt, Empty, Full};
 use hyper::body::{Body, Incoming};
 use hyper::client::conn::{http1, http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 
 /// What requests and responses of tests are made of.
@@ -56,7 +57,7 @@ pub struct Http1(http1::SendRequest<AnyBody>);
 
 impl Http1 {
     /// Begins to speak HTTP/1.1.
-    pub async fn over(stream: TcpStream) -> Self {
+    pub async fn over(stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static) -> Self {
         let (sender, connection) = http1::handshake(TokioIo::new(stream))
             .await
             .expect("nothing is sent yet");
@@ -93,7 +94,7 @@ pub struct Http2(http2::SendRequest<AnyBody>);
 
 impl Http2 {
     /// Begins to speak HTTP/2, by prior knowledge.
-    pub async fn over(stream: TcpStream) -> Self {
+    pub async fn over(stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static) -> Self {
         let handshake = http2::Builder::new(TokioExecutor::new()).handshake(TokioIo::new(stream));
         let (sender, connection) = handshake.await.expect("the proxy speaks HTTP/2");
         tokio::spawn(connection);

@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 use tulle_control::app::App;
 use tulle_control::cmd::Command;
 use tulle_control::config::Config;
-use tulle_control::trust::{self, TokenKeys, TokenSubject};
+use tulle_control::trust::{self, CertificateAuthority, TokenKeys, TokenSubject};
 
 /// Where the control plane listens.
 pub const CONTROL_IP: Ipv4Addr = Ipv4Addr::new(10, 66, 0, 1);
@@ -24,7 +24,9 @@ pub const CONTROL_NS: &str = "linkerd";
 pub struct Files {
     dir: tempfile::TempDir,
     keys: TokenKeys,
-    /// PEM.
+    /// The authority that all proxies trust from the start.
+    pub anchor: CertificateAuthority,
+    /// Its certificate, PEM.
     pub anchors: String,
 }
 
@@ -41,6 +43,7 @@ impl Files {
             dir: tempfile::tempdir()?,
             keys,
             anchors: anchor.certificate.clone(),
+            anchor: anchor.clone(),
         };
         for name in ["issuer", "keys", "manifests", "tokens"] {
             fs::create_dir(files.at(name))?;
@@ -53,6 +56,30 @@ impl Files {
 
     fn at(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
+    }
+
+    /// Replaces the trust anchors that the control plane reads, PEM.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn replace_anchors(&self, bundle: &str) -> anyhow::Result<()> {
+        self.replace("ca.crt", bundle)
+    }
+
+    /// Replaces the issuer of the control plane.
+    ///
+    /// # Errors
+    /// The files cannot be written.
+    pub fn replace_issuer(&self, issuer: &CertificateAuthority) -> anyhow::Result<()> {
+        self.replace("issuer/key.pem", &issuer.key)?;
+        self.replace("issuer/crt.pem", &issuer.certificate)
+    }
+
+    /// Replaces a file at once.
+    fn replace(&self, name: &str, text: &str) -> anyhow::Result<()> {
+        let partial = self.at("partial");
+        fs::write(&partial, text)?;
+        Ok(fs::rename(partial, self.at(name))?)
     }
 
     /// Writes a manifest, or replaces it at once.

@@ -1,8 +1,12 @@
-//! The harness of the whole-mesh tests: a control plane, proxies and applications in one process.
+//! The harness of the whole-mesh tests: a control plane, proxies and applications in one process, or real Kubernetes.
 
 pub mod apps;
+pub mod charts;
 pub mod client;
+pub mod cluster;
 pub mod control;
 pub mod eventually;
+pub mod images;
 pub mod load;
 pub mod mesh;
+mod programs;

@@ -438,6 +438,11 @@ impl Mesh {
             .sum()
     }
 
+    /// What the control plane reads.
+    pub fn files(&self) -> &Files {
+        &self.files
+    }
+
     /// Writes a manifest, or replaces it.
     pub fn write(&self, name: &str, yaml: &str) {
         self.files.write(name, yaml).expect("the temporary directory is ours");

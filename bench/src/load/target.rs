@@ -5,8 +5,10 @@ use std::str::FromStr;
 
 use anyhow::{Context as _, bail};
 use bytes::Bytes;
+use hickory_resolver::{ResolverBuilder, TokioResolver};
 use http::uri::{Authority, PathAndQuery};
 use http::{HeaderMap, HeaderName, HeaderValue, Uri};
+use tulle_core::addr::Addr;
 
 use super::{Args, Method, Protocol};
 
@@ -28,11 +30,7 @@ impl Target {
     /// Reads the target and looks its name up; the first address is used for the whole run.
     pub(super) async fn resolve(args: &Args) -> anyhow::Result<Self> {
         let (host, path) = split(&args.target, args.protocol);
-        let addr = tokio::net::lookup_host(host)
-            .await
-            .with_context(|| format!("looking up {host:?}: give HOST:PORT"))?
-            .next()
-            .with_context(|| format!("{host:?} has no address"))?;
+        let addr = look_up(host).await?;
         let authority = args.authority.as_deref().unwrap_or(host);
         if args.protocol == Protocol::Tcp && !args.headers.is_empty() {
             bail!("--header has no place in a TCP stream");
@@ -65,6 +63,25 @@ impl Target {
             .path_and_query(self.path.clone())
             .build()
     }
+}
+
+/// The first address of `HOST:PORT`, found without getaddrinfo, which static binaries do not have.
+async fn look_up(host: &str) -> anyhow::Result<SocketAddr> {
+    let addr: Addr = host.parse().with_context(|| format!("{host:?} is not HOST:PORT"))?;
+    let name = match addr {
+        Addr::Socket(addr) => return Ok(addr),
+        Addr::Name(name) => name,
+    };
+    let resolver = TokioResolver::builder_tokio().and_then(ResolverBuilder::build);
+    let ip = resolver
+        .context("reading the configuration of the resolver")?
+        .lookup_ip(&*name.name)
+        .await
+        .with_context(|| format!("looking up {:?}", name.name))?
+        .iter()
+        .next()
+        .with_context(|| format!("{:?} has no address", name.name))?;
+    Ok(SocketAddr::new(ip, name.port))
 }
 
 /// Host and path of a target, which may have a scheme in front.

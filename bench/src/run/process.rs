@@ -66,7 +66,7 @@ impl Process {
     }
 
     /// CPU time of all living threads, from the scheduler: exact to the nanosecond, where utime counts ticks.
-    pub(super) fn cpu(&self) -> anyhow::Result<Duration> {
+    pub fn cpu(&self) -> anyhow::Result<Duration> {
         let dir = format!("/proc/{}/task", self.child.id());
         let mut nanos = 0;
         for thread in std::fs::read_dir(&dir).with_context(|| format!("reading {dir}"))? {
@@ -84,7 +84,7 @@ impl Process {
     }
 
     /// Resident memory in KiB.
-    pub(super) fn rss_kib(&self) -> anyhow::Result<u64> {
+    pub fn rss_kib(&self) -> anyhow::Result<u64> {
         let status = self.proc("status")?;
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
         line.and_then(first_number)
@@ -97,7 +97,7 @@ impl Process {
     }
 
     /// The end of the log.
-    fn last_words(&self) -> String {
+    pub fn last_words(&self) -> String {
         let log = std::fs::read(&self.log).unwrap_or_default();
         String::from_utf8_lossy(&log[log.len().saturating_sub(LAST_WORDS)..])
             .trim()

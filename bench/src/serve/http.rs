@@ -78,6 +78,7 @@ impl Site {
         let path = req.uri().path();
         match path {
             "/" => text(StatusCode::OK, format!("{}\n", self.app.name)),
+            "/ready" => text(StatusCode::OK, "ready\n".into()),
             "/echo" => echo(req),
             "/headers" => headers(req.headers()),
             "/ws" => self.websocket(req),
@@ -97,7 +98,8 @@ impl Site {
                 },
                 _ => text(
                     StatusCode::NOT_FOUND,
-                    "try /, /echo, /bytes/N, /delay/MS, /status/CODE, /headers, /ws or gRPC tulle.bench.Echo\n".into(),
+                    "try /, /ready, /echo, /bytes/N, /delay/MS, /status/CODE, /headers, /ws or gRPC tulle.bench.Echo\n"
+                        .into(),
                 ),
             },
         }

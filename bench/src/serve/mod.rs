@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
 use tulle_core::drain::{self, Watch};
 
 /// Which servers to run, and how they answer.
@@ -145,10 +146,13 @@ impl Server {
     /// Serves until `stop` completes, then drains.
     pub async fn run(self, stop: impl Future<Output = ()>) {
         let (signal, watch) = drain::channel();
+        let mut accepting = JoinSet::new();
         for (protocol, listener) in self.listeners {
-            tokio::spawn(accept(protocol, listener, self.app.clone(), watch.clone()));
+            accepting.spawn(accept(protocol, listener, self.app.clone(), watch.clone()));
         }
         stop.await;
+        // No listener is left when the first connection ends.
+        accepting.shutdown().await;
         // Whatever is left when the time is over ends with the process.
         let _ = tokio::time::timeout(GRACE, signal.drain()).await;
     }
@@ -166,11 +170,7 @@ impl Protocol {
 
 async fn accept(protocol: Protocol, listener: TcpListener, app: Arc<App>, watch: Watch) {
     loop {
-        let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
-            () = watch.signaled() => return,
-        };
-        match accepted {
+        match listener.accept().await {
             Ok((stream, _)) => {
                 tokio::spawn(serve(protocol, stream, app.clone(), watch.clone()));
             }

@@ -1,7 +1,6 @@
 //! `tulle diagnostics endpoints`: where a service's requests go.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::net::SocketAddr;
 
 use serde::Serialize;
@@ -11,12 +10,16 @@ use tulle_proto::destination::update::Update;
 use tulle_proto::destination::{GetDestination, WeightedAddr, WeightedAddrSet, protocol_hint, tls_identity};
 
 use super::Output;
+use crate::table;
 
 #[derive(clap::Args, Clone, Debug)]
 pub(super) struct Args {
     /// <service>.<namespace>.svc.<domain>:<port>
     #[arg(required = true, value_name = "AUTHORITY")]
     authorities: Vec<String>,
+    /// The context of the client, as its proxy would send it, such as {"ns":"shop","nodeName":"n1"}
+    #[arg(long, value_name = "JSON")]
+    token: Option<String>,
 }
 
 /// One endpoint, with the names that Linkerd's command gives its fields.
@@ -37,12 +40,13 @@ struct Endpoint {
 }
 
 /// Asks for each authority in turn.
-pub(super) async fn ask(args: &super::Args, question: &Args) -> anyhow::Result<String> {
-    let mut client = DestinationClient::new(args.destination().await?);
+pub(super) async fn ask(asked: &super::Asked<'_>, question: &Args) -> anyhow::Result<String> {
+    let mut client = DestinationClient::new(asked.destination().await?);
     let mut endpoints = Vec::new();
     for authority in &question.authorities {
         let request = GetDestination {
             path: authority.clone(),
+            context_token: question.token.clone().unwrap_or_default(),
             ..GetDestination::default()
         };
         let exchange = async {
@@ -53,15 +57,15 @@ pub(super) async fn ask(args: &super::Args, question: &Args) -> anyhow::Result<S
                 .await?
                 .ok_or_else(|| Status::unavailable("the stream ended without an answer"))
         };
-        let update = args.answer("Destination API", exchange).await?;
+        let update = asked.answer("Destination API", exchange).await?;
         if let Some(Update::Add(set)) = update.update {
             endpoints.extend(read(authority, set));
         }
     }
-    match args.output {
+    match asked.output() {
         Output::Json => Ok(serde_json::to_string_pretty(&endpoints)? + "\n"),
         Output::Table if endpoints.is_empty() => Ok("No endpoints found.\n".to_owned()),
-        Output::Table => Ok(table(&endpoints)),
+        Output::Table => Ok(show(&endpoints)),
     }
 }
 
@@ -98,9 +102,8 @@ fn read(authority: &str, set: WeightedAddrSet) -> Vec<Endpoint> {
     endpoints
 }
 
-fn table(endpoints: &[Endpoint]) -> String {
-    let titles = ["NAMESPACE", "IP", "PORT", "POD", "SERVICE", "IDENTITY"].map(str::to_owned);
-    let row = |endpoint: &Endpoint| {
+fn show(endpoints: &[Endpoint]) -> String {
+    let rows = endpoints.iter().map(|endpoint| {
         [
             endpoint.namespace.clone(),
             endpoint.ip.clone(),
@@ -109,19 +112,8 @@ fn table(endpoints: &[Endpoint]) -> String {
             endpoint.service.clone(),
             endpoint.identity.clone().unwrap_or_else(|| "-".to_owned()),
         ]
-    };
-    let rows: Vec<_> = std::iter::once(titles).chain(endpoints.iter().map(row)).collect();
-    let mut text = String::new();
-    for row in &rows {
-        let mut line = String::new();
-        for (column, cell) in row.iter().enumerate() {
-            let width = rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
-            let _ = write!(line, "{cell:<width$}   ");
-        }
-        text.push_str(line.trim_end());
-        text.push('\n');
-    }
-    text
+    });
+    table::text(&["NAMESPACE", "IP", "PORT", "POD", "SERVICE", "IDENTITY"], rows)
 }
 
 #[cfg(test)]
@@ -159,6 +151,6 @@ mod tests {
 NAMESPACE   IP           PORT   POD     SERVICE    IDENTITY
 demo        10.77.0.11   8080   web-1   web.demo   web.demo
 ";
-        assert_eq!(table(&endpoints), expected);
+        assert_eq!(show(&endpoints), expected);
     }
 }

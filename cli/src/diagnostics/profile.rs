@@ -16,8 +16,8 @@ pub(super) struct Args {
     namespace: Option<String>,
 }
 
-pub(super) async fn ask(args: &super::Args, question: &Args) -> anyhow::Result<String> {
-    let mut client = DestinationClient::new(args.destination().await?);
+pub(super) async fn ask(asked: &super::Asked<'_>, question: &Args) -> anyhow::Result<String> {
+    let mut client = DestinationClient::new(asked.destination().await?);
     let token = |namespace| serde_json::json!({ "ns": namespace }).to_string();
     let request = GetDestination {
         path: question.target.clone(),
@@ -31,6 +31,6 @@ pub(super) async fn ask(args: &super::Args, question: &Args) -> anyhow::Result<S
             .await?
             .ok_or_else(|| Status::unavailable("the stream ended without an answer"))
     };
-    let profile = args.answer("Destination API", exchange).await?;
-    show(&json::profile::profile(&profile), args.output)
+    let profile = asked.answer("Destination API", exchange).await?;
+    show(&json::profile::profile(&profile), asked.output())
 }

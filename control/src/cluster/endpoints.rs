@@ -38,6 +38,10 @@ impl View for EndpointsView {
         }
         let mut addresses = BTreeMap::new();
         for subset in subsets(reader, config, service) {
+            // Slices of a service that lists no ports list none either, and say nothing of any port.
+            if subset.ports.is_empty() {
+                continue;
+            }
             let Some(port) = target_port(service, key.port, subset) else {
                 continue;
             };
@@ -65,6 +69,16 @@ impl View for EndpointsView {
 
     fn observe(metrics: &SlotMetrics, value: &Endpoints) {
         metrics.sized(value.addresses.len(), value.existence == Existence::Present);
+    }
+
+    fn share(old: &Endpoints, new: &mut Endpoints) {
+        for (addr, endpoint) in &mut new.addresses {
+            if let Some(old) = old.addresses.get(addr)
+                && old == endpoint
+            {
+                *endpoint = old.clone();
+            }
+        }
     }
 
     fn table(state: &mut State) -> &mut Table<Self> {

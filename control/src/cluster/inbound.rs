@@ -52,19 +52,18 @@ impl View for InboundView {
     type Value = Option<Model>;
 
     fn compute(reader: &Reader<'_>, config: &Config, key: &Key) -> Option<Model> {
-        let none = BTreeSet::new();
         let (meta, probes) = match &key.workload {
             Workload::Pod(name) => {
                 let pod = reader.pod(name)?;
-                (&pod.meta, pod.probes.get(&key.port).unwrap_or(&none))
+                (&pod.meta, pod.probe_paths(key.port))
             }
-            Workload::External(name) => (&reader.external_workload(name)?.meta, &none),
+            Workload::External(name) => (&reader.external_workload(name)?.meta, BTreeSet::new()),
         };
         let view = Port {
             reader,
             config,
             port: key.port,
-            probes,
+            probes: &probes,
         };
         let mut servers = reader.servers(meta.namespace());
         servers.retain(|server| selects(reader, server, key));

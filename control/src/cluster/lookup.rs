@@ -115,7 +115,11 @@ impl<'a> Reader<'a> {
     /// Routes that name the parent, the oldest first.
     pub(super) fn routes_of(&self, kind: ParentKind, parent: &Name) -> Vec<&'a Arc<Route>> {
         let mut routes = self.under(Fact::RoutesOf(kind, parent.clone()), |object| match object {
-            Object::PolicyHttpRoute(route) | Object::GatewayHttpRoute(route) | Object::GrpcRoute(route) => Some(route),
+            Object::PolicyHttpRoute(route)
+            | Object::GatewayHttpRoute(route)
+            | Object::GrpcRoute(route)
+            | Object::TlsRoute(route)
+            | Object::TcpRoute(route) => Some(route),
             _ => None,
         });
         routes.sort_by(|a, b| a.meta.seniority().cmp(&b.meta.seniority()));

@@ -19,6 +19,7 @@ pub(super) struct Metrics {
     workload_updates: Family<Counter>,
     profile_subscribers: Family<Gauge>,
     profile_updates: Family<Counter>,
+    service_subscribers: Family<Gauge>,
     policy_subscribers: Family<Gauge>,
     policy_updates: Family<Counter>,
 }
@@ -38,6 +39,10 @@ impl Metrics {
             workload_updates: registry.counter("workload_updates", "Changes of the profile of an address."),
             profile_subscribers: registry.gauge("profile_subscribers", "Streams that follow the profile of a service."),
             profile_updates: registry.counter("profile_updates", "Changes of the profile of a service."),
+            service_subscribers: registry.gauge(
+                "service_subscribers",
+                "Streams that follow the opaque ports of a service.",
+            ),
             policy_subscribers: registry.gauge("policy_subscribers", "Streams that follow policies, by direction."),
             policy_updates: registry.counter(
                 "policy_updates",
@@ -53,7 +58,9 @@ impl Metrics {
             .with("namespace", &service.namespace)
             .with("service", &service.name)
             .with("port", port)
-            .with("hostname", hostname.unwrap_or_default());
+            .with("hostname", hostname.unwrap_or_default())
+            // Clients of all nodes share an answer.
+            .with("nodename", "");
         SlotMetrics {
             subscribers: self.endpoints_subscribers.get(&labels),
             updates: self.endpoints_updates.get(&labels),
@@ -77,6 +84,11 @@ impl Metrics {
             updates: self.profile_updates.get(&labels),
             size: None,
         }
+    }
+
+    pub(super) fn service(&self, namespace: &str, name: &str) -> Arc<Gauge> {
+        let labels = Labels::new().with("namespace", namespace).with("name", name);
+        self.service_subscribers.get(&labels)
     }
 
     pub(super) fn policy(&self, direction: &str) -> SlotMetrics {

@@ -2,9 +2,10 @@
 //!
 //! One writer applies batches of events; what they touch, and somebody asks for, is computed again and published. Views are
 //! pure and synchronous: they read the store through a `Reader` that notes what they looked at. Servers
-//! subscribe by key and have the current answer at once; a slow one skips to the latest. Nothing here does I/O, knows
-//! the time, or knows protobuf.
+//! subscribe by key and have the current answer at once; a slow one skips to the latest. What they make of an answer they
+//! keep with it, for all who follow it. Nothing here does I/O, knows the time, or knows protobuf.
 
+pub mod answer;
 pub mod endpoints;
 pub mod inbound;
 mod lookup;
@@ -18,14 +19,16 @@ mod workload;
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ipnet::IpNet;
 use parking_lot::Mutex;
 use tokio::sync::watch;
-use tracing::debug;
-use tulle_core::metrics::Registry;
+use tracing::{debug, error};
+use tulle_core::metrics::{Gauge, Registry};
 use tulle_core::ports::PortSet;
 
+use crate::cluster::answer::{Answer, Encoder};
 use crate::cluster::endpoints::EndpointsView;
 use crate::cluster::inbound::InboundView;
 use crate::cluster::metrics::{Census, Metrics};
@@ -69,6 +72,8 @@ pub struct Config {
     pub h2_upgrade: H2Upgrade,
     /// When clients use a transport header. Default for opaque ports only.
     pub transport: TransportMode,
+    /// The address of destination, as log lines show it. Default `:8086`.
+    pub addr: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -118,6 +123,7 @@ impl Default for Config {
             ipv6: Ipv6::Drop,
             h2_upgrade: H2Upgrade::Offer,
             transport: TransportMode::Transparent,
+            addr: ":8086".to_owned(),
         }
     }
 }
@@ -131,6 +137,7 @@ struct Shared {
     metrics: Metrics,
     state: Mutex<State>,
     synced: watch::Sender<bool>,
+    n_encoders: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -150,6 +157,7 @@ impl Cluster {
             metrics: Metrics::new(registry),
             state: Mutex::default(),
             synced: watch::Sender::new(false),
+            n_encoders: AtomicUsize::new(0),
         }))
     }
 
@@ -190,8 +198,18 @@ impl Cluster {
         self.subscribe::<OutboundView>(key)
     }
 
+    /// Counts somebody who follows the annotations of a service, until it is dropped.
+    pub fn follow_service(&self, namespace: &str, name: &str) -> Follower {
+        Follower::new(self.0.metrics.service(namespace, name))
+    }
+
+    /// An encoder that no other service has.
+    pub fn encoder(&self) -> Encoder {
+        Encoder(self.0.n_encoders.fetch_add(1, Ordering::Relaxed))
+    }
+
     /// The zone of a node as it is now.
-    pub fn node_zone(&self, node: &str) -> Option<String> {
+    pub fn node_zone(&self, node: &str) -> Option<Arc<str>> {
         let state = self.0.state.lock();
         lookup::Reader::new(&state.store)
             .node(&Name::new("", node))
@@ -224,7 +242,7 @@ impl Shared {
             let mut touched = HashSet::new();
             for event in events {
                 synced |= matches!(event, Event::Synced);
-                log(&state.store, &event);
+                log(&self.config.addr, &state.store, &event);
                 let change = state.store.apply(event, &mut touched);
                 state.census.record(&self.metrics, &change);
             }
@@ -240,11 +258,17 @@ impl Shared {
 }
 
 /// Logs what changes endpoints, in the words that operators search for.
-fn log(store: &Store, event: &Event) {
+fn log(addr: &str, store: &Store, event: &Event) {
+    let component = "service-publisher";
+    if let Event::Applied(Object::EndpointSlice(slice)) = event
+        && slice.service.is_none()
+    {
+        let name = &slice.meta.name;
+        error!(addr, component, slice = %name, "an EndpointSlice names no service: it has neither the label nor an owner");
+    }
     if !tracing::enabled!(tracing::Level::DEBUG) {
         return;
     }
-    let component = "service-publisher";
     match event {
         Event::Applied(Object::EndpointSlice(slice)) => {
             let name = &slice.meta.name;
@@ -254,23 +278,43 @@ fn log(store: &Store, event: &Event) {
                 "Adding"
             };
             let svc = slice.service.as_ref().map_or("", |service| &*service.name);
-            debug!(component, ns = %name.namespace, svc, "{verb} ES {name}");
+            debug!(addr, component, ns = %name.namespace, svc, "{verb} ES {name}");
         }
         Event::Applied(Object::Service(service)) => {
             let name = &service.meta.name;
-            debug!(component, ns = %name.namespace, svc = %name.name, "Updating service for {name}");
+            debug!(addr, component, ns = %name.namespace, svc = %name.name, "Updating service for {name}");
         }
         Event::Deleted(Kind::EndpointSlice, name) => {
-            debug!(component, ns = %name.namespace, "Deleting ES {name}");
+            let svc = match store.object(Kind::EndpointSlice, name) {
+                Some(Object::EndpointSlice(slice)) => slice.service.as_ref().map_or("", |service| &*service.name),
+                _ => "",
+            };
+            debug!(addr, component, ns = %name.namespace, svc, "Deleting ES {name}");
         }
         Event::Applied(_) | Event::Deleted(..) | Event::Synced => {}
+    }
+}
+
+/// Somebody who is counted.
+pub struct Follower(Arc<Gauge>);
+
+impl Follower {
+    fn new(gauge: Arc<Gauge>) -> Self {
+        gauge.add(1);
+        Self(gauge)
+    }
+}
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        self.0.add(-1);
     }
 }
 
 /// One follower of one answer; the last to go takes the answer out of the table.
 pub struct Subscription<T> {
     // Declared before the release, so that the receiver has gone when the table counts.
-    receiver: watch::Receiver<Arc<T>>,
+    receiver: watch::Receiver<Arc<Answer<T>>>,
     _release: Release,
 }
 
@@ -286,12 +330,12 @@ impl Drop for Release {
 
 impl<T> Subscription<T> {
     /// The answer as it is now, which counts as seen.
-    pub fn current(&mut self) -> Arc<T> {
+    pub fn current(&mut self) -> Arc<Answer<T>> {
         self.receiver.borrow_and_update().clone()
     }
 
     /// Waits for an answer that has not been seen and returns the latest.
-    pub async fn changed(&mut self) -> Arc<T> {
+    pub async fn changed(&mut self) -> Arc<Answer<T>> {
         // The sender lives in the table while this subscription does; were it gone, there would be nothing to wait for.
         if self.receiver.changed().await.is_err() {
             std::future::pending::<()>().await;

@@ -14,8 +14,8 @@ use crate::cluster::routes;
 use crate::cluster::table::{Table, View};
 use crate::cluster::{Config, State};
 use crate::model::outbound::{
-    Backend, BackendTarget, Backoff, Distribution, FailureAccrual, Load, OpaqueRoute, OpaqueVerdict, Outbound, Policy,
-    Protocol, Retry, RetryConditions, Route, Rule, Timeouts,
+    Backend, BackendTarget, Backoff, Distribution, FailureAccrual, Load, Outbound, Policy, Protocol, Retry,
+    RetryConditions, Route, Rule, StreamRoute, StreamVerdict, Timeouts,
 };
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch};
@@ -111,10 +111,10 @@ impl Client<'_> {
         let listed = service.and_then(|service| service.port(port));
         let http = self.http_routes(&parent);
         let grpc = self.grpc_routes(&parent);
-        let opaque = OpaqueRoute {
-            reference: Reference::Default("opaq"),
-            verdict: OpaqueVerdict::Forward(Distribution::FirstAvailable(Box::new(parent.default.clone()))),
-        };
+        let tls = self.stream_routes(&parent, RouteKind::Tls);
+        let tcp = self.stream_routes(&parent, RouteKind::Tcp);
+        let opaque = parent.default_stream("opaq");
+        let opaque_or_tcp = |tcp: Vec<_>| if tcp.is_empty() { vec![opaque.clone()] } else { tcp };
         let http_or_default = |http: Vec<_>| {
             if http.is_empty() {
                 vec![parent.default_http("http")]
@@ -129,9 +129,11 @@ impl Client<'_> {
             Some(protocol) if protocol == "http" => Protocol::Http1(http_or_default(http)),
             Some(protocol) if protocol == "kubernetes.io/h2c" && !grpc.is_empty() => Protocol::Grpc(grpc),
             Some(protocol) if protocol == "kubernetes.io/h2c" => Protocol::Http2(http_or_default(http)),
-            Some(_) => Protocol::Opaque(opaque),
-            None if self.is_opaque(service, port) => Protocol::Opaque(opaque),
+            Some(_) => Protocol::Opaque(opaque_or_tcp(tcp)),
+            None if self.is_opaque(service, port) => Protocol::Opaque(opaque_or_tcp(tcp)),
             None if !grpc.is_empty() => Protocol::Grpc(grpc),
+            None if http.is_empty() && !tls.is_empty() => Protocol::Tls(tls),
+            None if http.is_empty() && !tcp.is_empty() => Protocol::Opaque(tcp),
             None => Protocol::Detect {
                 timeout: DETECT_TIMEOUT,
                 http: http_or_default(http),
@@ -224,31 +226,32 @@ impl Client<'_> {
         let allow = network.traffic == TrafficPolicy::Allow;
         let mut http = self.http_routes(&parent);
         let mut grpc = self.grpc_routes(&parent);
-        http.push(parent.egress_http(allow));
-        let opaque = OpaqueRoute {
-            reference: Reference::Default(if allow { "tcp-egress-allow" } else { "tcp-egress-deny" }),
-            verdict: if allow {
-                OpaqueVerdict::Forward(Distribution::FirstAvailable(Box::new(parent.default.clone())))
-            } else {
-                OpaqueVerdict::Forbidden
-            },
-        };
+        let mut tls = self.stream_routes(&parent, RouteKind::Tls);
+        let tcp = self.stream_routes(&parent, RouteKind::Tcp);
+        let opaque = parent.egress_stream(allow, "tcp-egress-allow", "tcp-egress-deny");
+        let opaque_or_tcp = |tcp: Vec<_>| if tcp.is_empty() { vec![opaque.clone()] } else { tcp };
         let marked = network
             .meta
             .annotation(annotation::OPAQUE_PORTS)
             .and_then(|text| text.parse::<PortSet>().ok());
         let is_opaque = marked.is_some_and(|ports| ports.contains(addr.port()));
         let protocol = if is_opaque {
-            Protocol::Opaque(opaque)
-        } else if grpc.is_empty() {
+            Protocol::Opaque(opaque_or_tcp(tcp))
+        } else if !grpc.is_empty() {
+            grpc.push(parent.egress_grpc(allow));
+            Protocol::Grpc(grpc)
+        } else if http.is_empty() && !tls.is_empty() {
+            tls.push(parent.egress_stream(allow, "tls-egress-allow", "tls-egress-deny"));
+            Protocol::Tls(tls)
+        } else if http.is_empty() && !tcp.is_empty() {
+            Protocol::Opaque(tcp)
+        } else {
+            http.push(parent.egress_http(allow));
             Protocol::Detect {
                 timeout: DETECT_TIMEOUT,
                 http,
                 opaque,
             }
-        } else {
-            grpc.push(parent.egress_grpc(allow));
-            Protocol::Grpc(grpc)
         };
         Policy {
             reference: parent.reference,
@@ -278,6 +281,26 @@ impl Client<'_> {
                     .iter()
                     .map(|rule| self.rule(route, rule, parent, routes::grpc_matches(rule)));
                 found.extend(rules.collect::<Option<_>>().map(|rules| named(route, rules)));
+            }
+        }
+        found
+    }
+
+    /// Routes of one of the kinds that do not look into connections.
+    fn stream_routes(&self, parent: &Parent<'_>, kind: RouteKind) -> Vec<StreamRoute> {
+        let mut found = Vec::new();
+        for route in self.visible_routes(parent) {
+            // Admission accepts exactly one rule.
+            if route.kind == kind
+                && let Rules::Stream(rules) = &route.rules
+                && let [rule] = &rules[..]
+                && let Some(backends) = self.backends(route, &rule.backend_refs, parent)
+            {
+                found.push(StreamRoute {
+                    reference: routes::reference(route),
+                    snis: routes::hosts(route),
+                    verdict: StreamVerdict::Forward(backends),
+                });
             }
         }
         found
@@ -402,6 +425,24 @@ impl<'a> Parent<'a> {
         parent
     }
 
+    fn default_stream(&self, name: &'static str) -> StreamRoute {
+        StreamRoute {
+            reference: Reference::Default(name),
+            snis: Vec::new(),
+            verdict: StreamVerdict::Forward(Distribution::FirstAvailable(Box::new(self.default.clone()))),
+        }
+    }
+
+    fn egress_stream(&self, allow: bool, allowed: &'static str, denied: &'static str) -> StreamRoute {
+        match allow {
+            true => self.default_stream(allowed),
+            false => StreamRoute {
+                verdict: StreamVerdict::Forbidden,
+                ..self.default_stream(denied)
+            },
+        }
+    }
+
     fn default_http(&self, name: &'static str) -> Route<HttpMatch> {
         self.default_route(name, HttpMatch::everything(), self.http_retry.clone(), Vec::new())
     }
@@ -458,18 +499,21 @@ fn named<M>(route: &raw::Route, rules: Vec<Rule<M>>) -> Route<M> {
     }
 }
 
-/// The route's own annotations replace those of the parent wholesale; the rule's timeouts hold where no annotation does.
+/// What a route says of itself replaces what its parent says wholesale; its annotations come before its rules.
 fn rule_timeouts<R>(route: &raw::Route, rule: &raw::Rule<R>, parent: &Parent<'_>) -> Timeouts {
     let annotated = readable(&route.meta, annotations::timeouts).map(timeouts);
-    let from_rule = Timeouts {
-        request: rule.timeouts.request.filter(|timeout| !timeout.is_zero()),
-        response: rule.timeouts.backend_request.filter(|timeout| !timeout.is_zero()),
-        idle: None,
+    if annotated.is_none() && rule.timeouts == raw::RuleTimeouts::default() {
+        return parent.timeouts;
+    }
+    let annotated = annotated.unwrap_or_default();
+    // The Gateway API writes 0 for none.
+    let or_rule = |annotated: Option<Duration>, rule: Option<Duration>| {
+        annotated.or_else(|| rule.filter(|timeout| !timeout.is_zero()))
     };
-    match annotated {
-        Some(annotated) => annotated,
-        None if rule.timeouts != raw::RuleTimeouts::default() => from_rule,
-        None => parent.timeouts,
+    Timeouts {
+        request: or_rule(annotated.request, rule.timeouts.request),
+        response: or_rule(annotated.response, rule.timeouts.backend_request),
+        idle: annotated.idle,
     }
 }
 
@@ -586,6 +630,7 @@ fn failing(reference: Reference, kind: RouteKind, message: &str) -> Backend {
     let failure = match kind {
         RouteKind::Grpc => Filter::FailGrpc { code: 13, message },
         RouteKind::PolicyHttp | RouteKind::GatewayHttp => Filter::FailHttp { status: 500, message },
+        RouteKind::Tls | RouteKind::Tcp => Filter::FailStream { message },
     };
     Backend {
         reference,
@@ -595,13 +640,14 @@ fn failing(reference: Reference, kind: RouteKind, message: &str) -> Backend {
 }
 
 fn undefined_port(service: &Name, port: u16) -> Policy {
-    let route = OpaqueRoute {
+    let route = StreamRoute {
         reference: Reference::Default("undefined-port"),
-        verdict: OpaqueVerdict::Forbidden,
+        snis: Vec::new(),
+        verdict: StreamVerdict::Forbidden,
     };
     Policy {
         reference: service_reference(service, port),
-        protocol: Protocol::Opaque(route),
+        protocol: Protocol::Opaque(vec![route]),
         accrual: None,
     }
 }
@@ -628,10 +674,7 @@ fn egress_fallback(addr: SocketAddr) -> Policy {
     let protocol = Protocol::Detect {
         timeout: DETECT_TIMEOUT,
         http: vec![parent.default_http("egress-fallback")],
-        opaque: OpaqueRoute {
-            reference: reference.clone(),
-            verdict: OpaqueVerdict::Forward(Distribution::FirstAvailable(Box::new(parent.default))),
-        },
+        opaque: parent.default_stream("egress-fallback"),
     };
     Policy {
         reference,

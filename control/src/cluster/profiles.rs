@@ -20,6 +20,7 @@ use crate::model::profile::{
 use crate::resources::meta::Name;
 use crate::resources::service::{Service, ServiceKind, Target};
 use crate::resources::service_profile as sp;
+use crate::resources::text::shared;
 use crate::resources::workload::{Phase, Pod};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -232,8 +233,8 @@ fn endpoint_profile(reader: &Reader<'_>, config: &Config, addr: SocketAddr) -> P
             let mut endpoint = external_endpoint(reader, config, workload, ip, port);
             endpoint
                 .labels
-                .insert("namespace", workload.meta.namespace().to_string());
-            endpoint.zone = workload.meta.label(tulle_core::names::label::ZONE).map(str::to_owned);
+                .push(("namespace".into(), workload.meta.namespace().clone()));
+            endpoint.zone = workload.meta.label(tulle_core::names::label::ZONE).map(shared);
             profile_of(endpoint)
         }
         [..] => ambiguous("external workloads"),
@@ -247,7 +248,7 @@ fn pod_profile(reader: &Reader<'_>, config: &Config, pod: &Pod, addr: SocketAddr
     let Some(mut endpoint) = pod_endpoint(reader, config, pod, addr.ip(), addr.port()) else {
         return bare_profile(config, addr);
     };
-    endpoint.labels.insert("namespace", pod.meta.namespace().to_string());
+    endpoint.labels.push(("namespace".into(), pod.meta.namespace().clone()));
     let node = pod.node.as_deref().and_then(|node| reader.node(&Name::new("", node)));
     endpoint.zone = node.and_then(|node| node.zone.clone());
     let opaque = crate::cluster::workload::pod_is_opaque(reader, config, pod, addr.port());

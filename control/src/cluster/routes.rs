@@ -10,11 +10,12 @@ use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{
     Filter, GrpcMatch, HeaderModifier, HostMatch, HttpMatch, NamedMatch, PathMatch, PathModifier, Redirect, ValueMatch,
 };
+use crate::resources::acceptance::{self, Parents};
 use crate::resources::meta::Name;
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::route as raw;
-use crate::resources::route::{Acceptance, Parent, ParentKind, Route, RouteKind};
-use crate::resources::service::ServiceKind;
+use crate::resources::route::{Acceptance, Parent, ParentKind, Route};
+use crate::resources::service::Service;
 
 /// Routes that serve a port of the parent, the oldest first.
 pub(super) fn attached<'a>(
@@ -46,41 +47,27 @@ fn is_accepted(
     rivals: &[&Arc<Route>],
 ) -> bool {
     match parent.acceptance {
-        Acceptance::Accepted => return true,
-        Acceptance::Refused => return false,
-        Acceptance::Unjudged => {}
-    }
-    let exists = match parent.kind {
-        ParentKind::Server => parent.port.is_none() && reader.server(&parent.name).is_some(),
-        ParentKind::Service => reader
-            .service(&parent.name)
-            .is_some_and(|service| service.kind == ServiceKind::ClusterIp),
-        ParentKind::EgressNetwork => {
-            let network = reader.egress_network(&parent.name);
-            parent.port.is_some() && network.is_some_and(|network| !overlaps(network, cluster_networks))
+        Acceptance::Accepted => true,
+        Acceptance::Refused => false,
+        Acceptance::Unjudged => {
+            let rivals = rivals.iter().map(|rival| &***rival);
+            acceptance::of_route(reader, cluster_networks, route.kind, parent, rivals).is_ok()
         }
-        ParentKind::Foreign => false,
-    };
-    exists && (route.kind == RouteKind::Grpc || !has_grpc_rival(parent, rivals))
+    }
 }
 
-/// Whether the network claims addresses of the cluster; one that names no networks leaves those out.
-fn overlaps(network: &EgressNetwork, cluster_networks: &[IpNet]) -> bool {
-    let claims = |net: &IpNet| {
-        cluster_networks
-            .iter()
-            .any(|cluster| cluster.contains(net) || net.contains(cluster))
-    };
-    network.networks.iter().flatten().any(|network| claims(&network.net))
-}
+impl Parents for Reader<'_> {
+    fn has_server(&self, name: &Name) -> bool {
+        self.server(name).is_some()
+    }
 
-/// Of two kinds of routes on the same parent and port, the more specific protocol wins.
-fn has_grpc_rival(parent: &Parent, rivals: &[&Arc<Route>]) -> bool {
-    rivals
-        .iter()
-        .filter(|rival| rival.kind == RouteKind::Grpc)
-        .flat_map(|rival| &rival.parents)
-        .any(|other| (other.kind, &other.name, other.port) == (parent.kind, &parent.name, parent.port))
+    fn service(&self, name: &Name) -> Option<&Service> {
+        self.service(name).map(|service| &**service)
+    }
+
+    fn egress_network(&self, name: &Name) -> Option<&EgressNetwork> {
+        self.egress_network(name).map(|network| &**network)
+    }
 }
 
 pub(super) fn reference(route: &Route) -> Reference {

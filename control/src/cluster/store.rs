@@ -1,6 +1,6 @@
 //! All objects of a cluster, and the facts under which views find them.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::HashSet;
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -40,7 +40,9 @@ pub(super) enum Change {
 #[derive(Default)]
 pub(super) struct Store {
     objects: AHashMap<(Kind, Name), Object>,
-    index: AHashMap<Fact, BTreeSet<(Kind, Name)>>,
+    /// In the order of kind, namespace and name. Most facts lead to one object, and there are as many facts as pods, so
+    /// that these lists are no larger than they must be.
+    index: AHashMap<Fact, Vec<(Kind, Name)>>,
 }
 
 impl Store {
@@ -54,7 +56,11 @@ impl Store {
                 }
                 let existed = self.remove(&id, touched);
                 for fact in facts(&object) {
-                    self.index.entry(fact.clone()).or_default().insert(id.clone());
+                    let ids = self.index.entry(fact.clone()).or_default();
+                    if let Err(at) = ids.binary_search(&id) {
+                        ids.reserve_exact(1);
+                        ids.insert(at, id.clone());
+                    }
                     touched.insert(fact);
                 }
                 touched.insert(Fact::Object(id.0, id.1.clone()));
@@ -84,7 +90,9 @@ impl Store {
         };
         for fact in facts(&object) {
             if let Some(ids) = self.index.get_mut(&fact) {
-                ids.remove(id);
+                if let Ok(at) = ids.binary_search(id) {
+                    ids.remove(at);
+                }
                 if ids.is_empty() {
                     self.index.remove(&fact);
                 }
@@ -122,9 +130,11 @@ fn facts(object: &Object) -> Vec<Fact> {
         Object::EndpointSlice(slice) => slice_facts(slice),
         Object::Pod(pod) => pod_facts(pod),
         Object::ExternalWorkload(workload) => workload_facts(workload),
-        Object::PolicyHttpRoute(route) | Object::GatewayHttpRoute(route) | Object::GrpcRoute(route) => {
-            route_facts(route)
-        }
+        Object::PolicyHttpRoute(route)
+        | Object::GatewayHttpRoute(route)
+        | Object::GrpcRoute(route)
+        | Object::TlsRoute(route)
+        | Object::TcpRoute(route) => route_facts(route),
         Object::Server(_)
         | Object::ServerAuthorization(_)
         | Object::AuthorizationPolicy(_)
@@ -133,6 +143,7 @@ fn facts(object: &Object) -> Vec<Fact> {
         Object::Endpoints(_)
         | Object::Node(_)
         | Object::Namespace(_)
+        | Object::Secret(_)
         | Object::ReplicaSet(_)
         | Object::Job(_)
         | Object::MeshTlsAuthentication(_)

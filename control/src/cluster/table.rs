@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use tokio::sync::watch;
 
+use crate::cluster::answer::Answer;
 use crate::cluster::lookup::Reader;
 use crate::cluster::metrics::{Metrics, SlotMetrics};
 use crate::cluster::store::{Fact, Store};
@@ -24,17 +25,21 @@ pub(super) trait View: Sized + 'static {
     /// Notes a new answer in them.
     fn observe(_metrics: &SlotMetrics, _value: &Self::Value) {}
 
+    /// Takes over the parts of the old answer that stay, so that those who hold them share them.
+    fn share(_old: &Self::Value, _new: &mut Self::Value) {}
+
     fn table(state: &mut State) -> &mut Table<Self>;
 }
 
 pub(super) struct Table<V: View> {
-    slots: HashMap<V::Key, Slot<V::Value>>,
-    readers: HashMap<Fact, HashSet<V::Key>>,
+    slots: HashMap<Arc<V::Key>, Slot<V::Value>>,
+    readers: HashMap<Fact, HashSet<Arc<V::Key>>>,
 }
 
 struct Slot<T> {
-    value: watch::Sender<Arc<T>>,
-    facts: HashSet<Fact>,
+    value: watch::Sender<Arc<Answer<T>>>,
+    /// In their order.
+    facts: Vec<Fact>,
     metrics: SlotMetrics,
 }
 
@@ -55,21 +60,22 @@ impl<V: View> Table<V> {
         config: &Config,
         metrics: &Metrics,
         key: &V::Key,
-    ) -> watch::Receiver<Arc<V::Value>> {
+    ) -> watch::Receiver<Arc<Answer<V::Value>>> {
         if let Some(slot) = self.slots.get(key) {
             slot.metrics.joined();
             return slot.value.subscribe();
         }
         let (value, facts) = compute::<V>(store, config, key);
+        let metrics = V::metrics(metrics, key);
+        let key = Arc::new(key.clone());
         for fact in &facts {
             self.readers.entry(fact.clone()).or_default().insert(key.clone());
         }
-        let metrics = V::metrics(metrics, key);
         V::observe(&metrics, &value);
         metrics.joined();
-        let (sender, receiver) = watch::channel(Arc::new(value));
+        let (sender, receiver) = watch::channel(Arc::new(Answer::new(value)));
         self.slots.insert(
-            key.clone(),
+            key,
             Slot {
                 value: sender,
                 facts,
@@ -81,7 +87,7 @@ impl<V: View> Table<V> {
 
     /// Computes again what depends on the touched facts; equal answers are not sent.
     pub(super) fn refresh(&mut self, store: &Store, config: &Config, touched: &HashSet<Fact>) {
-        let stale: HashSet<V::Key> = touched
+        let stale: HashSet<Arc<V::Key>> = touched
             .iter()
             .filter_map(|fact| self.readers.get(fact))
             .flatten()
@@ -89,18 +95,26 @@ impl<V: View> Table<V> {
             .collect();
         for key in stale {
             let Some(slot) = self.slots.get_mut(&key) else { continue };
-            let (value, facts) = compute::<V>(store, config, &key);
+            let (mut value, facts) = compute::<V>(store, config, &key);
             let old = std::mem::replace(&mut slot.facts, facts);
-            for fact in old.difference(&slot.facts) {
+            for fact in missing(&old, &slot.facts) {
                 forget(&mut self.readers, fact, &key);
             }
-            for fact in slot.facts.difference(&old) {
+            for fact in missing(&slot.facts, &old) {
                 self.readers.entry(fact.clone()).or_default().insert(key.clone());
             }
-            if **slot.value.borrow() != value {
+            let changed = {
+                let old = slot.value.borrow();
+                let changed = ***old != value;
+                if changed {
+                    V::share(&old, &mut value);
+                }
+                changed
+            };
+            if changed {
                 V::observe(&slot.metrics, &value);
                 slot.metrics.updated();
-                slot.value.send_replace(Arc::new(value));
+                slot.value.send_replace(Arc::new(Answer::new(value)));
             }
         }
     }
@@ -124,13 +138,20 @@ impl<V: View> Table<V> {
     }
 }
 
-fn compute<V: View>(store: &Store, config: &Config, key: &V::Key) -> (V::Value, HashSet<Fact>) {
+fn compute<V: View>(store: &Store, config: &Config, key: &V::Key) -> (V::Value, Vec<Fact>) {
     let reader = Reader::new(store);
     let value = V::compute(&reader, config, key);
-    (value, reader.into_facts())
+    let mut facts: Vec<_> = reader.into_facts().into_iter().collect();
+    facts.sort_unstable();
+    (value, facts)
 }
 
-fn forget<K: Eq + Hash>(readers: &mut HashMap<Fact, HashSet<K>>, fact: &Fact, key: &K) {
+/// Facts of the first list that the second does not have; both are in order.
+fn missing<'a>(facts: &'a [Fact], others: &'a [Fact]) -> impl Iterator<Item = &'a Fact> {
+    facts.iter().filter(|fact| others.binary_search(fact).is_err())
+}
+
+fn forget<K: Eq + Hash>(readers: &mut HashMap<Fact, HashSet<Arc<K>>>, fact: &Fact, key: &K) {
     if let Some(keys) = readers.get_mut(fact) {
         keys.remove(key);
         if keys.is_empty() {

@@ -181,10 +181,10 @@ struct Followers {
 }
 
 type Answers = (
-    Vec<Arc<Endpoints>>,
-    Vec<Arc<Profile>>,
-    Vec<Arc<Option<Server>>>,
-    Vec<Arc<Outbound>>,
+    Vec<Arc<Answer<Endpoints>>>,
+    Vec<Arc<Answer<Profile>>>,
+    Vec<Arc<Answer<Option<Server>>>>,
+    Vec<Arc<Answer<Outbound>>>,
 );
 
 impl Followers {

@@ -1,7 +1,8 @@
 //! A pod or an external workload at one address, as an endpoint: mesh facts, opaqueness, labels, owner.
 
-use std::collections::BTreeMap;
+use std::borrow::Cow;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 
 use tulle_core::identity;
 use tulle_core::names::{annotation, label, port as proxy_port};
@@ -12,6 +13,7 @@ use crate::cluster::{Config, H2Upgrade, TransportMode};
 use crate::model::endpoints::{Endpoint, Http2Params, ProtocolHint, TlsIdentity, Workload};
 use crate::resources::meta::{Meta, Name, Owner};
 use crate::resources::policy::server::{ProxyProtocol, Server, Workloads};
+use crate::resources::text::shared;
 use crate::resources::workload::{CONTROL_PLANE_COMPONENT, ContainerPort, ExternalWorkload, Pod, ProxyContainer};
 
 /// The endpoint that a pod is at a port, or nothing when its sidecar does not say how to reach it.
@@ -56,7 +58,8 @@ pub(super) fn pod_endpoint(reader: &Reader<'_>, config: &Config, pod: &Pod, ip: 
     }
     if control_plane == config.controller_namespace && !config.trust_domain.is_empty() {
         let namespace = pod.meta.namespace();
-        let name = identity::service_account(&pod.service_account, namespace, control_plane, &config.trust_domain);
+        let name: Arc<str> =
+            identity::service_account(&pod.service_account, namespace, control_plane, &config.trust_domain).into();
         endpoint.identity = Some(TlsIdentity::Dns {
             server_name: name.clone(),
             name,
@@ -80,11 +83,11 @@ pub(super) fn external_endpoint(
         namespace: name.namespace.clone(),
         name: name.name.clone(),
     };
-    endpoint.labels = BTreeMap::from([("external_workload", name.name.to_string())]);
+    endpoint.labels = vec![("external_workload".into(), name.name.clone())];
     let (kind, owner) = owner(reader, &workload.meta);
     // An external workload without an owner names itself once.
     if kind != "pod" {
-        endpoint.labels.insert(kind, owner);
+        endpoint.labels.push((kind, owner));
     }
     let opaque = external_is_opaque(reader, config, workload, port);
     endpoint.protocol = Some(if opaque { ProtocolHint::Opaque } else { ProtocolHint::H2 });
@@ -101,7 +104,8 @@ pub(super) fn external_endpoint(
 }
 
 fn external_identity(workload: &ExternalWorkload) -> TlsIdentity {
-    let (name, server_name) = (workload.identity.clone(), workload.server_name.clone());
+    let (name, server_name): (Arc<str>, Arc<str>) =
+        (workload.identity.as_str().into(), workload.server_name.as_str().into());
     if name.contains("://") {
         TlsIdentity::Uri { uri: name, server_name }
     } else {
@@ -171,44 +175,44 @@ pub(super) fn named_ports(text: &str, resolve: impl Fn(&str) -> Vec<u16>) -> Por
     ports
 }
 
-fn pod_labels(reader: &Reader<'_>, pod: &Pod) -> BTreeMap<&'static str, String> {
-    let mut labels = BTreeMap::from([
-        ("pod", pod.meta.name.name.to_string()),
-        ("serviceaccount", pod.service_account.clone()),
-    ]);
-    let (kind, name) = owner(reader, &pod.meta);
-    labels.insert(kind, name);
-    for (label, key) in [
+fn pod_labels(reader: &Reader<'_>, pod: &Pod) -> Vec<(Cow<'static, str>, Arc<str>)> {
+    let own = [
         ("control_plane_ns", label::CONTROL_PLANE_NS),
         ("pod_template_hash", label::POD_TEMPLATE_HASH),
-    ] {
-        if let Some(value) = pod.meta.label(key) {
-            labels.insert(label, value.to_owned());
-        }
-    }
+    ];
+    let own = own
+        .into_iter()
+        .filter_map(|(label, key)| Some((label.into(), shared(pod.meta.label(key)?))));
+    let mut labels = vec![
+        ("pod".into(), pod.meta.name.name.clone()),
+        ("serviceaccount".into(), pod.service_account.clone()),
+        owner(reader, &pod.meta),
+    ];
+    labels.extend(own);
+    labels.shrink_to_fit();
     labels
 }
 
 /// The label and name of what a workload belongs to: the workload itself when nothing else is known.
-fn owner(reader: &Reader<'_>, meta: &Meta) -> (&'static str, String) {
-    let own = || ("pod", meta.name.name.to_string());
+fn owner(reader: &Reader<'_>, meta: &Meta) -> (Cow<'static, str>, Arc<str>) {
+    let own = || ("pod".into(), meta.name.name.clone());
     let Some(owner) = &meta.owner else { return own() };
-    let name = Name::new(meta.namespace().clone(), owner.name.as_str());
-    let above = match owner.kind.as_str() {
+    let name = Name::new(meta.namespace().clone(), owner.name.clone());
+    let above = match &*owner.kind {
         "Job" => reader.job(&name).and_then(|job| job.meta.owner.as_ref()),
         "ReplicaSet" => reader
             .replica_set(&name)
             .and_then(|set| set.meta.owner.as_ref())
-            .filter(|above| ["Job", "StatefulSet", "DaemonSet", "Deployment"].contains(&above.kind.as_str())),
+            .filter(|above| ["Job", "StatefulSet", "DaemonSet", "Deployment"].contains(&&*above.kind)),
         _ => None,
     };
     let Owner { kind, name } = above.unwrap_or(owner);
     owner_label(kind).map_or_else(own, |label| (label, name.clone()))
 }
 
-/// Label names are a closed set, so that a foreign kind cannot invent one.
-fn owner_label(kind: &str) -> Option<&'static str> {
-    Some(match kind {
+/// The label of an owner's kind; kinds that others define have theirs too, unless it would stand for something else.
+fn owner_label(kind: &str) -> Option<Cow<'static, str>> {
+    Some(Cow::Borrowed(match kind {
         "Deployment" => "deployment",
         "DaemonSet" => "daemonset",
         "StatefulSet" => "statefulset",
@@ -217,9 +221,16 @@ fn owner_label(kind: &str) -> Option<&'static str> {
         "Job" => "k8s_job",
         "CronJob" => "cronjob",
         "Node" => "node",
-        _ => return None,
-    })
+        kind => {
+            let label = kind.to_ascii_lowercase();
+            let is_name = label.bytes().all(|byte| byte.is_ascii_alphanumeric());
+            return (is_name && !label.is_empty() && !TAKEN_LABELS.contains(&&*label)).then_some(label.into());
+        }
+    }))
 }
+
+/// Labels that say something else of an endpoint, or of its service.
+const TAKEN_LABELS: &[&str] = &["namespace", "pod", "service", "serviceaccount", "zone"];
 
 /// Whether a workload declares the port.
 pub(super) fn declares(ports: &[ContainerPort], port: u16) -> bool {

@@ -10,10 +10,10 @@ mod translate;
 
 use tulle_core::drain;
 use tulle_proto::destination::Http2ClientParams;
-use tulle_proto::destination::destination_server::DestinationServer;
 
 use crate::cluster::Cluster;
 use crate::destination::server::Service;
+use crate::grpc;
 
 /// What the service adds to the cluster's answers.
 #[derive(Clone, Debug, Default)]
@@ -33,6 +33,6 @@ pub enum ZoneWeights {
 }
 
 /// The service, ready to be added to a server; its streams end when the drain begins.
-pub fn server(cluster: Cluster, config: Config, drain: drain::Watch) -> DestinationServer<Service> {
-    DestinationServer::new(Service::new(cluster, config, drain))
+pub fn server(cluster: Cluster, config: Config, drain: drain::Watch) -> grpc::Service<Service> {
+    grpc::Service(Service::new(cluster, config, drain))
 }

@@ -1,35 +1,68 @@
 //! Get and GetProfile streams.
 
-use std::collections::VecDeque;
-use std::pin::Pin;
+use std::sync::Arc;
 
+use bytes::Bytes;
 use futures_util::stream::{self, Stream};
-use tonic::{Request, Response, Status};
+use http::{Request, Response};
+use tonic::Status;
+use tonic::body::Body;
 use tulle_core::drain;
-use tulle_proto::destination::destination_server::Destination;
-use tulle_proto::destination::{DestinationProfile, GetDestination, Update};
+use tulle_proto::destination::destination_server::SERVICE_NAME;
+use tulle_proto::destination::{DestinationProfile, GetDestination};
 
-use crate::cluster::{Cluster, Subscription, endpoints, profiles};
+use crate::cluster::answer::{Answer, Encoder, For};
+use crate::cluster::{Cluster, Follower, Subscription, endpoints, profiles};
 use crate::destination::Config;
 use crate::destination::target::{self, Client, Target, TargetError};
-use crate::destination::translate::{self, Place, Sent};
+use crate::destination::translate::{self, Place};
+use crate::grpc::{self, Methods};
 use crate::model::endpoints::{Endpoints, Existence};
 use crate::model::profile::Profile;
 use crate::resources::meta::Name;
 
+/// The service; clones share what it stands on.
+#[derive(Clone)]
 pub struct Service {
+    shared: Arc<Shared>,
+}
+
+/// Also shared by all streams.
+struct Shared {
     cluster: Cluster,
     config: Config,
     drain: drain::Watch,
+    encoder: Encoder,
 }
-
-type Messages<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 impl Service {
     pub(super) fn new(cluster: Cluster, config: Config, drain: drain::Watch) -> Self {
-        Self { cluster, config, drain }
+        let encoder = cluster.encoder();
+        Self {
+            shared: Arc::new(Shared {
+                cluster,
+                config,
+                drain,
+                encoder,
+            }),
+        }
     }
+}
 
+impl Methods for Service {
+    const SERVICE: &'static str = SERVICE_NAME;
+
+    async fn call(self, method: &str, req: Request<Body>) -> Response<Body> {
+        let Self { shared } = self;
+        match method {
+            "Get" => grpc::stream(req, |request: GetDestination| shared.get(request)).await,
+            "GetProfile" => grpc::stream(req, |request: GetDestination| shared.get_profile(&request)).await,
+            _ => grpc::unimplemented(),
+        }
+    }
+}
+
+impl Shared {
     fn parse(&self, request: &GetDestination) -> Result<(Target, Client), Status> {
         if !self.cluster.is_synced() {
             // NotFound would be remembered by proxies; this makes them come again.
@@ -39,15 +72,8 @@ impl Service {
             .map_err(|error| Status::invalid_argument(error.to_string()))?;
         Ok((target, Client::parse(&request.context_token)))
     }
-}
 
-#[tonic::async_trait]
-impl Destination for Service {
-    type GetStream = Messages<Update>;
-    type GetProfileStream = Messages<DestinationProfile>;
-
-    async fn get(&self, request: Request<GetDestination>) -> Result<Response<Self::GetStream>, Status> {
-        let request = request.into_inner();
+    fn get(self: Arc<Self>, request: GetDestination) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
         let (target, client) = self
             .parse(&request)
             .map_err(|status| as_authority(status, &request.path))?;
@@ -86,27 +112,27 @@ impl Destination for Service {
             }
             Existence::Present => {}
         }
-        let node = client.node().map(str::to_owned);
+        let node: Option<Box<str>> = client.node().map(Box::from);
         let zone = node.as_deref().and_then(|node| self.cluster.node_zone(node));
-        let mut following = Following {
+        let following = Following {
+            shared: self,
             subscription,
+            first: Some(first),
             service,
             place: Place { node, zone },
-            config: self.config.clone(),
-            drain: self.drain.clone(),
-            sent: Sent::default(),
-            queue: VecDeque::new(),
+            sent: None,
         };
-        following.take(&first);
-        let messages = stream::unfold(following, async |mut following| {
-            let message = following.next().await?;
-            Some((Ok(message), following))
-        });
-        Ok(Response::new(Box::pin(messages)))
+        Ok(stream::unfold(following, async |mut following| {
+            let messages = following.next().await?;
+            Some((messages, following))
+        }))
     }
 
-    async fn get_profile(&self, request: Request<GetDestination>) -> Result<Response<Self::GetProfileStream>, Status> {
-        let (target, client) = self.parse(request.get_ref())?;
+    fn get_profile(
+        self: Arc<Self>,
+        request: &GetDestination,
+    ) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
+        let (target, client) = self.parse(request)?;
         let client_namespace = client.namespace();
         let key = match target {
             Target::Address(addr) => profiles::Key::Address {
@@ -130,19 +156,31 @@ impl Destination for Service {
             },
         };
         let mut subscription = self.cluster.profile(key);
-        let first = profile_message(&subscription.current(), &self.config)
-            .map_err(|refusal| refusal.status(&request.get_ref().path))?;
-        let following = FollowingProfile {
-            subscription,
-            config: self.config.clone(),
-            drain: self.drain.clone(),
-            next: Some(first),
+        let profile = subscription.current();
+        let first = self
+            .profile(&profile)
+            .map_err(|refusal| refusal.status(&request.path))?;
+        let follower = match &**profile {
+            Profile::Service(profile) => Some(self.cluster.follow_service(&profile.namespace, &profile.service)),
+            _ => None,
         };
-        let messages = stream::unfold(following, async |mut following| {
+        let following = FollowingProfile {
+            shared: self,
+            subscription,
+            first: Some(first),
+            _follower: follower,
+        };
+        Ok(stream::unfold(following, async |mut following| {
             let message = following.next().await?;
-            Some((Ok(message), following))
-        });
-        Ok(Response::new(Box::pin(messages)))
+            Some((message, following))
+        }))
+    }
+
+    /// The message for a profile, as bytes that all who follow it share.
+    fn profile<'a>(&self, profile: &'a Answer<Profile>) -> Result<Bytes, Refusal<'a>> {
+        profile.try_encoded(&For::all(self.encoder), || {
+            profile_message(profile, &self.config).map(|message| grpc::encode(&[message]))
+        })
     }
 }
 
@@ -156,62 +194,79 @@ fn as_authority(status: Status, path: &str) -> Status {
 
 /// One Get stream. It has no queue to overflow: a slow client gets the difference to the latest state.
 struct Following {
+    shared: Arc<Shared>,
     subscription: Subscription<Endpoints>,
+    /// Translated once the client takes messages: thousands of streams that open together would otherwise hold their
+    /// first messages together.
+    first: Option<Arc<Answer<Endpoints>>>,
     service: Name,
     place: Place,
-    config: Config,
-    drain: drain::Watch,
-    sent: Sent,
-    /// The rest of one difference, at most an addition, a removal and that there are none.
-    queue: VecDeque<Update>,
+    /// What the client has been told; none before the first message.
+    sent: Option<Arc<Answer<Endpoints>>>,
 }
 
 impl Following {
-    fn take(&mut self, now: &Endpoints) {
-        self.queue.extend(translate::diff(
-            &mut self.sent,
-            now,
-            &self.service,
-            &self.place,
-            &self.config,
-        ));
+    /// The next messages, or nothing when the control plane shuts down.
+    async fn next(&mut self) -> Option<Bytes> {
+        loop {
+            let now = match self.first.take() {
+                Some(first) => first,
+                None => tokio::select! {
+                    now = self.subscription.changed() => now,
+                    () = self.shared.drain.signaled() => return None,
+                },
+            };
+            let messages = self.difference(&now);
+            self.sent = Some(now);
+            // Not every change is one for this client.
+            if !messages.is_empty() {
+                return Some(messages);
+            }
+        }
     }
 
-    /// The next message, or nothing when the control plane shuts down.
-    async fn next(&mut self) -> Option<Update> {
-        loop {
-            if let Some(message) = self.queue.pop_front() {
-                return Some(message);
-            }
-            let now = tokio::select! {
-                now = self.subscription.changed() => now,
-                () = self.drain.signaled() => return None,
-            };
-            self.take(&now);
+    fn difference(&self, now: &Answer<Endpoints>) -> Bytes {
+        let before = self.sent.as_ref();
+        let encode = || {
+            let before = before.map(|before| &***before);
+            let messages = translate::difference(before, now, &self.service, &self.place, &self.shared.config);
+            grpc::encode(&messages)
+        };
+        if before.is_some_and(|before| before.is_by_node()) || now.is_by_node() {
+            // Clients of one service on one node are few.
+            return encode();
         }
+        let followers = For {
+            by: self.shared.encoder,
+            after: before,
+            zone: self.place.zone.as_deref(),
+        };
+        now.encoded(&followers, encode)
     }
 }
 
 /// One GetProfile stream.
 struct FollowingProfile {
+    shared: Arc<Shared>,
     subscription: Subscription<Profile>,
-    config: Config,
-    drain: drain::Watch,
-    next: Option<DestinationProfile>,
+    first: Option<Bytes>,
+    _follower: Option<Follower>,
 }
 
 impl FollowingProfile {
-    async fn next(&mut self) -> Option<DestinationProfile> {
+    async fn next(&mut self) -> Option<Bytes> {
+        if let Some(first) = self.first.take() {
+            return Some(first);
+        }
         loop {
-            if let Some(message) = self.next.take() {
-                return Some(message);
-            }
             let now = tokio::select! {
                 now = self.subscription.changed() => now,
-                () = self.drain.signaled() => return None,
+                () = self.shared.drain.signaled() => return None,
             };
             // What has become unanswerable leaves the client with the last answer.
-            self.next = profile_message(&now, &self.config).ok();
+            if let Ok(message) = self.shared.profile(&now) {
+                return Some(message);
+            }
         }
     }
 }

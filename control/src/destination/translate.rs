@@ -24,32 +24,32 @@ use crate::wire::http_method;
 /// Where the client is, which decides what it may use and what is near.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Place {
-    pub(super) node: Option<String>,
-    pub(super) zone: Option<String>,
-}
-
-/// What a client has been told so far.
-#[derive(Debug, Default)]
-pub(super) struct Sent {
-    addresses: BTreeMap<SocketAddr, Arc<Endpoint>>,
-    /// Set while the last message said that there are none.
-    empty: Option<Existence>,
+    pub(super) node: Option<Box<str>>,
+    pub(super) zone: Option<Arc<str>>,
 }
 
 /// The messages that bring a client from what it was told to what is now: additions first, so that it always has
 /// somewhere to go, then removals, and at last whether nothing is left.
-pub(super) fn diff(sent: &mut Sent, now: &Endpoints, service: &Name, place: &Place, config: &Config) -> Vec<Update> {
-    let addresses = usable(now, place);
-    let added: Vec<_> = addresses
+pub(super) fn difference(
+    before: Option<&Endpoints>,
+    now: &Endpoints,
+    service: &Name,
+    place: &Place,
+    config: &Config,
+) -> Vec<Update> {
+    let told = before.map(|before| Usable::new(before, place));
+    let usable = Usable::new(now, place);
+    let told_of = |addr: &SocketAddr| told.as_ref().and_then(|told| told.get(addr));
+    let added: Vec<_> = usable
         .iter()
-        .filter(|(addr, endpoint)| sent.addresses.get(*addr) != Some(*endpoint))
+        .filter(|(addr, endpoint)| told_of(addr) != Some(endpoint))
         .map(|(_, endpoint)| weighted_addr(endpoint, place, config))
         .collect();
-    let removed: Vec<_> = sent
-        .addresses
-        .keys()
-        .filter(|addr| !addresses.contains_key(*addr))
-        .map(|addr| (*addr).into())
+    let removed: Vec<_> = told
+        .iter()
+        .flat_map(Usable::iter)
+        .filter(|(addr, _)| usable.get(addr).is_none())
+        .map(|(addr, _)| (*addr).into())
         .collect();
     let mut messages = Vec::new();
     if !added.is_empty() {
@@ -65,47 +65,79 @@ pub(super) fn diff(sent: &mut Sent, now: &Endpoints, service: &Name, place: &Pla
     if !removed.is_empty() {
         messages.push(update::Update::Remove(AddrSet { addrs: removed }));
     }
-    let empty = addresses.is_empty().then_some(now.existence);
-    if let Some(existence) = empty
-        && sent.empty != empty
+    // Said once, and again only when the service comes or goes.
+    if let Some(existence) = usable.lacks()
+        && told.and_then(|told| told.lacks()) != Some(existence)
     {
         messages.push(update::Update::NoEndpoints(NoEndpoints {
             exists: existence == Existence::Present,
         }));
     }
-    *sent = Sent { addresses, empty };
     messages
         .into_iter()
         .map(|message| Update { update: Some(message) })
         .collect()
 }
 
-/// The endpoints that a client at this place may use.
-fn usable(now: &Endpoints, place: &Place) -> BTreeMap<SocketAddr, Arc<Endpoint>> {
-    let keep = |wanted: &dyn Fn(&Endpoint) -> bool| {
-        let kept = now.addresses.iter().filter(|(_, endpoint)| wanted(endpoint));
-        kept.map(|(addr, endpoint)| (*addr, endpoint.clone()))
-            .collect::<BTreeMap<_, _>>()
-    };
-    if now.scope == TrafficScope::Node {
-        return keep(&|endpoint| {
-            matches!(endpoint.workload, Workload::Pod { .. }) && endpoint.node.is_some() && endpoint.node == place.node
-        });
+/// The endpoints that a client at one place may use.
+struct Usable<'a> {
+    endpoints: &'a Endpoints,
+    within: Within<'a>,
+}
+
+/// Which of the endpoints they are.
+enum Within<'a> {
+    Cluster,
+    /// The client's node; none is known of a client that does not say.
+    Node(Option<&'a str>),
+    Zone(&'a str),
+}
+
+impl<'a> Usable<'a> {
+    fn new(endpoints: &'a Endpoints, place: &'a Place) -> Self {
+        let addresses = &endpoints.addresses;
+        let within = match (endpoints.scope, &place.zone) {
+            (TrafficScope::Node, _) => Within::Node(place.node.as_deref()),
+            // Hints count only when every endpoint has them, because the others would be left without clients; and
+            // where they leave nothing they do not count either.
+            (TrafficScope::Cluster, Some(zone))
+                if addresses.values().all(|endpoint| !endpoint.hint_zones.is_empty())
+                    && addresses.values().any(|endpoint| endpoint.hint_zones.contains(zone)) =>
+            {
+                Within::Zone(zone)
+            }
+            (TrafficScope::Cluster, _) => Within::Cluster,
+        };
+        Self { endpoints, within }
     }
-    // Hints count only when every endpoint has them, because the others would be left without clients.
-    if now.addresses.values().any(|endpoint| endpoint.hint_zones.is_empty()) {
-        return now.addresses.clone();
+
+    fn holds(&self, endpoint: &Endpoint) -> bool {
+        match self.within {
+            Within::Cluster => true,
+            Within::Node(node) => {
+                matches!(endpoint.workload, Workload::Pod { .. }) && node.is_some() && endpoint.node.as_deref() == node
+            }
+            Within::Zone(zone) => endpoint.hint_zones.iter().any(|hint| **hint == *zone),
+        }
     }
-    let nearby = keep(&|endpoint| {
-        place
-            .zone
-            .as_ref()
-            .is_some_and(|zone| endpoint.hint_zones.contains(zone))
-    });
-    if nearby.is_empty() {
-        now.addresses.clone()
-    } else {
-        nearby
+
+    fn iter(&self) -> impl Iterator<Item = (&'a SocketAddr, &'a Arc<Endpoint>)> {
+        self.endpoints
+            .addresses
+            .iter()
+            .filter(|(_, endpoint)| self.holds(endpoint))
+    }
+
+    fn get(&self, addr: &SocketAddr) -> Option<&'a Arc<Endpoint>> {
+        self.endpoints
+            .addresses
+            .get(addr)
+            .filter(|endpoint| self.holds(endpoint))
+    }
+
+    /// What is there instead of endpoints, when there is none.
+    fn lacks(&self) -> Option<Existence> {
+        self.iter().next().is_none().then_some(self.endpoints.existence)
     }
 }
 
@@ -129,10 +161,13 @@ fn endpoint_addr(endpoint: &Endpoint, config: &Config) -> WeightedAddr {
     let mut labels: BTreeMap<String, String> = endpoint
         .labels
         .iter()
-        .map(|(key, value)| ((*key).to_owned(), value.clone()))
+        .map(|(key, value)| (key.to_string(), value.to_string()))
         .collect();
     if endpoint.workload != Workload::Unknown {
-        labels.insert("zone".to_owned(), endpoint.zone.clone().unwrap_or_default());
+        labels.insert(
+            "zone".to_owned(),
+            endpoint.zone.as_deref().unwrap_or_default().to_owned(),
+        );
     }
     WeightedAddr {
         addr: Some(endpoint.addr.into()),
@@ -169,17 +204,17 @@ fn protocol_hint(endpoint: &Endpoint) -> Option<ProtocolHint> {
 fn tls_identity(identity: &model::TlsIdentity) -> TlsIdentity {
     let (strategy, server_name) = match identity {
         model::TlsIdentity::Dns { name, server_name } => (
-            Strategy::DnsLikeIdentity(DnsLikeIdentity { name: name.clone() }),
+            Strategy::DnsLikeIdentity(DnsLikeIdentity { name: name.to_string() }),
             server_name,
         ),
         model::TlsIdentity::Uri { uri, server_name } => (
-            Strategy::UriLikeIdentity(UriLikeIdentity { uri: uri.clone() }),
+            Strategy::UriLikeIdentity(UriLikeIdentity { uri: uri.to_string() }),
             server_name,
         ),
     };
     TlsIdentity {
         server_name: Some(DnsLikeIdentity {
-            name: server_name.clone(),
+            name: server_name.to_string(),
         }),
         strategy: Some(strategy),
     }

@@ -7,9 +7,10 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 use tracing::{info, warn};
 
-use super::files::Watched;
+use super::events::Events;
 use super::issuer::{Issuer, IssuerError, rfc3339};
 use crate::tls::anchors::{self, TrustAnchors};
+use crate::tls::files::Watched;
 
 /// Holds the issuer; empty until the files are there.
 pub(crate) struct Authority {
@@ -20,6 +21,7 @@ pub(crate) struct Authority {
     current: watch::Sender<Option<Arc<Issuer>>>,
     /// What was wrong when it was looked at last, so that it is told once.
     problem: Mutex<Option<String>>,
+    events: Events,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -32,13 +34,14 @@ pub(crate) enum LoadError {
 }
 
 impl Authority {
-    pub(crate) fn new(issuer_dir: PathBuf, anchors_path: PathBuf, name: String) -> Self {
+    pub(crate) fn new(issuer_dir: PathBuf, anchors_path: PathBuf, name: String, events: Events) -> Self {
         Self {
             issuer_dir,
             anchors_path,
             name,
             current: watch::Sender::new(None),
             problem: Mutex::new(None),
+            events,
         }
     }
 
@@ -56,6 +59,7 @@ impl Authority {
                 }
                 let kept = self.current.borrow().is_some();
                 warn!(error = &err as &dyn std::error::Error, kept, "issuer update skipped");
+                self.events.issuer_update_skipped(with_causes(&err));
             }
         }
     }
@@ -90,11 +94,23 @@ impl Authority {
         if self.current.borrow().as_ref().is_some_and(is_same) {
             return;
         }
-        info!(
-            expires_at = rfc3339(issuer.expires_at()),
-            n_anchors = issuer.anchors().certs().len(),
-            "issuer updated"
-        );
+        let (expires_at, n_anchors) = (rfc3339(issuer.expires_at()), issuer.anchors().certs().len());
+        info!(expires_at, n_anchors, "issuer updated");
+        self.events.issuer_updated(format!(
+            "the issuer is valid until {expires_at} and leads to one of {n_anchors} trust anchors"
+        ));
         self.current.send_replace(Some(Arc::new(issuer)));
     }
+}
+
+/// The error and what caused it, on one line.
+pub(super) fn with_causes(err: &dyn std::error::Error) -> String {
+    let mut text = err.to_string();
+    let mut source = err.source();
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
 }

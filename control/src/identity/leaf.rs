@@ -18,12 +18,12 @@ use tulle_core::ready::Latch;
 use tulle_proto::identity as proto;
 use tulle_proto::identity::identity_client::IdentityClient;
 
-use super::files::{Changes, WatchError, Watched};
 use super::issuer::{Issuer, SignError, Subject, rfc3339};
 use super::server::IdentityService;
 use crate::tls::anchors::{self, TrustAnchors};
 use crate::tls::client::{self, Peer};
 use crate::tls::creds::{self, Leaf, ServerCreds};
+use crate::tls::files::{Changes, WatchError, Watched};
 
 /// Keeps the certificate of one server name.
 pub struct LeafKeeper {
@@ -59,6 +59,8 @@ enum Source {
 enum RenewError {
     #[error("cert issuer not ready yet")]
     NotReady,
+    #[error("the issuer is not accepted by the trust anchors any more")]
+    Issuer(#[source] rustls::Error),
     #[error("making a key")]
     Key(#[source] rcgen::Error),
     #[error(transparent)]
@@ -181,16 +183,18 @@ fn sign_here(
     name: &str,
     key: &KeyPair,
 ) -> Result<(proto::CertifyResponse, TrustAnchors), RenewError> {
-    let issuer = service.authority.issuer().ok_or(RenewError::NotReady)?;
+    let (issuer, now) = (
+        service.authority.issuer().ok_or(RenewError::NotReady)?,
+        OffsetDateTime::now_utc(),
+    );
+    service.verify(&issuer, now).map_err(RenewError::Issuer)?;
     let key = SubjectPublicKeyInfo::from_der(&key.subject_public_key_info()).map_err(RenewError::Key)?;
     let subject = Subject {
         identity: name,
         with_common_name: true,
         key: &key,
     };
-    let rsp = service
-        .sign(&issuer, &subject, OffsetDateTime::now_utc())
-        .map_err(RenewError::Sign)?;
+    let rsp = service.sign(&issuer, &subject, now).map_err(RenewError::Sign)?;
     Ok((rsp, issuer.anchors().clone()))
 }
 
@@ -238,10 +242,11 @@ fn refresh_in(valid_until: SystemTime, now: SystemTime) -> Duration {
     left.mul_f64(0.7).clamp(MIN_REFRESH, MAX_REFRESH)
 }
 
+/// Short, because nothing is ready without the first certificate, and the identity service may start after us.
 const RETRIES: Backoff = Backoff {
     min: Duration::from_millis(200),
-    max: Duration::from_secs(10),
-    jitter: 0.2,
+    max: Duration::from_secs(2),
+    jitter: 0.5,
 };
 const CERTIFY_LIMIT: Duration = Duration::from_secs(10);
 const MIN_REFRESH: Duration = Duration::from_secs(10);

@@ -8,11 +8,12 @@
 
 mod authority;
 mod csr;
-mod files;
+mod events;
 pub mod issuer;
 pub mod leaf;
 mod metrics;
 pub mod server;
+pub mod token_review;
 pub mod tokens;
 
 use std::path::PathBuf;
@@ -23,12 +24,15 @@ use tulle_core::identity;
 use tulle_core::metrics::Registry;
 use tulle_proto::identity::identity_server::IdentityServer;
 
+use crate::tls::files::{Changes, WatchError, Watched};
 use authority::Authority;
-use files::{Changes, WatchError, Watched};
+use events::Events;
 use issuer::Validity;
 use metrics::Metrics;
 use server::{IdentityService, Naming};
 use tokens::Reviewer;
+
+use crate::kubernetes::recorder::Recorder;
 
 /// What the identity service needs to know.
 #[derive(Clone, Debug)]
@@ -53,17 +57,28 @@ impl IdentityService {
     ///
     /// # Errors
     /// Directories that cannot be watched.
-    pub fn new(config: &Config, reviewer: Reviewer, registry: &Registry) -> Result<(Self, Reload), WatchError> {
+    pub fn new(
+        config: &Config,
+        reviewer: Reviewer,
+        recorder: Recorder,
+        registry: &Registry,
+    ) -> Result<(Self, Reload), WatchError> {
         let ns = &config.controller_namespace;
         let name = identity::service_account(SERVICE_ACCOUNT, ns, ns, &config.trust_domain);
+        let events = Events::new(recorder, ns.clone());
         let authority = Arc::new(Authority::new(
             config.issuer.clone(),
             config.trust_anchors.clone(),
             name,
+            events.clone(),
         ));
         let [issuer, anchors] = authority.places();
         // Watched before it is read, so that no change falls in between.
-        let changes = Changes::watch(&[issuer, anchors, Watched::Dir(reviewer.dir())])?;
+        let places: Vec<_> = [issuer, anchors]
+            .into_iter()
+            .chain(reviewer.dir().map(Watched::Dir))
+            .collect();
+        let changes = Changes::watch(&places)?;
         authority.reload();
         let service = Self {
             metrics: Metrics::new(registry, authority.clone()),
@@ -74,6 +89,7 @@ impl IdentityService {
                 trust_domain: config.trust_domain.clone(),
             }),
             validity: config.validity,
+            events,
         };
         let reload = Reload {
             service: service.clone(),

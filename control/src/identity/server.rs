@@ -10,8 +10,9 @@ use tracing::info;
 use tulle_core::identity::{self, Identity};
 use tulle_proto::identity as proto;
 
-use super::authority::Authority;
+use super::authority::{Authority, with_causes};
 use super::csr::{KeyError, MalformedError, NameError, SigningRequest};
+use super::events::Events;
 use super::issuer::{Issuer, SignError, Subject, Validity, rfc3339};
 use super::metrics::Metrics;
 use super::tokens::{Review, ReviewError, Reviewer};
@@ -24,6 +25,16 @@ pub struct IdentityService {
     pub(super) naming: Arc<Naming>,
     pub(super) validity: Validity,
     pub(super) metrics: Metrics,
+    pub(super) events: Events,
+}
+
+/// A service account that has proven who it is.
+#[derive(Debug)]
+pub(super) struct Holder {
+    pub(super) namespace: String,
+    pub(super) service_account: String,
+    /// Where it is an object of a cluster.
+    pub(super) uid: Option<String>,
 }
 
 /// What identities are made of besides namespace and service account.
@@ -39,7 +50,7 @@ pub(super) enum CertifyError {
     NotReady,
     #[error("the request has no {0}")]
     Missing(&'static str),
-    #[error("{0:?} cannot stand in a certificate; expected a DNS name")]
+    #[error("the identity cannot stand in a certificate; expected a DNS name, found {0:?}")]
     Identity(String),
     #[error(transparent)]
     Malformed(MalformedError),
@@ -79,7 +90,8 @@ impl proto::identity_server::Identity for IdentityService {
                     error = &err as &dyn std::error::Error,
                     "certificate refused"
                 );
-                Err(Status::new(err.code(), with_causes(&err)))
+                let text = with_causes(&err);
+                Err(Status::new(err.code(), &text[..text.floor_char_boundary(MAX_MESSAGE)]))
             }
         }
     }
@@ -94,17 +106,31 @@ impl IdentityService {
     ) -> Result<proto::CertifyResponse, CertifyError> {
         let issuer = self.authority.issuer().ok_or(CertifyError::NotReady)?;
         let csr = parse(req)?;
-        issuer.verify(now).map_err(CertifyError::Issuer)?;
+        issuer.verify(now).map_err(|err| {
+            self.events.issuer_validation_failed(format!(
+                "the issuer is not accepted by the trust anchors any more: {err}"
+            ));
+            CertifyError::Issuer(err)
+        })?;
         csr.check_names(&req.identity).map_err(CertifyError::Names)?;
-        let username = self.authenticate(&req.token).await?;
-        self.naming.check(&username, &req.identity)?;
+        let holder = self.authenticate(req).await?;
         let key = csr.public_key().map_err(CertifyError::Key)?;
         let subject = Subject {
             identity: &req.identity,
             with_common_name: csr.has_common_name(),
             key: &key,
         };
-        self.sign(&issuer, &subject, now).map_err(CertifyError::Sign)
+        let rsp = self.sign(&issuer, &subject, now).map_err(CertifyError::Sign)?;
+        self.events.issued(&holder, summary(&req.identity, &rsp));
+        Ok(rsp)
+    }
+
+    /// Whether those who trust the anchors would accept what is signed now; their readers are told if not.
+    pub(super) fn verify(&self, issuer: &Issuer, now: OffsetDateTime) -> Result<(), rustls::Error> {
+        issuer.verify(now).inspect_err(|err| {
+            let text = format!("the issuer is not accepted by the trust anchors any more: {err}");
+            self.events.issuer_validation_failed(text);
+        })
     }
 
     /// Signs for a name that needs no proof, because it is ours.
@@ -126,9 +152,16 @@ impl IdentityService {
         })
     }
 
-    async fn authenticate(&self, token: &[u8]) -> Result<String, CertifyError> {
-        match self.reviewer.review(token).await.map_err(CertifyError::Review)? {
-            Review::Authenticated { username } => Ok(username),
+    async fn authenticate(&self, req: &proto::CertifyRequest) -> Result<Holder, CertifyError> {
+        match self.reviewer.review(&req.token).await.map_err(CertifyError::Review)? {
+            Review::Authenticated { username, uid } => {
+                let (namespace, service_account) = self.naming.check(&username, &req.identity)?;
+                Ok(Holder {
+                    namespace,
+                    service_account,
+                    uid,
+                })
+            }
             Review::Unauthenticated { reason } => Err(CertifyError::Unauthenticated(reason)),
             Review::Invalid { reason } => Err(CertifyError::InvalidToken(reason)),
         }
@@ -136,8 +169,8 @@ impl IdentityService {
 }
 
 impl Naming {
-    /// Checks that whoever this token belongs to is called so.
-    fn check(&self, username: &str, requested: &str) -> Result<(), CertifyError> {
+    /// Checks that whoever this token belongs to is called so; namespace and name of its service account.
+    fn check(&self, username: &str, requested: &str) -> Result<(String, String), CertifyError> {
         let mut parts = username.split(':');
         let (Some("system"), Some("serviceaccount"), Some(ns), Some(sa), None) =
             (parts.next(), parts.next(), parts.next(), parts.next(), parts.next())
@@ -149,7 +182,7 @@ impl Naming {
         }
         let proven = identity::service_account(sa, ns, &self.controller_namespace, &self.trust_domain);
         match proven == requested {
-            true => Ok(()),
+            true => Ok((ns.to_owned(), sa.to_owned())),
             false => Err(CertifyError::Mismatch {
                 proven,
                 requested: requested.to_owned(),
@@ -204,17 +237,15 @@ fn parse(req: &proto::CertifyRequest) -> Result<SigningRequest, CertifyError> {
     SigningRequest::parse(&req.certificate_signing_request).map_err(CertifyError::Malformed)
 }
 
-/// The error and what caused it, on one line: the client has nothing else to go by.
-fn with_causes(err: &CertifyError) -> String {
-    let mut text = err.to_string();
-    let mut source = std::error::Error::source(err);
-    while let Some(cause) = source {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        source = cause.source();
-    }
-    text
+/// Which certificate somebody got, for those who look at the service account.
+fn summary(identity: &str, rsp: &proto::CertifyResponse) -> String {
+    let until = rsp.valid_until.and_then(|end| SystemTime::try_from(end).ok());
+    let until = until.map(|end| rfc3339(end.into())).unwrap_or_default();
+    let fingerprint = crate::tls::sha256(&rsp.leaf_certificate);
+    format!("issued a certificate for {identity} until {until}, sha256 {fingerprint}")
 }
 
+/// Messages travel in a header, which HTTP/2 bounds; peers choose part of them.
+const MAX_MESSAGE: usize = 1024;
 /// Peers choose what stands in the log; this much of it.
 const MAX_LOGGED: usize = 253;

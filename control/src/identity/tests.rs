@@ -63,7 +63,7 @@ impl Room {
         };
         let registry = Registry::new();
         let reviewer = Reviewer::StaticKeys(StaticKeys::open(at("keys")).unwrap());
-        let (service, reload) = IdentityService::new(&config, reviewer, &registry).unwrap();
+        let (service, reload) = IdentityService::new(&config, reviewer, Recorder::default(), &registry).unwrap();
         Self {
             dir,
             anchor,
@@ -178,6 +178,8 @@ async fn each_refusal_has_its_code_and_its_reason() {
         "expected a DNS name",
     )
     .await;
+    room.refused(|req| req.identity = "ä".repeat(30_000), InvalidArgument, "cannot stand")
+        .await;
     room.refused(
         |req| req.identity = "spiffe://a/b".to_owned(),
         InvalidArgument,
@@ -232,7 +234,7 @@ async fn each_refusal_has_its_code_and_its_reason() {
     .await;
 
     let metrics = room.registry.render();
-    for (outcome, n) in [("bad_request", 6), ("wrong_names", 2), ("wrong_identity", 2)] {
+    for (outcome, n) in [("bad_request", 7), ("wrong_names", 2), ("wrong_identity", 2)] {
         let line = format!("certify_requests_total{{outcome=\"{outcome}\"}} {n}\n");
         assert!(metrics.contains(&line), "no {line} in {metrics}");
     }

@@ -8,6 +8,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use jsonwebtoken::errors::ErrorKind;
@@ -17,17 +18,25 @@ use serde::Deserialize;
 use tracing::{info, warn};
 use tulle_core::names::TOKEN_AUDIENCE;
 
+use super::token_review::TokenReviews;
+
 /// Who reviews tokens.
 pub enum Reviewer {
     /// Join tokens, checked against public keys.
     StaticKeys(StaticKeys),
+    /// Tokens of Kubernetes' service accounts.
+    TokenReview(Box<TokenReviews>),
 }
 
 /// What a review says of a token.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Review {
     /// Somebody known: `system:serviceaccount:<namespace>:<name>`.
-    Authenticated { username: String },
+    Authenticated {
+        username: String,
+        /// Of the service account, where it is an object.
+        uid: Option<String>,
+    },
     /// Nobody that the reviewer knows.
     Unauthenticated { reason: String },
     /// A token that proves nothing, whoever it belongs to.
@@ -40,6 +49,10 @@ pub(crate) enum Review {
 pub(crate) enum ReviewError {
     #[error("no public key in {dir:?} to check join tokens with")]
     NoKeys { dir: PathBuf },
+    #[error("asking the API server")]
+    Api(#[source] Box<kube::Error>),
+    #[error("the API server did not answer within {0:?}")]
+    Timeout(Duration),
 }
 
 /// Why token keys were not taken.
@@ -79,6 +92,7 @@ impl Reviewer {
     pub(crate) async fn review(&self, token: &[u8]) -> Result<Review, ReviewError> {
         match self {
             Self::StaticKeys(keys) => keys.review(token),
+            Self::TokenReview(reviews) => reviews.review(token).await,
         }
     }
 
@@ -90,13 +104,15 @@ impl Reviewer {
                     warn!(error = &err as &dyn std::error::Error, "keeping the token keys");
                 }
             }
+            Self::TokenReview(_) => {}
         }
     }
 
-    /// The directory whose changes matter.
-    pub(crate) fn dir(&self) -> &Path {
+    /// The directory whose changes matter, if there is one.
+    pub(crate) fn dir(&self) -> Option<&Path> {
         match self {
-            Self::StaticKeys(keys) => &keys.dir,
+            Self::StaticKeys(keys) => Some(&keys.dir),
+            Self::TokenReview(_) => None,
         }
     }
 }
@@ -151,6 +167,7 @@ impl StaticKeys {
                 Ok(token) => {
                     return Ok(Review::Authenticated {
                         username: token.claims.sub,
+                        uid: None,
                     });
                 }
                 Err(err) if *err.kind() == ErrorKind::InvalidSignature => {}
@@ -248,8 +265,6 @@ const LEEWAY_SECS: u64 = 10;
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use jsonwebtoken::{EncodingKey, Header};
     use serde_json::{Value, json};
 
@@ -296,7 +311,8 @@ mod tests {
             assert_eq!(
                 review,
                 Review::Authenticated {
-                    username: username.clone()
+                    username: username.clone(),
+                    uid: None,
                 }
             );
             let mut claims = good();
@@ -304,7 +320,8 @@ mod tests {
             assert_eq!(
                 reviewer.review(&sign(keys, &claims)).unwrap(),
                 Review::Authenticated {
-                    username: username.clone()
+                    username: username.clone(),
+                    uid: None,
                 }
             );
         }

@@ -1,5 +1,6 @@
 //! Addresses behind a service port, and all that a client needs to know of each.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -10,6 +11,13 @@ pub struct Endpoints {
     pub existence: Existence,
     pub scope: TrafficScope,
     pub addresses: BTreeMap<SocketAddr, Arc<Endpoint>>,
+}
+
+impl Endpoints {
+    /// Whether each node has endpoints of its own.
+    pub fn is_by_node(&self) -> bool {
+        self.scope == TrafficScope::Node
+    }
 }
 
 /// Whether there is a service at all.
@@ -35,12 +43,13 @@ pub enum TrafficScope {
 pub struct Endpoint {
     pub addr: SocketAddr,
     pub workload: Workload,
-    /// Metric labels; zones and their locality depend on the client and are added for it.
-    pub labels: BTreeMap<&'static str, String>,
-    pub node: Option<String>,
-    pub zone: Option<String>,
+    /// Metric labels, a list because maps weigh more; zones and their locality depend on the client and are added for it.
+    /// Of two with one name the later counts.
+    pub labels: Vec<(Cow<'static, str>, Arc<str>)>,
+    pub node: Option<Arc<str>>,
+    pub zone: Option<Arc<str>>,
     /// Zones whose clients should use this endpoint; none means all.
-    pub hint_zones: Vec<String>,
+    pub hint_zones: Vec<Arc<str>>,
     pub protocol: Option<ProtocolHint>,
     /// The proxy's inbound port, when bytes go through it with a transport header.
     pub opaque_transport: Option<u16>,
@@ -72,8 +81,8 @@ pub enum ProtocolHint {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TlsIdentity {
-    Dns { name: String, server_name: String },
-    Uri { uri: String, server_name: String },
+    Dns { name: Arc<str>, server_name: Arc<str> },
+    Uri { uri: Arc<str>, server_name: Arc<str> },
 }
 
 /// Whether the configured HTTP/2 client parameters go along.
@@ -89,7 +98,7 @@ impl Endpoint {
         Self {
             addr,
             workload: Workload::Unknown,
-            labels: BTreeMap::new(),
+            labels: Vec::new(),
             node: None,
             zone: None,
             hint_zones: Vec::new(),

@@ -27,12 +27,13 @@ pub enum Protocol {
     Detect {
         timeout: Duration,
         http: Vec<Route<HttpMatch>>,
-        opaque: OpaqueRoute,
+        opaque: StreamRoute,
     },
     Http1(Vec<Route<HttpMatch>>),
     Http2(Vec<Route<HttpMatch>>),
     Grpc(Vec<Route<GrpcMatch>>),
-    Opaque(OpaqueRoute),
+    Tls(Vec<StreamRoute>),
+    Opaque(Vec<StreamRoute>),
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -51,14 +52,17 @@ pub struct Rule<M> {
     pub retry: Option<Retry>,
 }
 
+/// A route of connections that are not looked into.
 #[derive(Clone, Debug, PartialEq)]
-pub struct OpaqueRoute {
+pub struct StreamRoute {
     pub reference: Reference,
-    pub verdict: OpaqueVerdict,
+    /// Server names of TLS; none matches every connection.
+    pub snis: Vec<HostMatch>,
+    pub verdict: StreamVerdict,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub enum OpaqueVerdict {
+pub enum StreamVerdict {
     Forward(Distribution),
     Forbidden,
 }

@@ -69,6 +69,10 @@ pub enum Filter {
         code: u16,
         message: String,
     },
+    /// Closes every connection.
+    FailStream {
+        message: String,
+    },
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -1,30 +1,40 @@
 //! GetPort and WatchPort: the policy of one port of one workload.
 
-use std::pin::Pin;
-use std::sync::Arc;
-
-use futures_util::stream::{self, Stream};
-use tonic::{Request, Response, Status};
+use bytes::Bytes;
+use futures_util::Stream;
+use http::{Request, Response};
+use tonic::Status;
+use tonic::body::Body;
 use tulle_core::drain;
-use tulle_proto::inbound::inbound_server_policies_server::InboundServerPolicies;
-use tulle_proto::inbound::{PortSpec, Server};
+use tulle_proto::inbound::PortSpec;
+use tulle_proto::inbound::inbound_server_policies_server::SERVICE_NAME;
 
+use crate::cluster::answer::{Answer, Encoder, For};
 use crate::cluster::{Cluster, Subscription, inbound as view};
+use crate::grpc::{self, Methods};
 use crate::model::inbound::Server as Model;
 use crate::policy::source::{self, Workload};
-use crate::policy::translate;
+use crate::policy::{self, translate};
 
-pub struct Service {
+/// What is known of ports; clones share it.
+#[derive(Clone)]
+pub struct Policies {
     cluster: Cluster,
     drain: drain::Watch,
+    encoder: Encoder,
 }
 
-impl Service {
+impl Policies {
     pub(super) fn new(cluster: Cluster, drain: drain::Watch) -> Self {
-        Self { cluster, drain }
+        let encoder = cluster.encoder();
+        Self {
+            cluster,
+            drain,
+            encoder,
+        }
     }
 
-    fn subscribe(&self, spec: &PortSpec) -> Result<(Subscription<Option<Model>>, Server), Status> {
+    fn subscribe(&self, spec: &PortSpec) -> Result<(Subscription<Option<Model>>, Bytes), Status> {
         let workload = source::parse(&spec.workload).map_err(|error| Status::invalid_argument(error.to_string()))?;
         let port = match u16::try_from(spec.port) {
             Ok(port) if port > 0 => port,
@@ -39,41 +49,37 @@ impl Service {
         };
         let mut subscription = self.cluster.inbound(view::Key { workload, port });
         let first = subscription.current();
-        match &*first {
-            Some(server) => Ok((subscription, translate::inbound::server(server))),
+        match message(&first, self.encoder) {
+            Some(message) => Ok((subscription, message)),
             None => Err(Status::not_found("unknown server")),
+        }
+    }
+
+    fn watch(self, spec: &PortSpec) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
+        let (subscription, first) = self.subscribe(spec)?;
+        let encoder = self.encoder;
+        Ok(policy::follow(subscription, first, self.drain, move |server| {
+            message(server, encoder)
+        }))
+    }
+}
+
+impl Methods for Policies {
+    const SERVICE: &'static str = SERVICE_NAME;
+
+    async fn call(self, method: &str, req: Request<Body>) -> Response<Body> {
+        match method {
+            "GetPort" => grpc::unary(req, |spec: PortSpec| self.subscribe(&spec).map(|(_, server)| server)).await,
+            "WatchPort" => grpc::stream(req, |spec: PortSpec| self.watch(&spec)).await,
+            _ => grpc::unimplemented(),
         }
     }
 }
 
-#[tonic::async_trait]
-impl InboundServerPolicies for Service {
-    type WatchPortStream = Pin<Box<dyn Stream<Item = Result<Server, Status>> + Send>>;
-
-    async fn get_port(&self, request: Request<PortSpec>) -> Result<Response<Server>, Status> {
-        let (_, server) = self.subscribe(request.get_ref())?;
-        Ok(Response::new(server))
-    }
-
-    async fn watch_port(&self, request: Request<PortSpec>) -> Result<Response<Self::WatchPortStream>, Status> {
-        let (subscription, first) = self.subscribe(request.get_ref())?;
-        let following = (subscription, self.drain.clone(), Some(first));
-        let messages = stream::unfold(following, async |(mut subscription, drain, first)| {
-            let message = match first {
-                Some(first) => first,
-                None => next(&mut subscription, &drain).await?,
-            };
-            Some((Ok(message), (subscription, drain, None)))
-        });
-        Ok(Response::new(Box::pin(messages)))
-    }
-}
-
-/// The next policy, or nothing when the workload has gone or the control plane shuts down.
-async fn next(subscription: &mut Subscription<Option<Model>>, drain: &drain::Watch) -> Option<Server> {
-    let server: Arc<Option<Model>> = tokio::select! {
-        server = subscription.changed() => server,
-        () = drain.signaled() => return None,
-    };
-    server.as_ref().as_ref().map(translate::inbound::server)
+/// The message for a policy, as bytes that all who follow it share.
+fn message(server: &Answer<Option<Model>>, encoder: Encoder) -> Option<Bytes> {
+    let model = server.as_ref()?;
+    Some(server.encoded(&For::all(encoder), || {
+        grpc::encode(&[translate::inbound::server(model)])
+    }))
 }

@@ -8,11 +8,13 @@ pub mod outbound;
 mod source;
 mod translate;
 
+use bytes::Bytes;
+use futures_util::stream::{self, Stream};
 use tulle_core::drain;
-use tulle_proto::inbound::inbound_server_policies_server::InboundServerPoliciesServer;
-use tulle_proto::outbound::outbound_policies_server::OutboundPoliciesServer;
 
-use crate::cluster::Cluster;
+use crate::cluster::answer::Answer;
+use crate::cluster::{Cluster, Subscription};
+use crate::grpc::Service;
 
 /// What the services add to the cluster's answers.
 #[derive(Clone, Copy, Debug, Default)]
@@ -29,15 +31,40 @@ pub enum RequestHeaders {
 }
 
 /// Policies of workload ports; the streams end when the drain begins.
-pub fn inbound_server(cluster: Cluster, drain: drain::Watch) -> InboundServerPoliciesServer<inbound::Service> {
-    InboundServerPoliciesServer::new(inbound::Service::new(cluster, drain))
+pub fn inbound_server(cluster: Cluster, drain: drain::Watch) -> Service<inbound::Policies> {
+    Service(inbound::Policies::new(cluster, drain))
 }
 
 /// Policies of destinations; the streams end when the drain begins.
-pub fn outbound_server(
-    cluster: Cluster,
-    config: Config,
+pub fn outbound_server(cluster: Cluster, config: Config, drain: drain::Watch) -> Service<outbound::Policies> {
+    Service(outbound::Policies::new(cluster, config, drain))
+}
+
+/// The messages of a stream: the first, and one for each change. It ends when there is no message for a change, so that the
+/// proxy asks anew, and when the control plane shuts down.
+fn follow<T>(
+    subscription: Subscription<T>,
+    first: Bytes,
     drain: drain::Watch,
-) -> OutboundPoliciesServer<outbound::Service> {
-    OutboundPoliciesServer::new(outbound::Service::new(cluster, config, drain))
+    message: impl Fn(&Answer<T>) -> Option<Bytes> + Send,
+) -> impl Stream<Item = Bytes> + Send
+where
+    T: Send + Sync + 'static,
+{
+    stream::unfold(
+        (subscription, Some(first), drain, message),
+        async |(mut subscription, first, drain, message)| {
+            let next = match first {
+                Some(first) => first,
+                None => {
+                    let now = tokio::select! {
+                        now = subscription.changed() => now,
+                        () = drain.signaled() => return None,
+                    };
+                    message(&now)?
+                }
+            };
+            Some((next, (subscription, None, drain, message)))
+        },
+    )
 }

@@ -1,32 +1,45 @@
 //! Get and Watch: the client policy of one destination.
 
 use std::net::SocketAddr;
-use std::pin::Pin;
 
-use futures_util::stream::{self, Stream};
-use tonic::{Request, Response, Status};
+use bytes::Bytes;
+use futures_util::Stream;
+use http::{Request, Response};
+use tonic::Status;
+use tonic::body::Body;
 use tulle_core::drain;
-use tulle_proto::outbound::outbound_policies_server::OutboundPolicies;
-use tulle_proto::outbound::{OutboundPolicy, TrafficSpec, traffic_spec};
+use tulle_proto::outbound::outbound_policies_server::SERVICE_NAME;
+use tulle_proto::outbound::{TrafficSpec, traffic_spec};
 
+use crate::cluster::answer::{Answer, Encoder, For};
 use crate::cluster::outbound::{Key, Target};
 use crate::cluster::{Cluster, Subscription};
+use crate::grpc::{self, Methods};
 use crate::model::outbound::Outbound;
-use crate::policy::{Config, source, translate};
+use crate::policy::{self, Config, source, translate};
 use crate::resources::meta::Name;
 
-pub struct Service {
+/// What is known of destinations; clones share it.
+#[derive(Clone)]
+pub struct Policies {
     cluster: Cluster,
     config: Config,
     drain: drain::Watch,
+    encoder: Encoder,
 }
 
-impl Service {
+impl Policies {
     pub(super) fn new(cluster: Cluster, config: Config, drain: drain::Watch) -> Self {
-        Self { cluster, config, drain }
+        let encoder = cluster.encoder();
+        Self {
+            cluster,
+            config,
+            drain,
+            encoder,
+        }
     }
 
-    fn subscribe(&self, spec: TrafficSpec) -> Result<(Subscription<Outbound>, OutboundPolicy), Status> {
+    fn subscribe(&self, spec: TrafficSpec) -> Result<(Subscription<Outbound>, Bytes), Status> {
         let client =
             source::parse(&spec.source_workload).map_err(|error| Status::invalid_argument(error.to_string()))?;
         let target = match spec.target {
@@ -52,49 +65,40 @@ impl Service {
         };
         let mut subscription = self.cluster.outbound(key);
         let first = subscription.current();
-        match &*first {
-            Outbound::Policy(policy) => Ok((subscription, translate::outbound::policy(policy, self.config))),
-            Outbound::Unknown => Err(Status::not_found("No such service")),
+        match self.message(&first) {
+            Some(message) => Ok((subscription, message)),
+            None => Err(Status::not_found("No such service")),
         }
     }
-}
 
-#[tonic::async_trait]
-impl OutboundPolicies for Service {
-    type WatchStream = Pin<Box<dyn Stream<Item = Result<OutboundPolicy, Status>> + Send>>;
-
-    async fn get(&self, request: Request<TrafficSpec>) -> Result<Response<OutboundPolicy>, Status> {
-        let (_, policy) = self.subscribe(request.into_inner())?;
-        Ok(Response::new(policy))
+    fn watch(self, spec: TrafficSpec) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
+        let (subscription, first) = self.subscribe(spec)?;
+        let drain = self.drain.clone();
+        Ok(policy::follow(subscription, first, drain, move |outbound| {
+            self.message(outbound)
+        }))
     }
 
-    async fn watch(&self, request: Request<TrafficSpec>) -> Result<Response<Self::WatchStream>, Status> {
-        let (subscription, first) = self.subscribe(request.into_inner())?;
-        let following = (subscription, self.drain.clone(), self.config, Some(first));
-        let messages = stream::unfold(following, async |(mut subscription, drain, config, first)| {
-            let message = match first {
-                Some(first) => first,
-                None => next(&mut subscription, &drain, config).await?,
-            };
-            Some((Ok(message), (subscription, drain, config, None)))
-        });
-        Ok(Response::new(Box::pin(messages)))
+    /// The message for a policy, as bytes that all who follow it share.
+    fn message(&self, outbound: &Answer<Outbound>) -> Option<Bytes> {
+        let Outbound::Policy(policy) = &**outbound else {
+            return None;
+        };
+        Some(outbound.encoded(&For::all(self.encoder), || {
+            grpc::encode(&[translate::outbound::policy(policy, self.config)])
+        }))
     }
 }
 
-/// The next policy, or nothing when there is none any more, so that the proxy asks anew, or the control plane shuts down.
-async fn next(
-    subscription: &mut Subscription<Outbound>,
-    drain: &drain::Watch,
-    config: Config,
-) -> Option<OutboundPolicy> {
-    let outbound = tokio::select! {
-        outbound = subscription.changed() => outbound,
-        () = drain.signaled() => return None,
-    };
-    match &*outbound {
-        Outbound::Policy(policy) => Some(translate::outbound::policy(policy, config)),
-        Outbound::Unknown => None,
+impl Methods for Policies {
+    const SERVICE: &'static str = SERVICE_NAME;
+
+    async fn call(self, method: &str, req: Request<Body>) -> Response<Body> {
+        match method {
+            "Get" => grpc::unary(req, |spec: TrafficSpec| self.subscribe(spec).map(|(_, policy)| policy)).await,
+            "Watch" => grpc::stream(req, |spec: TrafficSpec| self.watch(spec)).await,
+            _ => grpc::unimplemented(),
+        }
     }
 }
 

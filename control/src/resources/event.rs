@@ -26,4 +26,27 @@ impl Writer {
     pub fn apply(&self, events: Vec<Event>) {
         (self.0)(events);
     }
+
+    /// A writer that also tells another one of the events that it has a use for; the other hears of them later.
+    #[must_use]
+    pub fn tee(self, wants: impl Fn(&Event) -> bool + Send + Sync + 'static, other: Self) -> Self {
+        Self::new(move |events| {
+            let copies: Vec<Event> = events.iter().filter(|event| wants(event)).cloned().collect();
+            self.apply(events);
+            if !copies.is_empty() {
+                other.apply(copies);
+            }
+        })
+    }
+}
+
+impl Event {
+    /// The kind of the object; none where it is about all of them.
+    pub fn kind(&self) -> Option<Kind> {
+        match self {
+            Self::Applied(object) => Some(object.kind()),
+            Self::Deleted(kind, _) => Some(*kind),
+            Self::Synced => None,
+        }
+    }
 }

@@ -1,9 +1,38 @@
-//! Label selectors.
+//! Labels, and what selects by them.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use serde::{Deserialize, Deserializer};
+
+use crate::resources::text::shared;
+
+/// The labels of an object by name; a list of shared texts, because there is one for each pod and a map weighs half a
+/// kilobyte before it holds anything.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Labels(Box<[(Arc<str>, Arc<str>)]>);
+
+impl Labels {
+    pub fn get(&self, key: &str) -> Option<&str> {
+        let found = self.0.binary_search_by(|(other, _)| (**other).cmp(key));
+        found.ok().map(|at| &*self.0[at].1)
+    }
+
+    /// In the order of their names.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0.iter().map(|(key, value)| (&**key, &**value))
+    }
+}
+
+impl<K: AsRef<str>, V: AsRef<str>> FromIterator<(K, V)> for Labels {
+    fn from_iter<I: IntoIterator<Item = (K, V)>>(labels: I) -> Self {
+        let shared = |(key, value): (K, V)| (shared(key.as_ref()), shared(value.as_ref()));
+        let mut list: Vec<_> = labels.into_iter().map(shared).collect();
+        list.sort_unstable();
+        Self(list.into_boxed_slice())
+    }
+}
 
 /// A label selector whose operators are known to be valid. The empty selector matches everything.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -33,12 +62,21 @@ impl Selector {
         Self(labels.iter().map(requirement).collect())
     }
 
-    pub fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
+    pub fn matches(&self, labels: &Labels) -> bool {
+        self.holds(|key| labels.get(key))
+    }
+
+    /// As [`matches`](Self::matches), for labels as an object of the API has them.
+    pub fn matches_map(&self, labels: &BTreeMap<String, String>) -> bool {
+        self.holds(|key| labels.get(key).map(String::as_str))
+    }
+
+    fn holds<'a>(&self, label: impl Fn(&str) -> Option<&'a str>) -> bool {
         self.0.iter().all(|requirement| {
-            let value = labels.get(&requirement.key);
+            let value = label(&requirement.key);
             match &requirement.test {
-                Test::In(values) => value.is_some_and(|value| values.contains(value)),
-                Test::NotIn(values) => value.is_none_or(|value| !values.contains(value)),
+                Test::In(values) => value.is_some_and(|value| values.iter().any(|other| other == value)),
+                Test::NotIn(values) => value.is_none_or(|value| values.iter().all(|other| other != value)),
                 Test::Exists => value.is_some(),
                 Test::DoesNotExist => value.is_none(),
             }
@@ -88,11 +126,16 @@ impl<'de> Deserialize<'de> for Selector {
 mod tests {
     use super::*;
 
-    fn labels(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
-        pairs
-            .iter()
-            .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
-            .collect()
+    fn labels(pairs: &[(&str, &str)]) -> Labels {
+        pairs.iter().copied().collect()
+    }
+
+    #[test]
+    fn labels_are_found_by_name() {
+        let labels = labels(&[("tier", "x"), ("app", "web")]);
+        assert_eq!((labels.get("app"), labels.get("tier")), (Some("web"), Some("x")));
+        assert_eq!(labels.get("none"), None);
+        assert_eq!(labels.iter().collect::<Vec<_>>(), [("app", "web"), ("tier", "x")]);
     }
 
     #[test]

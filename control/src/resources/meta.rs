@@ -6,6 +6,9 @@ use std::sync::Arc;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
+use crate::resources::labels::Labels;
+use crate::resources::text::shared;
+
 /// Namespace and name of an object; the namespace is empty for kinds that have none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Name {
@@ -31,15 +34,15 @@ impl fmt::Display for Name {
 /// The one object that an object belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owner {
-    pub kind: String,
-    pub name: String,
+    pub kind: Arc<str>,
+    pub name: Arc<str>,
 }
 
 /// Metadata that views read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Meta {
     pub name: Name,
-    pub labels: BTreeMap<String, String>,
+    pub labels: Labels,
     pub annotations: BTreeMap<String, String>,
     /// Seconds since 1970; unknown ages sort last.
     pub created_at: Option<i64>,
@@ -60,14 +63,14 @@ impl Meta {
         let mut owners = meta.owner_references.unwrap_or_default();
         let owner = match owners.len() {
             1 => owners.pop().map(|owner| Owner {
-                kind: owner.kind,
-                name: owner.name,
+                kind: shared(&owner.kind),
+                name: shared(&owner.name),
             }),
             _ => None,
         };
         Ok(Self {
             name: Name::new(meta.namespace.unwrap_or_else(|| "default".to_owned()), name),
-            labels: meta.labels.unwrap_or_default(),
+            labels: meta.labels.iter().flatten().collect(),
             annotations: meta.annotations.unwrap_or_default(),
             created_at: meta.creation_timestamp.map(|time| time.0.as_second()),
             version: meta.resource_version.unwrap_or_default(),
@@ -81,7 +84,7 @@ impl Meta {
     }
 
     pub fn label(&self, key: &str) -> Option<&str> {
-        self.labels.get(key).map(String::as_str)
+        self.labels.get(key)
     }
 
     pub fn annotation(&self, key: &str) -> Option<&str> {
@@ -92,4 +95,16 @@ impl Meta {
     pub fn seniority(&self) -> (i64, &Name) {
         (self.created_at.unwrap_or(i64::MAX), &self.name)
     }
+}
+
+/// Whether an object can be called this: a DNS-1123 subdomain.
+pub fn is_subdomain(name: &str) -> bool {
+    let alphanumeric = |byte: &u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
+    name.len() <= 253
+        && name.split('.').all(|label| {
+            let bytes = label.as_bytes();
+            bytes.first().is_some_and(alphanumeric)
+                && bytes.last().is_some_and(alphanumeric)
+                && bytes.iter().all(|byte| alphanumeric(byte) || *byte == b'-')
+        })
 }

@@ -4,6 +4,7 @@
 //! as immutable values. Decoding applies the defaults of the API and refuses what admission refuses; nothing here knows
 //! where an object came from.
 
+pub mod acceptance;
 pub mod annotations;
 pub mod event;
 pub mod go_duration;
@@ -14,6 +15,8 @@ pub mod route;
 pub mod route_admission;
 pub mod service;
 pub mod service_profile;
+pub mod status;
+pub mod text;
 pub mod workload;
 
 use std::sync::Arc;
@@ -82,6 +85,18 @@ pub struct KindInfo {
     pub scope: Scope,
 }
 
+impl KindInfo {
+    /// Its name in paths of the API: lower-case, in the plural.
+    pub fn plural(&self) -> String {
+        let name = self.name.to_ascii_lowercase();
+        match name.strip_suffix('y') {
+            Some(stem) => format!("{stem}ies"),
+            None if name.ends_with('s') => name,
+            None => format!("{name}s"),
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
     Namespaced,
@@ -95,6 +110,7 @@ kinds! {
     Pod(Pod): "", ["v1"], "Pod", "pod", Namespaced;
     Node(Node): "", ["v1"], "Node", "node", Cluster;
     Namespace(Bare): "", ["v1"], "Namespace", "namespace", Cluster;
+    Secret(Bare): "", ["v1"], "Secret", "secret", Namespaced;
     ReplicaSet(Bare): "apps", ["v1"], "ReplicaSet", "replicaset", Namespaced;
     Job(Bare): "batch", ["v1"], "Job", "job", Namespaced;
     ExternalWorkload(ExternalWorkload):
@@ -115,11 +131,34 @@ kinds! {
         POLICY_GROUP, ["v1beta3", "v1beta2", "v1beta1", "v1alpha1"], "HTTPRoute", "policy_httproute", Namespaced;
     GatewayHttpRoute(Route): GATEWAY_GROUP, ["v1", "v1beta1"], "HTTPRoute", "gateway_httproute", Namespaced;
     GrpcRoute(Route): GATEWAY_GROUP, ["v1", "v1alpha2"], "GRPCRoute", "gateway_grpcroute", Namespaced;
+    TlsRoute(Route): GATEWAY_GROUP, ["v1alpha2"], "TLSRoute", "gateway_tlsroute", Namespaced;
+    TcpRoute(Route): GATEWAY_GROUP, ["v1alpha2"], "TCPRoute", "gateway_tcproute", Namespaced;
     ServiceProfile(ServiceProfile):
         "linkerd.io", ["v1alpha2", "v1alpha1"], "ServiceProfile", "serviceprofile", Namespaced;
 }
 
+impl Object {
+    /// The route, if it is one of any kind.
+    pub fn route(&self) -> Option<&Arc<Route>> {
+        match self {
+            Self::PolicyHttpRoute(route)
+            | Self::GatewayHttpRoute(route)
+            | Self::GrpcRoute(route)
+            | Self::TlsRoute(route)
+            | Self::TcpRoute(route) => Some(route),
+            _ => None,
+        }
+    }
+}
+
 impl Kind {
+    pub fn is_route(self) -> bool {
+        matches!(
+            self,
+            Self::PolicyHttpRoute | Self::GatewayHttpRoute | Self::GrpcRoute | Self::TlsRoute | Self::TcpRoute
+        )
+    }
+
     pub fn info(self) -> &'static KindInfo {
         // The macro writes the table in the order of the enum.
         &KINDS[self as usize]
@@ -155,6 +194,7 @@ fn decode_kind<'de, D: Deserializer<'de>>(kind: Kind, from: D) -> Result<Object,
         Kind::Pod => build(from, Pod::from_kubernetes, Object::Pod),
         Kind::Node => build(from, Node::from_kubernetes, Object::Node),
         Kind::Namespace => build(from, Bare::from_raw, Object::Namespace),
+        Kind::Secret => build(from, Bare::from_raw, Object::Secret),
         Kind::ReplicaSet => build(from, Bare::from_raw, Object::ReplicaSet),
         Kind::Job => build(from, Bare::from_raw, Object::Job),
         Kind::ExternalWorkload => build(from, ExternalWorkload::from_raw, Object::ExternalWorkload),
@@ -176,6 +216,16 @@ fn decode_kind<'de, D: Deserializer<'de>>(kind: Kind, from: D) -> Result<Object,
             Object::GatewayHttpRoute,
         ),
         Kind::GrpcRoute => build(from, Route::from_raw_grpc, Object::GrpcRoute),
+        Kind::TlsRoute => build(
+            from,
+            |raw| Route::from_raw_stream(raw, RouteKind::Tls),
+            Object::TlsRoute,
+        ),
+        Kind::TcpRoute => build(
+            from,
+            |raw| Route::from_raw_stream(raw, RouteKind::Tcp),
+            Object::TcpRoute,
+        ),
         Kind::ServiceProfile => build(from, ServiceProfile::from_raw, Object::ServiceProfile),
     }
 }

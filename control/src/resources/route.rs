@@ -1,4 +1,5 @@
-//! HTTPRoute of both groups and GRPCRoute: what they match and where they send, in the shape of the Gateway API.
+//! HTTPRoute of both groups, GRPCRoute, TLSRoute and TCPRoute: what they match and where they send, in the shape of the
+//! Gateway API.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,19 +11,22 @@ use serde::{Deserialize, Deserializer};
 use crate::resources::go_duration;
 use crate::resources::meta::{Meta, Name};
 use crate::resources::policy::reference::{GATEWAY_GROUP, POLICY_GROUP, same_kind};
+use crate::resources::status::{self, CONTROLLER_NAME, ParentRef, ParentStatus};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum RouteKind {
     PolicyHttp,
     GatewayHttp,
     Grpc,
+    Tls,
+    Tcp,
 }
 
 impl RouteKind {
     pub fn group(self) -> &'static str {
         match self {
             Self::PolicyHttp => POLICY_GROUP,
-            Self::GatewayHttp | Self::Grpc => GATEWAY_GROUP,
+            Self::GatewayHttp | Self::Grpc | Self::Tls | Self::Tcp => GATEWAY_GROUP,
         }
     }
 
@@ -30,24 +34,43 @@ impl RouteKind {
         match self {
             Self::PolicyHttp | Self::GatewayHttp => "HTTPRoute",
             Self::Grpc => "GRPCRoute",
+            Self::Tls => "TLSRoute",
+            Self::Tcp => "TCPRoute",
         }
+    }
+
+    /// Of routes on one port of one parent, those of the most specific protocol hold.
+    pub fn outranks(self, other: Self) -> bool {
+        let rank = |kind| match kind {
+            Self::Grpc => 3,
+            Self::PolicyHttp | Self::GatewayHttp => 2,
+            Self::Tls => 1,
+            Self::Tcp => 0,
+        };
+        rank(self) > rank(other)
     }
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Route {
     pub meta: Meta,
+    /// Changes whenever the spec does.
+    pub generation: Option<i64>,
     pub kind: RouteKind,
     /// Exact names, or `*.` and a suffix; none matches every host.
     pub hostnames: Vec<String>,
     pub parents: Vec<Parent>,
     pub rules: Rules,
+    /// What controllers, ours among them, have written about it.
+    pub statuses: Vec<ParentStatus>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum Rules {
     Http(Vec<Rule<HttpMatch>>),
     Grpc(Vec<Rule<GrpcMatch>>),
+    /// Of a TLSRoute, whose host names are matched with the server name, or of a TCPRoute.
+    Stream(Vec<StreamRule>),
 }
 
 /// What a route attaches to.
@@ -70,12 +93,35 @@ pub enum ParentKind {
     Foreign,
 }
 
+impl ParentKind {
+    /// As manifests spell it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Server => "Server",
+            Self::Service => "Service",
+            Self::EgressNetwork => "EgressNetwork",
+            Self::Foreign => "Gateway",
+        }
+    }
+}
+
+impl Rules {
+    /// Everything that the rules send to.
+    pub fn backend_refs(&self) -> Vec<&BackendRef> {
+        match self {
+            Self::Http(rules) => rules.iter().flat_map(|rule| &rule.backend_refs).collect(),
+            Self::Grpc(rules) => rules.iter().flat_map(|rule| &rule.backend_refs).collect(),
+            Self::Stream(rules) => rules.iter().flat_map(|rule| &rule.backend_refs).collect(),
+        }
+    }
+}
+
 /// What the status of a route says about one parent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Acceptance {
     Accepted,
     Refused,
-    /// There is no status: the views judge for themselves.
+    /// Nobody writes statuses: the views judge for themselves.
     Unjudged,
 }
 
@@ -89,6 +135,14 @@ pub struct Rule<M> {
     pub backend_refs: Vec<BackendRef>,
     #[serde(default)]
     pub timeouts: RuleTimeouts,
+}
+
+/// Where a connection goes that nobody looks into.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct StreamRule {
+    #[serde(default)]
+    pub backend_refs: Vec<BackendRef>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -283,113 +337,98 @@ impl BackendRef {
 }
 
 #[derive(Deserialize)]
-#[serde(bound(deserialize = "M: DeserializeOwned"))]
-pub(super) struct RawRoute<M> {
+#[serde(bound(deserialize = "R: DeserializeOwned"))]
+pub(super) struct RawRoute<R> {
     metadata: ObjectMeta,
-    spec: RawSpec<M>,
+    spec: RawSpec<R>,
     status: Option<RawStatus>,
 }
 
 #[derive(Deserialize)]
-#[serde(rename_all = "camelCase", bound(deserialize = "M: DeserializeOwned"))]
-struct RawSpec<M> {
+#[serde(rename_all = "camelCase", bound(deserialize = "R: DeserializeOwned"))]
+struct RawSpec<R> {
     #[serde(default)]
-    parent_refs: Vec<RawParent>,
+    parent_refs: Vec<ParentRef>,
     #[serde(default)]
     hostnames: Vec<String>,
-    rules: Option<Vec<Rule<M>>>,
-}
-
-#[derive(Clone, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct RawParent {
-    group: Option<String>,
-    kind: Option<String>,
-    name: String,
-    namespace: Option<String>,
-    port: Option<u16>,
-    section_name: Option<String>,
+    rules: Option<Vec<R>>,
 }
 
 #[derive(Deserialize)]
 struct RawStatus {
     #[serde(default)]
-    parents: Vec<RawParentStatus>,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct RawParentStatus {
-    parent_ref: RawParent,
-    controller_name: String,
-    #[serde(default)]
-    conditions: Vec<RawCondition>,
-}
-
-#[derive(Deserialize)]
-struct RawCondition {
-    #[serde(rename = "type")]
-    kind: String,
-    status: String,
+    parents: Vec<ParentStatus>,
 }
 
 impl Route {
-    pub(super) fn from_raw_http(raw: RawRoute<HttpMatch>, kind: RouteKind) -> Result<Self, String> {
-        Self::from_raw(raw, kind, Rules::Http)
+    pub(super) fn from_raw_http(raw: RawRoute<Rule<HttpMatch>>, kind: RouteKind) -> Result<Self, String> {
+        Self::from_raw(raw, kind, |rules| Rules::Http(rules.unwrap_or_else(everything)))
     }
 
-    pub(super) fn from_raw_grpc(raw: RawRoute<GrpcMatch>) -> Result<Self, String> {
-        Self::from_raw(raw, RouteKind::Grpc, Rules::Grpc)
+    pub(super) fn from_raw_grpc(raw: RawRoute<Rule<GrpcMatch>>) -> Result<Self, String> {
+        Self::from_raw(raw, RouteKind::Grpc, |rules| {
+            Rules::Grpc(rules.unwrap_or_else(everything))
+        })
     }
 
-    fn from_raw<M>(
-        raw: RawRoute<M>,
+    pub(super) fn from_raw_stream(raw: RawRoute<StreamRule>, kind: RouteKind) -> Result<Self, String> {
+        Self::from_raw(raw, kind, |rules| Rules::Stream(rules.unwrap_or_default()))
+    }
+
+    fn from_raw<R>(
+        raw: RawRoute<R>,
         kind: RouteKind,
-        rules: impl FnOnce(Vec<Rule<M>>) -> Rules,
+        rules: impl FnOnce(Option<Vec<R>>) -> Rules,
     ) -> Result<Self, String> {
+        let generation = raw.metadata.generation;
         let meta = Meta::from_kubernetes(raw.metadata)?;
         let mut parents: Vec<Parent> = raw
             .spec
             .parent_refs
             .iter()
-            .map(|parent| parent.resolve(kind, meta.namespace()))
+            .map(|parent| Parent::resolve(parent, kind, meta.namespace()))
             .collect();
         for parent in &mut parents {
-            parent.acceptance = raw.status.as_ref().map_or(Acceptance::Unjudged, |status| {
-                status.acceptance(parent, kind, meta.namespace())
+            parent.acceptance = raw.status.as_ref().map_or(Acceptance::Refused, |status| {
+                parent.judged_by(&status.parents, kind, meta.namespace())
             });
         }
-        // The API's default for a route without rules is one that matches everything.
-        let everything = || {
-            vec![Rule {
-                matches: None,
-                filters: vec![],
-                backend_refs: vec![],
-                timeouts: RuleTimeouts::default(),
-            }]
-        };
-        let rules = rules(raw.spec.rules.unwrap_or_else(everything));
+        let rules = rules(raw.spec.rules);
         Ok(Self {
             meta,
+            generation,
             kind,
             hostnames: raw.spec.hostnames,
             parents,
             rules,
+            statuses: raw.status.map(|status| status.parents).unwrap_or_default(),
         })
     }
 
-    /// Forgets what other controllers wrote into the status.
+    /// Forgets the status, for a source that nobody writes one into.
     pub fn forget_status(&mut self) {
+        self.statuses.clear();
         for parent in &mut self.parents {
             parent.acceptance = Acceptance::Unjudged;
         }
     }
 }
 
-impl RawParent {
-    fn resolve(&self, route: RouteKind, namespace: &Arc<str>) -> Parent {
-        let group = self.group.as_deref().unwrap_or_else(|| route.group());
-        let named = self.kind.as_deref().unwrap_or("Gateway");
+/// The API's default for a route without rules is one that matches everything.
+fn everything<M>() -> Vec<Rule<M>> {
+    vec![Rule {
+        matches: None,
+        filters: vec![],
+        backend_refs: vec![],
+        timeouts: RuleTimeouts::default(),
+    }]
+}
+
+impl Parent {
+    /// What a reference of a route of this kind in this namespace names.
+    pub fn resolve(reference: &ParentRef, route: RouteKind, namespace: &Arc<str>) -> Self {
+        let group = reference.group.as_deref().unwrap_or_else(|| route.group());
+        let named = reference.kind.as_deref().unwrap_or("Gateway");
         let kind = if same_kind(group, named, POLICY_GROUP, "Server") {
             ParentKind::Server
         } else if same_kind(group, named, "", "Service") {
@@ -399,27 +438,25 @@ impl RawParent {
         } else {
             ParentKind::Foreign
         };
-        let namespace = self.namespace.as_deref().map_or_else(|| namespace.clone(), Arc::from);
-        Parent {
+        let namespace = reference
+            .namespace
+            .as_deref()
+            .map_or_else(|| namespace.clone(), Arc::from);
+        Self {
             kind,
-            name: Name::new(namespace, self.name.as_str()),
-            port: self.port,
-            section: self.section_name.clone(),
+            name: Name::new(namespace, reference.name.as_str()),
+            port: reference.port,
+            section: reference.section_name.clone(),
             acceptance: Acceptance::Unjudged,
         }
     }
-}
 
-impl RawStatus {
-    fn acceptance(&self, parent: &Parent, route: RouteKind, namespace: &Arc<str>) -> Acceptance {
-        let accepted = self.parents.iter().any(|status| {
-            let judged = status.parent_ref.resolve(route, namespace);
+    fn judged_by(&self, statuses: &[ParentStatus], route: RouteKind, namespace: &Arc<str>) -> Acceptance {
+        let accepted = statuses.iter().any(|status| {
+            let judged = Self::resolve(&status.parent_ref, route, namespace);
             status.controller_name == CONTROLLER_NAME
-                && (judged.kind, &judged.name, judged.port) == (parent.kind, &parent.name, parent.port)
-                && status
-                    .conditions
-                    .iter()
-                    .any(|condition| condition.kind == "Accepted" && condition.status == "True")
+                && (judged.kind, &judged.name, judged.port) == (self.kind, &self.name, self.port)
+                && status::is_accepted(&status.conditions)
         });
         if accepted {
             Acceptance::Accepted
@@ -428,6 +465,3 @@ impl RawStatus {
         }
     }
 }
-
-/// Who must have accepted a route for us to serve it.
-pub const CONTROLLER_NAME: &str = "linkerd.io/policy-controller";

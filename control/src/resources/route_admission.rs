@@ -6,7 +6,7 @@ use regex::Regex;
 use crate::resources::annotations;
 use crate::resources::route::{
     Filter, GrpcMatch, HeaderModifier, HttpMatch, NamedMatch, ParentKind, PathKind, PathModifier, Redirect, Route,
-    RouteKind, Rule, Rules, ValueKind,
+    RouteKind, Rule, Rules, StreamRule, ValueKind,
 };
 
 /// Refuses what admission refuses for the kind of the route.
@@ -37,18 +37,28 @@ pub fn admit(route: &Route) -> Result<(), String> {
         }
     }
     match &route.rules {
-        Rules::Http(rules) => at_most("spec.rules", rules.len(), 16),
-        Rules::Grpc(rules) => at_most("spec.rules", rules.len(), 16),
-    }?;
-    match &route.rules {
-        Rules::Http(rules) => rules.iter().try_for_each(|rule| {
-            rule.matches.iter().flatten().try_for_each(http_match)?;
-            admit_rule(rule, route.kind)
-        }),
-        Rules::Grpc(rules) => rules.iter().try_for_each(|rule| {
-            rule.matches.iter().flatten().try_for_each(grpc_match)?;
-            admit_rule(rule, route.kind)
-        }),
+        Rules::Http(rules) => {
+            at_most("spec.rules", rules.len(), 16)?;
+            rules.iter().try_for_each(|rule| {
+                rule.matches.iter().flatten().try_for_each(http_match)?;
+                admit_rule(rule, route.kind)
+            })
+        }
+        Rules::Grpc(rules) => {
+            at_most("spec.rules", rules.len(), 16)?;
+            rules.iter().try_for_each(|rule| {
+                rule.matches.iter().flatten().try_for_each(grpc_match)?;
+                admit_rule(rule, route.kind)
+            })
+        }
+        Rules::Stream(rules) => one_rule(rules),
+    }
+}
+
+fn one_rule(rules: &[StreamRule]) -> Result<(), String> {
+    match rules.len() {
+        1 => Ok(()),
+        n => Err(format!("spec.rules has {n} entries; exactly one is accepted")),
     }
 }
 

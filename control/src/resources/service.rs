@@ -13,14 +13,18 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use tulle_core::names::label;
 
 use crate::resources::meta::{Meta, Name};
+use crate::resources::text::{maybe_shared, shared};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Service {
     pub meta: Meta,
+    pub uid: String,
     /// Empty for headless services.
     pub cluster_ips: Vec<IpAddr>,
     pub kind: ServiceKind,
     pub ports: Vec<ServicePort>,
+    /// Ports of other protocols, which no proxy serves but EndpointSlices list.
+    pub other_ports: Vec<(Protocol, ServicePort)>,
     pub selector: BTreeMap<String, String>,
     pub traffic: InternalTraffic,
     /// Empty when the manifest names none, which stands for both.
@@ -56,7 +60,32 @@ impl Family {
     }
 }
 
-/// A TCP port of a service.
+/// A transport protocol other than TCP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protocol {
+    Udp,
+    Sctp,
+}
+
+impl Protocol {
+    /// None for TCP, and for what is none of the three.
+    pub fn other_than_tcp(protocol: Option<&str>) -> Option<Self> {
+        match protocol {
+            Some("UDP") => Some(Self::Udp),
+            Some("SCTP") => Some(Self::Sctp),
+            _ => None,
+        }
+    }
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Udp => "UDP",
+            Self::Sctp => "SCTP",
+        }
+    }
+}
+
+/// A port of a service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServicePort {
     pub name: String,
@@ -99,6 +128,7 @@ pub fn is_tcp(protocol: Option<&str>) -> bool {
 
 impl Service {
     pub fn from_kubernetes(service: KubernetesService) -> Result<Self, String> {
+        let uid = service.metadata.uid.clone().unwrap_or_default();
         let meta = Meta::from_kubernetes(service.metadata)?;
         let spec = service.spec.unwrap_or_default();
         let mut addresses = spec.cluster_ips.unwrap_or_default();
@@ -119,13 +149,15 @@ impl Service {
             (_, false, true) => ServiceKind::Unassigned,
             (_, false, false) => ServiceKind::ClusterIp,
         };
-        let ports = spec
-            .ports
-            .unwrap_or_default()
-            .into_iter()
-            .filter(|port| is_tcp(port.protocol.as_deref()))
-            .map(ServicePort::from_kubernetes)
-            .collect::<Result<_, _>>()?;
+        let mut ports = Vec::new();
+        let mut other_ports = Vec::new();
+        for port in spec.ports.unwrap_or_default() {
+            if is_tcp(port.protocol.as_deref()) {
+                ports.push(ServicePort::from_kubernetes(port)?);
+            } else if let Some(protocol) = Protocol::other_than_tcp(port.protocol.as_deref()) {
+                other_ports.push((protocol, ServicePort::from_kubernetes(port)?));
+            }
+        }
         let traffic = match spec.internal_traffic_policy.as_deref() {
             Some("Local") => InternalTraffic::Local,
             _ => InternalTraffic::Cluster,
@@ -137,9 +169,11 @@ impl Service {
             .collect();
         Ok(Self {
             meta,
+            uid,
             cluster_ips,
             kind,
             ports,
+            other_ports,
             selector: spec.selector.unwrap_or_default(),
             traffic,
             families,
@@ -187,9 +221,9 @@ pub struct Address {
     pub ip: IpAddr,
     pub ready: Readiness,
     pub hostname: Option<String>,
-    pub node: Option<String>,
-    pub zone: Option<String>,
-    pub hint_zones: Vec<String>,
+    pub node: Option<Arc<str>>,
+    pub zone: Option<Arc<str>>,
+    pub hint_zones: Vec<Arc<str>>,
     pub target: Target,
 }
 
@@ -215,9 +249,11 @@ pub struct Endpoints {
     pub subsets: Vec<Subset>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct EndpointSlice {
     pub meta: Meta,
+    /// The whole of it, if we are its writer.
+    pub managed: Option<Arc<KubernetesSlice>>,
     /// The service it belongs to; a slice without one serves nobody.
     pub service: Option<Name>,
     pub subset: Subset,
@@ -243,7 +279,7 @@ impl Endpoints {
                     ip: parse_ip(&address.ip, "subsets[].addresses[].ip")?,
                     ready: Readiness::Ready,
                     hostname: address.hostname.filter(|hostname| !hostname.is_empty()),
-                    node: address.node_name,
+                    node: maybe_shared(address.node_name),
                     zone: None,
                     hint_zones: Vec::new(),
                     target: Target::from_kubernetes(address.target_ref, meta.namespace()),
@@ -256,13 +292,17 @@ impl Endpoints {
 }
 
 impl EndpointSlice {
-    pub fn from_kubernetes(slice: KubernetesSlice) -> Result<Self, String> {
+    pub fn from_kubernetes(mut slice: KubernetesSlice) -> Result<Self, String> {
+        slice.metadata.managed_fields = None;
+        let labels = slice.metadata.labels.as_ref();
+        let writer = labels.and_then(|labels| labels.get(label::SLICE_MANAGED_BY));
+        let managed = (writer.map(String::as_str) == Some(SLICE_WRITER)).then(|| Arc::new(slice.clone()));
         let meta = Meta::from_kubernetes(slice.metadata)?;
         let owner = meta
             .owner
             .as_ref()
-            .filter(|owner| owner.kind == "Service")
-            .map(|owner| owner.name.as_str());
+            .filter(|owner| &*owner.kind == "Service")
+            .map(|owner| &*owner.name);
         let service = meta.label(label::SERVICE_NAME).or(owner);
         let service = service.map(|service| Name::new(meta.namespace().clone(), service));
         let mut ports = Vec::new();
@@ -284,6 +324,7 @@ impl EndpointSlice {
         }
         Ok(Self {
             meta,
+            managed,
             service,
             subset: Subset { ports, addresses },
         })
@@ -301,14 +342,15 @@ fn push_addresses(
     };
     let zones = endpoint.hints.and_then(|hints| hints.for_zones).unwrap_or_default();
     let target = Target::from_kubernetes(endpoint.target_ref, namespace);
+    let (node, zone) = (maybe_shared(endpoint.node_name), maybe_shared(endpoint.zone));
     for address in &endpoint.addresses {
         addresses.push(Address {
             ip: parse_ip(address, "endpoints[].addresses[]")?,
             ready,
             hostname: endpoint.hostname.clone().filter(|hostname| !hostname.is_empty()),
-            node: endpoint.node_name.clone(),
-            zone: endpoint.zone.clone(),
-            hint_zones: zones.iter().map(|zone| zone.name.clone()).collect(),
+            node: node.clone(),
+            zone: zone.clone(),
+            hint_zones: zones.iter().map(|zone| shared(&zone.name)).collect(),
             target: target.clone(),
         });
     }
@@ -318,7 +360,9 @@ fn push_addresses(
 impl Target {
     fn from_kubernetes(target: Option<ObjectReference>, namespace: &Arc<str>) -> Self {
         let Some(target) = target else { return Self::Nothing };
-        let namespace = target.namespace.map_or_else(|| namespace.clone(), Arc::from);
+        let namespace = target
+            .namespace
+            .map_or_else(|| namespace.clone(), |namespace| shared(&namespace));
         let name = Name::new(namespace, target.name.unwrap_or_default());
         match target.kind.as_deref() {
             Some("Pod") => Self::Pod(name),
@@ -332,3 +376,6 @@ pub fn parse_ip(text: &str, field: &str) -> Result<IpAddr, String> {
     text.parse()
         .map_err(|_| format!("{field}: {text:?} is not an IP address"))
 }
+
+/// Value of [`label::SLICE_MANAGED_BY`] on slices of external workloads.
+pub const SLICE_WRITER: &str = "linkerd-external-workloads-controller";

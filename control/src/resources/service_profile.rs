@@ -182,7 +182,9 @@ impl ProfileRoute {
         if raw.name.is_empty() {
             return Err("name is empty".to_owned());
         }
-        let timeout = raw.timeout.as_deref().map(go_duration::parse).transpose();
+        // Go cannot tell an empty string from none.
+        let timeout = raw.timeout.as_deref().filter(|timeout| !timeout.is_empty());
+        let timeout = timeout.map(go_duration::parse).transpose();
         let mut response_classes = Vec::new();
         for class in raw.response_classes {
             let condition = ResponseMatch::from_raw(class.condition)?;
@@ -287,14 +289,26 @@ impl RetryBudget {
     }
 }
 
-/// A Kubernetes quantity without a unit or in thousandths, which is what weights are written in.
+/// A Kubernetes quantity, in ten thousandths of one.
 fn override_weight(text: &str) -> Result<u32, String> {
     let refused = || format!("weight {text:?} is not a number such as 1, 0.5 or 500m");
-    let (number, per_unit) = match text.strip_suffix('m') {
-        Some(number) => (number, 10.0),
-        None => (text, 10_000.0),
+    let unit_at = text
+        .find(|c: char| !c.is_ascii_digit() && c != '.')
+        .unwrap_or(text.len());
+    let (number, unit) = text.split_at_checked(unit_at).ok_or_else(refused)?;
+    let per_unit = match unit {
+        "n" => 1e-9,
+        "u" => 1e-6,
+        "m" => 1e-3,
+        "" => 1.0,
+        "k" => 1e3,
+        "Ki" => 1024.0,
+        exponent => {
+            let exponent = exponent.strip_prefix(['e', 'E']).ok_or_else(refused)?;
+            10f64.powi(exponent.parse().map_err(|_| refused())?)
+        }
     };
-    let weight = number.parse::<f64>().map_err(|_| refused())? * per_unit;
+    let weight = number.parse::<f64>().map_err(|_| refused())? * per_unit * 10_000.0;
     if !(0.0..=f64::from(u32::MAX)).contains(&weight) {
         return Err(refused());
     }
@@ -315,6 +329,8 @@ mod tests {
         assert_eq!(override_weight("500m"), Ok(5000));
         assert_eq!(override_weight("1"), Ok(10_000));
         assert_eq!(override_weight("0.5"), Ok(5000));
+        assert_eq!(override_weight("2k"), Ok(20_000_000));
+        assert_eq!(override_weight("1e2"), Ok(1_000_000));
         for refused in ["", "m", "-1", "1Gi", "NaN", "1e9"] {
             assert!(override_weight(refused).is_err(), "{refused}");
         }

@@ -1,7 +1,8 @@
 //! What runs: pods, external workloads, the nodes under them and the objects that own them.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{Container as KubernetesContainer, Node as KubernetesNode, Pod as KubernetesPod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -9,7 +10,8 @@ use serde::Deserialize;
 use tulle_core::names::label;
 
 use crate::resources::meta::Meta;
-use crate::resources::service::{PortRef, Readiness, is_tcp, parse_ip, port_number};
+use crate::resources::service::{PortRef, Protocol, Readiness, is_tcp, parse_ip, port_number};
+use crate::resources::text::{maybe_shared, shared};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pod {
@@ -21,14 +23,14 @@ pub struct Pod {
     pub phase: Option<Phase>,
     /// None when the object has no conditions.
     pub ready: Option<Readiness>,
-    pub node: Option<String>,
-    pub service_account: String,
+    pub node: Option<Arc<str>>,
+    pub service_account: Arc<str>,
     /// With a subdomain, the pod's name below its headless service.
     pub hostname: Option<String>,
     pub subdomain: Option<String>,
     pub ports: Vec<ContainerPort>,
-    /// Paths of HTTP probes by port.
-    pub probes: BTreeMap<u16, BTreeSet<String>>,
+    /// Ports and paths of HTTP probes, sorted.
+    pub probes: Vec<(u16, Arc<str>)>,
     pub proxy: ProxyContainer,
 }
 
@@ -49,7 +51,7 @@ pub enum Phase {
 /// A TCP port that a container or an external workload declares.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ContainerPort {
-    pub name: Option<String>,
+    pub name: Option<Arc<str>>,
     pub port: u16,
     pub host_port: Option<u16>,
 }
@@ -104,14 +106,12 @@ impl Pod {
             if ready { Readiness::Ready } else { Readiness::NotReady }
         });
         let mut ports = Vec::new();
-        let mut probes: BTreeMap<u16, BTreeSet<String>> = BTreeMap::new();
+        let mut probes = BTreeSet::new();
         let mut proxy = ProxyContainer::Absent;
         let init_containers = spec.init_containers.unwrap_or_default();
         for container in init_containers.iter().chain(&spec.containers) {
             let declared = container_ports(container)?;
-            for (port, path) in container_probes(container, &declared) {
-                probes.entry(port).or_default().insert(path);
-            }
+            probes.extend(container_probes(container, &declared));
             ports.extend(declared);
             if container.name == "linkerd-proxy" {
                 proxy = ProxyContainer::from_kubernetes(container);
@@ -128,18 +128,24 @@ impl Pod {
             },
             phase,
             ready,
-            node: spec.node_name.filter(|node| !node.is_empty()),
+            node: maybe_shared(spec.node_name.filter(|node| !node.is_empty())),
             service_account: spec
                 .service_account_name
                 .or(spec.service_account)
                 .filter(|account| !account.is_empty())
-                .unwrap_or_else(|| "default".to_owned()),
+                .map_or_else(|| shared("default"), |account| shared(&account)),
             hostname: spec.hostname,
             subdomain: spec.subdomain,
             ports,
-            probes,
+            probes: probes.into_iter().collect(),
             proxy,
         })
+    }
+
+    /// Paths of the HTTP probes of a port.
+    pub fn probe_paths(&self, port: u16) -> BTreeSet<String> {
+        let of_port = self.probes.iter().filter(|(probed, _)| *probed == port);
+        of_port.map(|(_, path)| path.to_string()).collect()
     }
 
     /// Numbers that a port reference stands for; several containers may use one name.
@@ -158,7 +164,7 @@ fn resolve(ports: &[ContainerPort], port: &PortRef) -> BTreeSet<u16> {
         PortRef::Number(number) => BTreeSet::from([*number]),
         PortRef::Name(name) => ports
             .iter()
-            .filter(|port| port.name.as_ref() == Some(name))
+            .filter(|port| port.name.as_deref() == Some(name))
             .map(|port| port.port)
             .collect(),
     }
@@ -174,7 +180,7 @@ fn container_ports(container: &KubernetesContainer) -> Result<Vec<ContainerPort>
     {
         let in_container = |error| format!("container {}: {error}", container.name);
         ports.push(ContainerPort {
-            name: port.name.clone(),
+            name: maybe_shared(port.name.clone()),
             port: port_number(port.container_port).map_err(in_container)?,
             host_port: port
                 .host_port
@@ -188,7 +194,7 @@ fn container_ports(container: &KubernetesContainer) -> Result<Vec<ContainerPort>
 }
 
 /// HTTP probes of one container as port and path without its query.
-fn container_probes(container: &KubernetesContainer, ports: &[ContainerPort]) -> Vec<(u16, String)> {
+fn container_probes(container: &KubernetesContainer, ports: &[ContainerPort]) -> Vec<(u16, Arc<str>)> {
     let probes = [
         &container.liveness_probe,
         &container.readiness_probe,
@@ -201,9 +207,9 @@ fn container_probes(container: &KubernetesContainer, ports: &[ContainerPort]) ->
             .as_deref()
             .and_then(|path| path.split('?').next())
             .filter(|path| !path.is_empty());
-        let path = path.unwrap_or("/");
+        let path = shared(path.unwrap_or("/"));
         if let Ok(port) = PortRef::from_kubernetes(get.port.clone()) {
-            found.extend(resolve(ports, &port).into_iter().map(|port| (port, path.to_owned())));
+            found.extend(resolve(ports, &port).into_iter().map(|port| (port, path.clone())));
         }
     }
     found
@@ -234,11 +240,14 @@ impl ProxyContainer {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExternalWorkload {
     pub meta: Meta,
+    pub uid: String,
     /// A DNS-like name or a SPIFFE URI.
     pub identity: String,
     pub server_name: String,
     pub ips: Vec<IpAddr>,
     pub ports: Vec<ContainerPort>,
+    /// Ports of other protocols, which no proxy serves but EndpointSlices list.
+    pub other_ports: Vec<(Protocol, ContainerPort)>,
     /// None when the object has no status.
     pub ready: Option<Readiness>,
 }
@@ -253,9 +262,11 @@ pub(super) struct RawExternalWorkload {
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct RawSpec {
-    // The older version of the API spells it `meshTls`.
-    #[serde(rename = "meshTLS", alias = "meshTls")]
-    mesh_tls: RawMeshTls,
+    #[serde(rename = "meshTLS")]
+    mesh_tls: Option<RawMeshTls>,
+    /// How the older version of the API spells it, and how it stays in what was written so.
+    #[serde(rename = "meshTls")]
+    old_mesh_tls: Option<RawMeshTls>,
     #[serde(default)]
     ports: Vec<RawPort>,
     #[serde(rename = "workloadIPs", default)]
@@ -297,11 +308,14 @@ struct RawCondition {
 
 impl ExternalWorkload {
     pub(super) fn from_raw(raw: RawExternalWorkload) -> Result<Self, String> {
+        let uid = raw.metadata.uid.clone().unwrap_or_default();
         let meta = Meta::from_kubernetes(raw.metadata)?;
-        for (field, value) in [
-            ("identity", &raw.spec.mesh_tls.identity),
-            ("serverName", &raw.spec.mesh_tls.server_name),
-        ] {
+        let RawMeshTls { identity, server_name } = raw
+            .spec
+            .mesh_tls
+            .or(raw.spec.old_mesh_tls)
+            .ok_or("spec.meshTLS is missing")?;
+        for (field, value) in [("identity", &identity), ("serverName", &server_name)] {
             if value.is_empty() || value.len() > 253 {
                 return Err(format!(
                     "spec.meshTLS.{field} has {} characters; 1 to 253 are allowed",
@@ -320,12 +334,18 @@ impl ExternalWorkload {
             ips.push(parse_ip(&ip.ip, "spec.workloadIPs[].ip")?);
         }
         let mut ports = Vec::new();
-        for port in raw.spec.ports.iter().filter(|port| is_tcp(port.protocol.as_deref())) {
-            ports.push(ContainerPort {
-                name: port.name.clone(),
-                port: port_number(port.port)?,
+        let mut other_ports = Vec::new();
+        for raw in raw.spec.ports {
+            let port = ContainerPort {
+                name: maybe_shared(raw.name),
+                port: port_number(raw.port)?,
                 host_port: None,
-            });
+            };
+            if is_tcp(raw.protocol.as_deref()) {
+                ports.push(port);
+            } else if let Some(protocol) = Protocol::other_than_tcp(raw.protocol.as_deref()) {
+                other_ports.push((protocol, port));
+            }
         }
         let ready = raw.status.and_then(|status| status.conditions).map(|conditions| {
             let ready = conditions
@@ -333,13 +353,14 @@ impl ExternalWorkload {
                 .any(|condition| condition.type_ == "Ready" && condition.status == "True");
             if ready { Readiness::Ready } else { Readiness::NotReady }
         });
-        let RawMeshTls { identity, server_name } = raw.spec.mesh_tls;
         Ok(Self {
             meta,
+            uid,
             identity,
             server_name,
             ips,
             ports,
+            other_ports,
             ready,
         })
     }
@@ -353,21 +374,18 @@ impl ExternalWorkload {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node {
     pub meta: Meta,
-    pub zone: Option<String>,
+    pub zone: Option<Arc<str>>,
 }
 
 impl Node {
     pub fn from_kubernetes(node: KubernetesNode) -> Result<Self, String> {
         let meta = Meta::from_kubernetes(node.metadata)?;
-        let zone = meta
-            .label(label::ZONE)
-            .filter(|zone| !zone.is_empty())
-            .map(str::to_owned);
+        let zone = meta.label(label::ZONE).filter(|zone| !zone.is_empty()).map(shared);
         Ok(Self { meta, zone })
     }
 }
 
-/// An object of which only the metadata matters: namespaces, replica sets, jobs.
+/// An object of which only the metadata matters: namespaces, secrets, replica sets, jobs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bare {
     pub meta: Meta,
@@ -387,4 +405,26 @@ impl Bare {
 }
 
 /// Label of the control plane's own pods, which terminate TLS themselves and need no sidecar.
-pub const CONTROL_PLANE_COMPONENT: &str = "linkerd.io/control-plane-component";
+pub const CONTROL_PLANE_COMPONENT: &str = label::CONTROL_PLANE_COMPONENT;
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    #[test]
+    fn an_external_workload_is_known_by_the_name_of_either_version() {
+        let read = |spec: Value| {
+            let raw = json!({ "metadata": { "name": "vm", "namespace": "shop" }, "spec": spec });
+            let workload = ExternalWorkload::from_raw(serde_json::from_value(raw).unwrap());
+            workload.map(|workload| workload.identity)
+        };
+        let named = |identity: &str| json!({ "identity": identity, "serverName": "vm" });
+        assert_eq!(read(json!({ "meshTLS": named("new") })).unwrap(), "new");
+        assert_eq!(read(json!({ "meshTls": named("old") })).unwrap(), "old");
+        let both = json!({ "meshTls": named("old"), "meshTLS": named("new") });
+        assert_eq!(read(both).unwrap(), "new");
+        assert_eq!(read(json!({})).unwrap_err(), "spec.meshTLS is missing");
+    }
+}

@@ -6,14 +6,13 @@
 
 pub mod metrics;
 
-use std::convert::Infallible;
 use std::error::Error as StdError;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::{Request, Response};
+use http::Request;
 use http_body_util::Limited;
 use hyper::body::Incoming;
 use hyper::server::conn::http2;
@@ -27,7 +26,7 @@ use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tonic::body::Body;
 use tonic::service::Routes;
-use tower::{Layer, ServiceExt};
+use tower::{Layer, Service as _};
 use tracing::{debug, warn};
 use tulle_core::addr::canonical;
 use tulle_core::drain::Watch;
@@ -131,10 +130,11 @@ impl Server {
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         let routes = self.metrics.layer(self.routes.clone());
+        // The services are always ready. What they return is boxed, and goes when a call is answered: the task that
+        // hyper keeps for each stream stays small.
         let service = service_fn(move |req: Request<Incoming>| {
             let req = req.map(|body| Body::new(Limited::new(body, MAX_REQUEST)));
-            let routes = routes.clone();
-            async move { Ok::<Response<_>, Infallible>(routes.oneshot(req).await.unwrap_or_else(|err| match err {})) }
+            routes.clone().call(req)
         });
         let connection = http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())

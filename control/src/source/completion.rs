@@ -6,6 +6,7 @@ use std::sync::Arc;
 use tulle_core::names::{label, port};
 
 use crate::resources::Object;
+use crate::resources::meta::is_subdomain;
 use crate::resources::route::Route;
 use crate::resources::route_admission;
 use crate::resources::service::{Readiness, Service, ServiceKind};
@@ -30,22 +31,13 @@ pub(super) fn complete(object: &mut Object) -> Result<(), String> {
             workload.ready = workload.ready.or(Some(Readiness::Ready));
             Ok(())
         }
-        Object::PolicyHttpRoute(route) | Object::GatewayHttpRoute(route) | Object::GrpcRoute(route) => {
-            complete_route(Arc::make_mut(route))
-        }
+        Object::PolicyHttpRoute(route)
+        | Object::GatewayHttpRoute(route)
+        | Object::GrpcRoute(route)
+        | Object::TlsRoute(route)
+        | Object::TcpRoute(route) => complete_route(Arc::make_mut(route)),
         _ => Ok(()),
     }
-}
-
-fn is_subdomain(name: &str) -> bool {
-    let alphanumeric = |byte: &u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
-    name.len() <= 253
-        && name.split('.').all(|label| {
-            let bytes = label.as_bytes();
-            bytes.first().is_some_and(alphanumeric)
-                && bytes.last().is_some_and(alphanumeric)
-                && bytes.iter().all(|byte| alphanumeric(byte) || *byte == b'-')
-        })
 }
 
 fn check_service(service: &Service) -> Result<(), String> {

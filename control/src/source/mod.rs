@@ -6,5 +6,6 @@
 mod completion;
 pub mod dir;
 mod directory;
+pub mod kubernetes;
 mod manifest;
 mod slices;

@@ -14,6 +14,7 @@ use crate::resources::meta::{Meta, Name};
 use crate::resources::service::{
     Address, EndpointSlice, Endpoints, Family, PortRef, Readiness, Service, ServiceKind, Subset, SubsetPort, Target,
 };
+use crate::resources::text::shared;
 use crate::resources::workload::{ExternalWorkload, Phase, Pod};
 
 /// All objects of a directory, as far as endpoints follow from them.
@@ -24,7 +25,7 @@ struct Inventory<'a> {
     endpoints: AHashMap<&'a Name, &'a Endpoints>,
     pods: AHashMap<&'a str, Vec<&'a Pod>>,
     workloads: AHashMap<&'a str, Vec<&'a ExternalWorkload>>,
-    zones: AHashMap<&'a str, &'a str>,
+    zones: AHashMap<&'a str, &'a Arc<str>>,
 }
 
 /// The objects that are missing.
@@ -76,11 +77,12 @@ fn slice(service: &Service, index: usize, subset: Subset) -> EndpointSlice {
     let name = &service.meta.name;
     let meta = Meta {
         name: Name::new(name.namespace.clone(), format!("{}-derived-{index}", name.name)),
-        labels: BTreeMap::from([(label::SERVICE_NAME.to_owned(), name.name.to_string())]),
+        labels: [(label::SERVICE_NAME, &name.name)].into_iter().collect(),
         ..Meta::default()
     };
     EndpointSlice {
         meta,
+        managed: None,
         service: Some(name.clone()),
         subset,
     }
@@ -157,7 +159,7 @@ impl<'a> Inventory<'a> {
             ready: if ready { Readiness::Ready } else { Readiness::NotReady },
             hostname: pod.hostname.clone().filter(|_| below_service),
             node: pod.node.clone(),
-            zone: zone.map(|zone| (*zone).to_owned()),
+            zone: zone.map(|zone| (*zone).clone()),
             hint_zones: Vec::new(),
             target: Target::Pod(pod.meta.name.clone()),
         }
@@ -171,7 +173,7 @@ fn workload_address(service: &Service, workload: &ExternalWorkload, ip: IpAddr) 
         ready: workload.ready.unwrap_or(Readiness::NotReady),
         hostname: headless.then(|| workload.meta.name.name.to_string()),
         node: None,
-        zone: workload.meta.label(label::ZONE).map(str::to_owned),
+        zone: workload.meta.label(label::ZONE).map(shared),
         hint_zones: Vec::new(),
         target: Target::ExternalWorkload(workload.meta.name.clone()),
     }

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustls::RootCertStore;
-use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::ServerCertVerifier;
+use rustls::client::{WebPkiServerVerifier, verify_server_cert_signed_by_trust_anchor};
 use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use rustls::server::VerifierBuilderError;
+use rustls::server::{ParsedCertificate, VerifierBuilderError};
 
 /// A bundle of roots, cheap to clone.
 #[derive(Clone)]
@@ -67,7 +67,10 @@ impl TrustAnchors {
     }
 
     /// As [`read`](Self::read); `path` is where the text came from, for errors.
-    pub(crate) fn parse(pem: &[u8], path: &Path) -> Result<Self, Error> {
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn parse(pem: &[u8], path: &Path) -> Result<Self, Error> {
         let certs = CertificateDer::pem_slice_iter(pem)
             .collect::<Result<Vec<_>, _>>()
             .map_err(|source| Error::Pem {
@@ -117,6 +120,18 @@ impl TrustAnchors {
     ) -> Result<(), rustls::Error> {
         self.verifier.verify_server_cert(leaf, chain, name, &[], now)?;
         Ok(())
+    }
+
+    /// Whether a peer that trusts these anchors would accept this chain now, leaf first, whatever its name.
+    ///
+    /// # Errors
+    /// What the peer would say.
+    pub fn verify_chain(&self, chain: &[Vec<u8>]) -> Result<(), rustls::Error> {
+        let chain: Vec<_> = chain.iter().map(|der| CertificateDer::from(&der[..])).collect();
+        let (leaf, issuers) = chain.split_first().ok_or(rustls::Error::NoCertificatesPresented)?;
+        let algorithms = super::provider().signature_verification_algorithms.all;
+        let leaf = ParsedCertificate::try_from(leaf)?;
+        verify_server_cert_signed_by_trust_anchor(&leaf, &self.roots, issuers, UnixTime::now(), algorithms)
     }
 }
 

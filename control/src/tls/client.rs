@@ -132,6 +132,17 @@ pub async fn connect_plaintext(addr: &Addr) -> Result<Channel, Error> {
     .await
 }
 
+/// Speaks plaintext HTTP/2 over a stream that somebody else opened, such as a forwarded port.
+///
+/// # Errors
+/// A stream that ends.
+pub async fn connect_over<I>(io: I, authority: &Authority) -> Result<Channel, Error>
+where
+    I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    Channel::start(io, Scheme::HTTP, authority.as_str()).await
+}
+
 impl Channel {
     async fn start<I>(io: I, scheme: Scheme, authority: &str) -> Result<Self, Error>
     where

@@ -7,6 +7,7 @@
 pub mod anchors;
 pub mod client;
 pub mod creds;
+pub mod files;
 
 use std::sync::{Arc, LazyLock};
 
@@ -15,8 +16,16 @@ use rustls::crypto::{CryptoProvider, aws_lc_rs};
 /// The one choice of algorithms, for all handshakes and for checking chains.
 ///
 /// Source: suites and key exchanges of the proxies, in their order.
-pub(crate) fn provider() -> Arc<CryptoProvider> {
+pub fn provider() -> Arc<CryptoProvider> {
     PROVIDER.clone()
+}
+
+/// The SHA-256 of these bytes, in hexadecimal, as certificates are told apart.
+pub(crate) fn sha256(bytes: &[u8]) -> String {
+    let suite = aws_lc_rs::cipher_suite::TLS13_AES_128_GCM_SHA256.tls13();
+    let hash = suite.map(|suite| suite.common.hash_provider.hash(bytes));
+    let hash = hash.as_ref().map(AsRef::as_ref).unwrap_or_default();
+    hash.iter().map(|byte: &u8| format!("{byte:02x}")).collect()
 }
 
 static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
@@ -36,3 +45,16 @@ static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
         ..aws_lc_rs::default_provider()
     })
 });
+
+#[cfg(test)]
+mod tests {
+    use super::sha256;
+
+    #[test]
+    fn a_fingerprint_is_that_of_other_programs() {
+        assert_eq!(
+            sha256(b"abc"),
+            "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+        );
+    }
+}

@@ -354,8 +354,7 @@ async fn streams_end_when_the_drain_begins() {
 async fn what_nobody_asks_for_leaves_no_series_behind() {
     let mesh = mesh(WEB).await;
     let stream = mesh.get(HTTP).await.unwrap();
-    let series =
-        "endpoints_subscribers{cluster=\"local\",namespace=\"shop\",service=\"web\",port=\"80\",hostname=\"\"} 1";
+    let series = "endpoints_subscribers{cluster=\"local\",namespace=\"shop\",service=\"web\",port=\"80\",hostname=\"\",nodename=\"\"} 1";
     assert!(mesh.registry.render().contains(series), "{}", mesh.registry.render());
     drop(stream);
     mesh.registry.retire(std::time::Duration::ZERO);

@@ -8,13 +8,13 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tonic::{Status, Streaming};
 use tulle_control::cluster::{Cluster, Config};
+use tulle_control::grpc::Service;
 use tulle_control::source::dir::{self, Report};
 use tulle_control::{destination, policy};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
 use tulle_proto::destination::destination_client::DestinationClient;
-use tulle_proto::destination::destination_server::DestinationServer;
-use tulle_proto::destination::{DestinationProfile, GetDestination, Update, WeightedAddr, update};
+use tulle_proto::destination::{DestinationProfile, GetDestination, Http2ClientParams, Update, WeightedAddr, update};
 use tulle_proto::inbound::inbound_server_policies_client::InboundServerPoliciesClient;
 use tulle_proto::inbound::{PortSpec, Server};
 use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
@@ -96,12 +96,15 @@ impl Mesh {
         self.dir.path()
     }
 
+    pub(crate) fn drain(&self) -> drain::Watch {
+        self.drain.clone()
+    }
+
     pub(crate) fn shut_down(&mut self) {
         tokio::spawn(self.signal.take().unwrap().drain());
     }
 
-    fn destination(&self) -> DestinationClient<DestinationServer<destination::server::Service>> {
-        let config = destination::Config::default();
+    fn destination(&self, config: destination::Config) -> DestinationClient<Service<destination::server::Service>> {
         DestinationClient::new(destination::server(self.cluster.clone(), config, self.drain.clone()))
     }
 
@@ -110,13 +113,27 @@ impl Mesh {
     }
 
     pub(crate) async fn get_from(&self, path: &str, token: &str) -> Result<Streaming<Update>, Status> {
-        soon(self.destination().get(target(path, token)))
+        self.get_with(destination::Config::default(), path, token).await
+    }
+
+    pub(crate) async fn get_with(
+        &self,
+        config: destination::Config,
+        path: &str,
+        token: &str,
+    ) -> Result<Streaming<Update>, Status> {
+        soon(self.destination(config).get(target(path, token)))
             .await
             .map(tonic::Response::into_inner)
     }
 
     pub(crate) async fn profiles(&self, path: &str, token: &str) -> Result<Streaming<DestinationProfile>, Status> {
-        soon(self.destination().get_profile(target(path, token)))
+        // Settings of HTTP/2 are told, so that answers show whom they are meant for.
+        let config = destination::Config {
+            http2: Some(Http2ClientParams::default()),
+            ..destination::Config::default()
+        };
+        soon(self.destination(config).get_profile(target(path, token)))
             .await
             .map(tonic::Response::into_inner)
     }

@@ -1,6 +1,7 @@
 //! A tiny HTTP server for operators: metrics, probes, and what else a binary adds.
 //!
-//! It speaks HTTP/1 and HTTP/2 in the clear, and its requests and responses fit into memory.
+//! It speaks HTTP/1 and HTTP/2, in the clear and over TLS where a binary brings that; its requests and responses fit into
+//! memory.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -20,6 +21,7 @@ use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
@@ -33,6 +35,7 @@ use crate::ready::Readiness;
 /// The server, until it is served.
 pub struct Admin {
     routes: Routes,
+    terminate: Option<Terminate>,
 }
 
 /// What a handler gets.
@@ -44,6 +47,23 @@ pub struct AdminRequest {
     pub headers: HeaderMap,
     pub body: Bytes,
 }
+
+/// Which HTTP a connection speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Version {
+    Http1,
+    Http2,
+}
+
+/// A connection whose bytes are HTTP.
+trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
+
+/// What is left of a connection once its TLS is off.
+type Opened = (Box<dyn Stream>, Version);
+type Terminate = Arc<dyn Fn(TcpStream) -> OpenedFuture + Send + Sync>;
+type OpenedFuture = Pin<Box<dyn Future<Output = io::Result<Opened>> + Send>>;
 
 type Routes = HashMap<&'static str, Handler>;
 type Handler = Arc<dyn Fn(AdminRequest) -> HandlerFuture + Send + Sync>;
@@ -68,7 +88,11 @@ impl AdminRequest {
 impl Admin {
     /// A server of `/metrics`, `/live` and `/ready`.
     pub fn new(registry: Registry, readiness: Readiness) -> Self {
-        Self { routes: Routes::new() }
+        let admin = Self {
+            routes: Routes::new(),
+            terminate: None,
+        };
+        admin
             .route("/metrics", move |req| {
                 std::future::ready(metrics(&registry, &req.headers))
             })
@@ -90,10 +114,29 @@ impl Admin {
         self
     }
 
+    /// Hands connections that begin with TLS to `terminate`, unread; it says what comes out of them.
+    ///
+    /// It may take a minute, and is cut then.
+    pub fn tls<F, S>(mut self, terminate: impl Fn(TcpStream) -> F + Send + Sync + 'static) -> Self
+    where
+        F: Future<Output = io::Result<(S, Version)>> + Send + 'static,
+        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    {
+        self.terminate = Some(Arc::new(move |stream| {
+            let terminating = terminate(stream);
+            Box::pin(async move {
+                let (stream, version) = terminating.await?;
+                let stream: Box<dyn Stream> = Box::new(stream);
+                Ok((stream, version))
+            })
+        }));
+        self
+    }
+
     /// Serves until the drain, then lets the requests in flight end, bounded.
     pub async fn serve(self, listener: TcpListener, drain: Watch) {
         let _guard = drain.guard();
-        let routes = Arc::new(self.routes);
+        let (routes, terminate) = (Arc::new(self.routes), self.terminate);
         let mut connections = JoinSet::new();
         loop {
             // All branches only wait; an accepted connection is never lost, because `accept` is cancel-safe.
@@ -103,7 +146,7 @@ impl Admin {
                 Some(_) = connections.join_next() => {}
                 accepted = listener.accept(), if connections.len() < MAX_CONNECTIONS => match accepted {
                     Ok((stream, client)) => {
-                        connections.spawn(serve_connection(stream, client, routes.clone(), drain.clone()));
+                        connections.spawn(serve_connection(stream, client, terminate.clone(), routes.clone(), drain.clone()));
                     }
                     Err(err) => {
                         warn!(%err, "accepting an admin connection failed");
@@ -126,11 +169,17 @@ impl Admin {
     }
 }
 
-async fn serve_connection(stream: TcpStream, client: SocketAddr, routes: Arc<Routes>, drain: Watch) {
-    let served = match timeout(HEAD_LIMIT, is_http2(&stream)).await {
-        Ok(Ok(true)) => serve_http2(stream, client, routes, drain).await,
-        Ok(Ok(false)) => serve_http1(stream, client, routes, drain).await,
-        Ok(Err(err)) => return debug!(%client, %err, "reading an admin connection failed"),
+async fn serve_connection(
+    stream: TcpStream,
+    client: SocketAddr,
+    terminate: Option<Terminate>,
+    routes: Arc<Routes>,
+    drain: Watch,
+) {
+    let served = match timeout(HEAD_LIMIT, open(stream, terminate)).await {
+        Ok(Ok((stream, Version::Http2))) => serve_http2(stream, client, routes, drain).await,
+        Ok(Ok((stream, Version::Http1))) => serve_http1(stream, client, routes, drain).await,
+        Ok(Err(err)) => return debug!(%client, %err, "opening an admin connection failed"),
         Err(_) => return debug!(%client, "an admin connection said nothing"),
     };
     if let Err(err) = served {
@@ -138,17 +187,24 @@ async fn serve_connection(stream: TcpStream, client: SocketAddr, routes: Arc<Rou
     }
 }
 
-/// Whether the client starts with the HTTP/2 preface; no HTTP/1 method begins like it.
+/// Learns what the client speaks from the HTTP/2 preface, which no HTTP/1 method begins like, or from TLS.
 ///
 /// A preface that comes in pieces of one or two bytes is taken for HTTP/1 and refused there.
-async fn is_http2(stream: &TcpStream) -> io::Result<bool> {
+async fn open(stream: TcpStream, terminate: Option<Terminate>) -> io::Result<Opened> {
     let mut start = [0; 3];
     let n = stream.peek(&mut start).await?;
-    Ok(n == start.len() && start == *b"PRI")
+    if let (Some(terminate), Some(&TLS_HANDSHAKE)) = (terminate, start[..n].first()) {
+        return terminate(stream).await;
+    }
+    let version = match start[..n] == *b"PRI" {
+        true => Version::Http2,
+        false => Version::Http1,
+    };
+    Ok((Box::new(stream), version))
 }
 
 async fn serve_http1(
-    stream: TcpStream,
+    stream: Box<dyn Stream>,
     client: SocketAddr,
     routes: Arc<Routes>,
     drain: Watch,
@@ -167,7 +223,7 @@ async fn serve_http1(
 }
 
 async fn serve_http2(
-    stream: TcpStream,
+    stream: Box<dyn Stream>,
     client: SocketAddr,
     routes: Arc<Routes>,
     drain: Watch,
@@ -249,6 +305,8 @@ fn gzip(plain: &[u8]) -> io::Result<Vec<u8>> {
 
 /// More than any monitoring needs; keeps a leak on the other side from taking our descriptors.
 const MAX_CONNECTIONS: usize = 256;
+/// How a TLS record begins that is part of a handshake; no text does.
+const TLS_HANDSHAKE: u8 = 22;
 const MAX_BODY: usize = 64 * 1024;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const HEAD_LIMIT: Duration = Duration::from_secs(60);

@@ -2,6 +2,7 @@ use std::io::Read;
 
 use flate2::read::GzDecoder;
 use http_body_util::Empty;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::task::JoinHandle;
 
 use super::*;
@@ -16,6 +17,10 @@ struct Running {
 }
 
 async fn start() -> Running {
+    start_with(|admin| admin).await
+}
+
+async fn start_with(more: impl FnOnce(Admin) -> Admin) -> Running {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let addr = listener.local_addr().unwrap();
     let registry = Registry::new();
@@ -26,7 +31,7 @@ async fn start() -> Running {
         text(StatusCode::OK, line)
     });
     let (signal, watch) = drain::channel();
-    let server = tokio::spawn(admin.serve(listener, watch));
+    let server = tokio::spawn(more(admin).serve(listener, watch));
     Running {
         addr,
         signal,
@@ -39,8 +44,26 @@ async fn send<B>(addr: SocketAddr, req: Request<B>) -> Response<Bytes>
 where
     B: hyper::body::Body<Data = Bytes, Error = Infallible> + Send + Unpin + 'static,
 {
-    let stream = TcpStream::connect(addr).await.unwrap();
+    send_over(TcpStream::connect(addr).await.unwrap(), req).await
+}
+
+async fn send_over<B>(stream: TcpStream, req: Request<B>) -> Response<Bytes>
+where
+    B: hyper::body::Body<Data = Bytes, Error = Infallible> + Send + Unpin + 'static,
+{
     let (mut client, conn) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+        .await
+        .unwrap();
+    let conn = tokio::spawn(conn);
+    let (head, body) = client.send_request(req).await.unwrap().into_parts();
+    let body = body.collect().await.unwrap().to_bytes();
+    drop(client);
+    conn.await.unwrap().unwrap();
+    Response::from_parts(head, body)
+}
+
+async fn send_http2(stream: TcpStream, req: Request<Empty<Bytes>>) -> Response<Bytes> {
+    let (mut client, conn) = hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream))
         .await
         .unwrap();
     let conn = tokio::spawn(conn);
@@ -107,17 +130,41 @@ async fn handlers_get_the_whole_request_and_long_bodies_are_refused() {
 }
 
 #[tokio::test]
+async fn a_connection_that_begins_as_tls_does_is_opened_first() {
+    // What opens it here takes one byte off, and believes the next.
+    async fn open(mut stream: TcpStream) -> io::Result<(TcpStream, Version)> {
+        assert_eq!(stream.read_u8().await?, 22, "nothing was read before");
+        let version = match stream.read_u8().await? {
+            2 => Version::Http2,
+            _ => Version::Http1,
+        };
+        Ok((stream, version))
+    }
+    let running = start_with(|admin| admin.tls(open)).await;
+    for begin in [b"\x16\x01", b"\x16\x02"] {
+        let mut stream = TcpStream::connect(running.addr).await.unwrap();
+        stream.write_all(begin).await.unwrap();
+        let rsp = match begin[1] {
+            2 => send_http2(stream, get("http://admin/live")).await,
+            _ => send_over(stream, get("/live")).await,
+        };
+        assert_eq!(rsp.body(), "live\n");
+    }
+    assert_eq!(send(running.addr, get("/live")).await.body(), "live\n");
+    // Without anybody to open it, it is a request that nobody understands.
+    let running = start().await;
+    let mut stream = TcpStream::connect(running.addr).await.unwrap();
+    stream.write_all(b"\x16\x03\x01\x00\x05hello\r\n\r\n").await.unwrap();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).await.unwrap();
+    assert!(!answer.starts_with(b"HTTP/1.1 200"), "{answer:?}");
+}
+
+#[tokio::test]
 async fn http2_is_served_on_the_same_port() {
     let running = start().await;
     let stream = TcpStream::connect(running.addr).await.unwrap();
-    let (mut client, conn) = hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream))
-        .await
-        .unwrap();
-    let conn = tokio::spawn(conn);
-    let rsp = client.send_request(get("http://admin/live")).await.unwrap();
-    assert_eq!(rsp.into_body().collect().await.unwrap().to_bytes(), "live\n");
-    drop(client);
-    conn.await.unwrap().unwrap();
+    assert_eq!(send_http2(stream, get("http://admin/live")).await.body(), "live\n");
 }
 
 #[tokio::test]

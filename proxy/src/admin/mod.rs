@@ -1,19 +1,30 @@
 //! The admin server: metrics and probes of the core, and what operators may ask of this process.
+//!
+//! Proxies of its clients reach it by mTLS, as they reach the application, and whoever wants to know this proxy's
+//! certificate learns it from a handshake here. TLS proves who we are; it opens no route that is closed in the clear.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use http::header::{ACCEPT, ALLOW, CONTENT_TYPE};
 use http::{HeaderValue, Method, Response, StatusCode};
 use http_body_util::Full;
+use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tracing::info;
-use tulle_core::admin::{Admin, AdminRequest, text};
+use tulle_core::admin::{Admin, AdminRequest, Version, text};
 use tulle_core::metrics::Registry;
 use tulle_core::ready::Readiness;
 use tulle_core::telemetry::LogHandle;
+
+use crate::net::detect::{self, Look, Verdict};
+use crate::net::io::{Io, Tcp};
+use crate::tls::creds::{Alpn, Credentials};
+use crate::tls::server as tls_server;
 
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -38,6 +49,7 @@ pub(crate) struct Subjects {
     pub env: BTreeMap<String, String>,
     /// Notified when an operator asks for the end.
     pub shutdown: Arc<Notify>,
+    pub creds: Credentials,
 }
 
 /// A server of all routes, ready to serve.
@@ -48,6 +60,7 @@ pub(crate) fn server(config: &Config, subjects: Subjects) -> Admin {
         log,
         env,
         shutdown,
+        creds,
     } = subjects;
     let shutdown_endpoint = config.shutdown_endpoint;
     Admin::new(registry, readiness)
@@ -58,6 +71,21 @@ pub(crate) fn server(config: &Config, subjects: Subjects) -> Admin {
         .route("/shutdown", move |req| {
             std::future::ready(shut_down(&req, shutdown_endpoint, &shutdown))
         })
+        .tls(move |stream| terminate(stream, creds.clone()))
+}
+
+/// Ends TLS; the server bounds the time this takes.
+async fn terminate(stream: TcpStream, creds: Credentials) -> io::Result<(Io, Version)> {
+    let (tls, _) = tls_server::accept(Tcp::new(stream), &creds, Alpn::Unset)
+        .await
+        .map_err(io::Error::other)?;
+    let (mut io, mut seen) = (Io::tls_server(tls), BytesMut::new());
+    let version = match detect::look(&mut io, &mut seen, LOOK_LIMIT).await? {
+        Look::Seen(Verdict::Http2) => Version::Http2,
+        Look::Closed => return Err(io::ErrorKind::UnexpectedEof.into()),
+        Look::Seen(_) | Look::TimedOut => Version::Http1,
+    };
+    Ok((io.unread(seen.freeze()), version))
 }
 
 type Answer = Response<Full<Bytes>>;
@@ -161,6 +189,8 @@ fn loopback_only() -> Answer {
     text(StatusCode::FORBIDDEN, "only from this machine\n")
 }
 
+/// How long a client may think about its first request after the handshake, as in the clear.
+const LOOK_LIMIT: Duration = Duration::from_secs(60);
 const JSON_KINDS: &[&str] = &["application/json", "application/*", "*/*"];
 
 #[cfg(test)]

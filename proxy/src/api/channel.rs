@@ -7,6 +7,7 @@ use std::future::Future;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -91,6 +92,8 @@ struct Shared {
     scheme: Scheme,
     /// Tells the dialling task that a call waits.
     wanted: Notify,
+    /// Whether the last attempt to connect was in vain.
+    failing: AtomicBool,
     call_wait: Duration,
     metrics: ChannelMetrics,
 }
@@ -137,6 +140,7 @@ impl Connector {
                 Security::MutualTls(_) => Scheme::HTTPS,
             },
             wanted: Notify::new(),
+            failing: AtomicBool::new(false),
             call_wait: config.call_wait,
             metrics: ChannelMetrics::new(&self.metrics, &target),
             target,
@@ -155,6 +159,11 @@ impl Connector {
 impl Channel {
     pub(crate) fn target(&self) -> &ControlAddr {
         &self.shared.target
+    }
+
+    /// Whether the service could not be reached when it was last needed.
+    pub(crate) fn is_failing(&self) -> bool {
+        self.shared.failing.load(Ordering::Relaxed)
     }
 
     async fn send(mut self, mut req: Request<Body>) -> Result<Response<Incoming>, Status> {
@@ -232,13 +241,13 @@ impl Dialler {
     async fn dial_on_demand(&self, connection: &watch::Sender<Connection>) {
         let addr = &self.shared.target.addr;
         let mut delays = self.config.backoff.steps();
-        let mut failing = false;
+        let failing = &self.shared.failing;
         loop {
             self.shared.wanted.notified().await;
             let dialled_at = Instant::now();
             let reason = match self.dial().await {
                 Ok((sender, driver)) => {
-                    if std::mem::take(&mut failing) {
+                    if failing.swap(false, Ordering::Relaxed) {
                         info!(%addr, "control plane is reachable again");
                     }
                     debug!(%addr, "connected to the control plane");
@@ -249,7 +258,7 @@ impl Dialler {
                 }
                 Err(error) => {
                     // Once an outage: what is known goes on being served.
-                    if !std::mem::replace(&mut failing, true) {
+                    if !failing.swap(true, Ordering::Relaxed) {
                         warn!(%addr, %error, "control plane is not reachable, trying again");
                     }
                     debug!(%addr, %error, "connecting to the control plane failed");

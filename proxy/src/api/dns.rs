@@ -131,7 +131,7 @@ impl Shared {
         let options = builder.options_mut();
         options.positive_min_ttl = Some(self.config.min_ttl.unwrap_or(MIN_TTL));
         options.positive_max_ttl = self.config.max_ttl;
-        options.negative_max_ttl = self.config.max_ttl;
+        options.negative_max_ttl = Some(self.config.max_ttl.unwrap_or(NEGATIVE_TTL).min(NEGATIVE_TTL));
         let built = builder.build().map_err(DnsError::Configuration)?;
         Ok(resolver.insert(built).clone())
     }
@@ -147,6 +147,8 @@ fn ip_of_label(name: &str) -> Option<IpAddr> {
 
 /// Shorter times to live only make load for DNS servers.
 const MIN_TTL: Duration = Duration::from_secs(5);
+/// A control plane that comes back has a name again; who asks waits between attempts as it is.
+const NEGATIVE_TTL: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {

@@ -36,6 +36,7 @@ pub(crate) struct Config {
 }
 
 struct Shared {
+    channel: Channel,
     config: Config,
     runtime: Handle,
 }
@@ -47,9 +48,18 @@ impl Policies {
         }
         Self {
             inbound: InboundServerPoliciesClient::new(channel.clone()).max_decoding_message_size(MESSAGE_LIMIT),
-            outbound: OutboundPoliciesClient::new(channel).max_decoding_message_size(MESSAGE_LIMIT),
-            shared: Arc::new(Shared { config, runtime }),
+            outbound: OutboundPoliciesClient::new(channel.clone()).max_decoding_message_size(MESSAGE_LIMIT),
+            shared: Arc::new(Shared {
+                channel,
+                config,
+                runtime,
+            }),
         }
+    }
+
+    /// Whether the control plane can tell what is not known; while it cannot, nothing known is to be forgotten.
+    pub(crate) fn can_answer(&self) -> bool {
+        !self.shared.channel.is_failing()
     }
 
     /// Watches who may use a port of ours.

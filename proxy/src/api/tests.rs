@@ -97,7 +97,7 @@ impl Server {
     }
 }
 
-async fn serve<IO, S>(io: IO, service: S)
+pub(crate) async fn serve<IO, S>(io: IO, service: S)
 where
     IO: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     S: tower::Service<Request<Incoming>, Response = Response<Body>, Error = Infallible> + Clone + Send + 'static,

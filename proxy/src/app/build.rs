@@ -18,6 +18,7 @@ use crate::{
         respond::Reasons,
         server,
     },
+    identity::Source,
     inbound::{
         Inbound, metrics as inbound_metrics,
         policy::{Current, Defaults, Ports},
@@ -37,7 +38,8 @@ use crate::{
 
 /// Clients of the control plane's services.
 pub(super) struct ControlPlane {
-    pub(super) identity: channel::Channel,
+    /// Where it certifies us.
+    pub(super) identity: Option<channel::Channel>,
     destinations: Destinations,
     policies: Policies,
     runtime: Handle,
@@ -88,7 +90,10 @@ impl ControlPlane {
             },
         );
         Self {
-            identity: connect(&control.identity),
+            identity: match &config.identity.source {
+                Source::ControlPlane { certify, .. } => Some(connect(&certify.service)),
+                Source::WorkloadApi { .. } => None,
+            },
             destinations,
             policies,
             runtime: runtime.clone(),

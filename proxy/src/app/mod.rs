@@ -22,7 +22,7 @@ use tulle_core::{
     addr::{ClientAddr, OrigDst},
     drain,
     metrics::{self, Registry},
-    ready::Readiness,
+    ready::{Latch, Readiness},
     telemetry::LogHandle,
 };
 
@@ -30,7 +30,7 @@ use crate::{
     admin,
     app::build::{ControlPlane, Parts, accept_options},
     config::Config,
-    identity::{certify::Certifier, key::Key},
+    identity::{Source, certify::Certifier, key::Key, workload_api::Workload},
     inbound::Inbound,
     metrics::http as http_metrics,
     net::{
@@ -91,7 +91,13 @@ struct Admin {
     runtime: Runtime,
     server: tulle_core::admin::Admin,
     listener: TcpListener,
-    certifier: Certifier,
+    identity: Identity,
+}
+
+/// What keeps our credentials current.
+enum Identity {
+    Certifier(Box<Certifier>),
+    Workload(Workload),
 }
 
 /// The listeners of one worker.
@@ -121,21 +127,11 @@ impl App {
             .build()
             .context("starting the admin runtime")?;
 
-        let anchors = config.identity.anchors.read().context("reading trust anchors")?;
+        let anchors = config.identity.source.anchors().context("reading trust anchors")?;
         let creds = Credentials::new(config.identity.id.clone(), &config.identity.server_name, anchors)
             .context("using trust anchors")?;
-        // Making the key also draws the first random bytes, which take 24 ms once.
-        let key =
-            Key::load(config.identity.dir.as_deref(), &config.identity.id).context("loading the identity's key")?;
-
         let control = ControlPlane::new(&config, &creds, &registry, runtime.handle());
-        let certifier = Certifier::new(
-            config.identity.clone(),
-            key,
-            creds.clone(),
-            control.identity.clone(),
-            &registry,
-        );
+        let identity = Identity::build(&config, &control, &creds, &registry)?;
         let (http, tcp) = (
             http_metrics::Families::with_prefix(&registry, ""),
             counts::Families::new(&registry),
@@ -158,13 +154,14 @@ impl App {
             log: surroundings.log,
             env: surroundings.env,
             shutdown: shutdown.clone(),
+            creds: creds.clone(),
         };
         let server = admin::server(&config.admin, subjects);
         let admin = Admin {
             runtime,
             server,
             listener: admin_listener,
-            certifier,
+            identity,
         };
         Ok(Self {
             config,
@@ -206,14 +203,14 @@ impl App {
             runtime,
             server,
             listener,
-            certifier,
+            identity,
         } = self.admin;
         let (registry, retain) = (self.registry.clone(), self.config.metrics_retain_idle);
         let (grace, shutdown) = (self.config.shutdown_grace_period, self.shutdown.clone());
         let (admin_drain, admin_ends) = drain::channel();
         thread::Builder::new().name("admin".into()).spawn(move || {
             runtime.block_on(async {
-                tokio::spawn(certifier.run(uncertified));
+                tokio::spawn(identity.run(uncertified));
                 tokio::spawn(async move {
                     match tokio::net::TcpListener::from_std(listener) {
                         Ok(listener) => server.serve(listener, admin_ends).await,
@@ -267,6 +264,38 @@ impl App {
         let mut ports: Vec<_> = config.outbound.listen.iter().map(SocketAddr::port).collect();
         ports.extend([config.inbound.listen.port(), config.admin.listen.port()]);
         ports
+    }
+}
+
+impl Identity {
+    fn build(
+        config: &Config,
+        control: &ControlPlane,
+        creds: &Credentials,
+        registry: &Registry,
+    ) -> anyhow::Result<Self> {
+        match (&config.identity.source, &control.identity) {
+            (Source::ControlPlane { anchors, certify }, Some(channel)) => {
+                // Making the key also draws the first random bytes, which take 24 ms once.
+                let key =
+                    Key::load(certify.dir.as_deref(), &config.identity.id).context("loading the identity's key")?;
+                let (certify, anchors) = (certify.clone(), anchors.clone());
+                let certifier = Certifier::new(certify, anchors, key, creds.clone(), channel.clone(), registry);
+                Ok(Self::Certifier(Box::new(certifier)))
+            }
+            (Source::ControlPlane { .. }, None) => anyhow::bail!("there is no channel to the identity service"),
+            (Source::WorkloadApi { socket, anchors }, _) => {
+                let workload = Workload::new(socket.clone(), anchors.clone(), creds.clone(), registry);
+                Ok(Self::Workload(workload))
+            }
+        }
+    }
+
+    async fn run(self, uncertified: Latch) {
+        match self {
+            Self::Certifier(certifier) => certifier.run(uncertified).await,
+            Self::Workload(workload) => workload.run(uncertified).await,
+        }
     }
 }
 

@@ -278,26 +278,17 @@ fn identity(env: &mut Env<'_>) -> Option<identity::Config> {
             "a proxy without identity is not supported, unset this variable",
         );
     }
-    for name in ["IDENTITY_SPIRE_WORKLOAD_API_ADDRESS", "IDENTITY_SPIRE_SOCKET"] {
-        if env.get(name, values::text).is_some() {
-            env.refuse(name, "certificates from SPIRE are not supported, unset this variable");
-        }
-    }
-    let anchors = env.required("IDENTITY_TRUST_ANCHORS", values::trust_anchors);
-    let token_file = env.required("IDENTITY_TOKEN_FILE", values::text);
-    let min_refresh = env.or("IDENTITY_MIN_REFRESH", values::duration, Duration::from_secs(10));
-    let max_refresh = env.or(
-        "IDENTITY_MAX_REFRESH",
-        values::duration,
-        Duration::from_secs(24 * 60 * 60),
-    );
-    if min_refresh > max_refresh {
-        env.refuse(
-            "IDENTITY_MIN_REFRESH",
-            "it is above LINKERD2_PROXY_IDENTITY_MAX_REFRESH",
-        );
-    }
-    let dir = env.get("IDENTITY_DIR", values::text).map(PathBuf::from);
+    let socket_name = WORKLOAD_API.iter().find(|name| env.value(name).is_some());
+    let socket = socket_name.and_then(|name| env.get(name, values::unix_socket));
+    let source = match (socket, socket_name) {
+        (Some(socket), _) => Some(identity::Source::WorkloadApi {
+            socket,
+            anchors: env.get("IDENTITY_TRUST_ANCHORS", values::trust_anchors),
+        }),
+        // Its address is wrong, which has been noted.
+        (None, Some(_)) => None,
+        (None, None) => certified_by_control_plane(env),
+    };
     let names = env.pair(
         ("IDENTITY_SERVER_ID", values::from_str::<Identity>),
         ("IDENTITY_SERVER_NAME", values::from_str::<Identity>),
@@ -313,21 +304,56 @@ fn identity(env: &mut Env<'_>) -> Option<identity::Config> {
         env.refuse("IDENTITY_SERVER_NAME", "a TLS server name is a DNS name");
         return None;
     };
+    match (&source, &id) {
+        (Some(identity::Source::WorkloadApi { .. }), Identity::Dns(_)) => env.refuse(
+            socket_name.unwrap_or(&WORKLOAD_API[0]),
+            "it needs LINKERD2_PROXY_IDENTITY_SERVER_ID, a spiffe:// URI, and LINKERD2_PROXY_IDENTITY_SERVER_NAME",
+        ),
+        (Some(identity::Source::ControlPlane { .. }), Identity::Uri(_)) => env.refuse(
+            "IDENTITY_SERVER_ID",
+            "the control plane certifies DNS names; a URI needs LINKERD2_PROXY_IDENTITY_SPIRE_WORKLOAD_API_ADDRESS",
+        ),
+        _ => {}
+    }
     Some(identity::Config {
         id,
         server_name: server_name.to_string(),
-        dir,
+        source: source?,
+    })
+}
+
+fn certified_by_control_plane(env: &mut Env<'_>) -> Option<identity::Source> {
+    let anchors = env.required("IDENTITY_TRUST_ANCHORS", values::trust_anchors);
+    let token_file = env.required("IDENTITY_TOKEN_FILE", values::text);
+    let min_refresh = env.or("IDENTITY_MIN_REFRESH", values::duration, Duration::from_secs(10));
+    let max_refresh = env.or(
+        "IDENTITY_MAX_REFRESH",
+        values::duration,
+        Duration::from_secs(24 * 60 * 60),
+    );
+    if min_refresh > max_refresh {
+        env.refuse(
+            "IDENTITY_MIN_REFRESH",
+            "it is above LINKERD2_PROXY_IDENTITY_MAX_REFRESH",
+        );
+    }
+    let dir = env.get("IDENTITY_DIR", values::text).map(PathBuf::from);
+    let service = control_addr(env, "IDENTITY_SVC");
+    Some(identity::Source::ControlPlane {
         anchors: anchors?,
-        token_file: token_file?.into(),
-        min_refresh,
-        max_refresh,
+        certify: identity::certify::Config {
+            service: service?,
+            dir,
+            token_file: token_file?.into(),
+            min_refresh,
+            max_refresh,
+        },
     })
 }
 
 fn control(env: &mut Env<'_>, cluster_networks: Vec<ipnet::IpNet>) -> Option<Control> {
     let destination = control_addr(env, "DESTINATION_SVC");
     let policy = control_addr(env, "POLICY_SVC");
-    let identity = control_addr(env, "IDENTITY_SVC");
     let workload = env.required("POLICY_WORKLOAD", values::text);
     let dns = api::dns::Config {
         min_ttl: env.get("DNS_MIN_TTL", values::duration),
@@ -353,7 +379,6 @@ fn control(env: &mut Env<'_>, cluster_networks: Vec<ipnet::IpNet>) -> Option<Con
         dns,
         destination: destination?,
         policy: policy?,
-        identity: identity?,
         workload: workload?,
     })
 }
@@ -517,6 +542,8 @@ fn shortened(value: String) -> String {
 }
 
 const PREFIX: &str = "LINKERD2_PROXY_";
+/// The socket of a SPIFFE Workload API; the second is the older name.
+const WORKLOAD_API: &[&str] = &["IDENTITY_SPIRE_WORKLOAD_API_ADDRESS", "IDENTITY_SPIRE_SOCKET"];
 /// Variables that only this proxy knows.
 const OUR_PREFIX: &str = "TULLE_PROXY_";
 const BALANCER: &str = "TULLE_PROXY_BALANCER";

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use tulle_core::telemetry::Format;
 
 use super::*;
-use crate::identity::Anchors;
+use crate::identity::{Anchors, Source};
 use crate::tls::tests::Authority;
 
 /// The variables that have no default.
@@ -82,15 +82,21 @@ fn defaults_are_those_of_the_contract() {
     assert_eq!(inbound.http_failfast_timeout, Duration::from_secs(1));
     assert_eq!(outbound.discovery_idle_timeout, Duration::from_secs(5));
     assert_eq!(inbound.discovery_idle_timeout, Duration::from_secs(90));
-    assert_eq!(config.identity.min_refresh, Duration::from_secs(10));
-    assert_eq!(config.identity.max_refresh, Duration::from_secs(86_400));
+    let Source::ControlPlane { certify, .. } = &config.identity.source else {
+        panic!("the control plane certifies")
+    };
+    assert_eq!(certify.min_refresh, Duration::from_secs(10));
+    assert_eq!(certify.max_refresh, Duration::from_secs(86_400));
     assert_eq!(config.ignored, [""; 0]);
 }
 
 #[test]
 fn loopback_control_addresses_are_plaintext_and_others_name_an_identity() {
     let config = load_with(&[("POLICY_SVC_ADDR", "[::1]:8090")]).unwrap();
-    assert_eq!(config.control.identity.security, Security::Loopback);
+    let Source::ControlPlane { certify, .. } = &config.identity.source else {
+        panic!("the control plane certifies")
+    };
+    assert_eq!(certify.service.security, Security::Loopback);
     assert_eq!(config.control.policy.security, Security::Loopback);
     assert!(matches!(config.control.destination.security, Security::MutualTls(_)));
 }
@@ -172,7 +178,13 @@ fn values_of_a_chart_are_understood() {
     assert_eq!(config.outbound.balancing, Balancing::RoundRobin);
     assert_eq!(config.control.cluster_networks.len(), 2);
     assert_eq!(config.control.stream_limits.lifetime, Some(Duration::from_secs(3600)));
-    assert!(matches!(config.identity.anchors, Anchors::Fixed(_)));
+    assert!(matches!(
+        config.identity.source,
+        Source::ControlPlane {
+            anchors: Anchors::Fixed(_),
+            ..
+        }
+    ));
     assert_eq!(
         config.workers,
         Workers {
@@ -201,10 +213,10 @@ fn all_problems_are_listed_at_once() {
         [
             "IDENTITY_TRUST_ANCHORS",
             "IDENTITY_TOKEN_FILE",
+            "IDENTITY_SVC_ADDR",
             "IDENTITY_LOCAL_NAME",
             "DESTINATION_SVC_ADDR",
             "POLICY_SVC_ADDR",
-            "IDENTITY_SVC_ADDR",
             "POLICY_WORKLOAD",
         ]
     );
@@ -266,7 +278,16 @@ fn bad_values_are_refused_with_value_reason_and_what_is_accepted() {
         ),
         ("IDENTITY_LOCAL_NAME", "a b", "is not an identity"),
         ("IDENTITY_DISABLED", "1", "unset this variable"),
-        ("IDENTITY_SPIRE_SOCKET", "unix:///run/spire", "unset this variable"),
+        (
+            "IDENTITY_SPIRE_SOCKET",
+            "tcp://127.0.0.1:80",
+            "expected unix:///<absolute path of a socket>",
+        ),
+        (
+            "IDENTITY_SPIRE_WORKLOAD_API_ADDRESS",
+            "unix:///run/spire.sock",
+            "needs LINKERD2_PROXY_IDENTITY_SERVER_ID, a spiffe:// URI",
+        ),
         ("TULLE_PROXY_BALANCER", "random", "expected peak-ewma or round-robin"),
         (
             "IDENTITY_MIN_REFRESH",
@@ -334,12 +355,40 @@ fn stream_limits_must_not_decrease() {
 #[test]
 fn a_separate_server_id_and_name_win_over_the_local_name() {
     let names = [
-        ("IDENTITY_SERVER_ID", "spiffe://root/vm"),
+        ("IDENTITY_SERVER_ID", "vm.shop.example.com"),
         ("IDENTITY_SERVER_NAME", "vm.example.com"),
     ];
     let config = load_with(&names).unwrap();
-    assert_eq!(config.identity.id, Identity::Uri("spiffe://root/vm".into()));
+    assert_eq!(config.identity.id, Identity::Dns("vm.shop.example.com".into()));
     assert_eq!(config.identity.server_name, "vm.example.com");
+    let errors = load_with(&[("IDENTITY_SERVER_ID", "spiffe://root/vm"), names[1]]).unwrap_err();
+    assert_eq!(errors[0].name, "LINKERD2_PROXY_IDENTITY_SERVER_ID");
+    assert!(errors[0].reason.contains("SPIRE_WORKLOAD_API_ADDRESS"), "{}", errors[0]);
+}
+
+#[test]
+fn a_workload_api_needs_no_token_no_identity_service_and_no_trust_anchors() {
+    for (name, value) in [
+        ("IDENTITY_SPIRE_SOCKET", "unix:///run/spire.sock"),
+        ("IDENTITY_SPIRE_WORKLOAD_API_ADDRESS", "unix:/run/spire.sock"),
+        ("IDENTITY_SPIRE_WORKLOAD_API_ADDRESS", "/run/spire.sock"),
+    ] {
+        let variables = [
+            (name, value),
+            ("IDENTITY_SERVER_ID", "spiffe://root/vm"),
+            ("IDENTITY_SERVER_NAME", "vm.example.com"),
+            ("IDENTITY_TOKEN_FILE", ""),
+            ("IDENTITY_TRUST_ANCHORS", ""),
+            ("IDENTITY_SVC_ADDR", ""),
+        ];
+        let config = load_with(&variables).unwrap();
+        assert_eq!(config.identity.id, Identity::Uri("spiffe://root/vm".into()));
+        assert_eq!(config.identity.server_name, "vm.example.com");
+        let Source::WorkloadApi { socket, anchors } = &config.identity.source else {
+            panic!("{name} asks for a Workload API")
+        };
+        assert_eq!((socket.to_str(), anchors), (Some("/run/spire.sock"), &None));
+    }
 }
 
 #[test]

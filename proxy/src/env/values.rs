@@ -156,6 +156,19 @@ pub(super) fn trust_anchors(value: &str) -> Result<Anchors, Reason> {
     Ok(Anchors::Fixed(anchors))
 }
 
+/// A socket in the file system, as SPIFFE writes its address, or just its path.
+pub(super) fn unix_socket(value: &str) -> Result<PathBuf, Reason> {
+    let value = value.trim();
+    let path = match value.strip_prefix("unix:") {
+        Some(rest) => rest.strip_prefix("//").unwrap_or(rest),
+        None => value,
+    };
+    match path.starts_with('/') {
+        true => Ok(PathBuf::from(path)),
+        false => Err("expected unix:///<absolute path of a socket>".to_owned()),
+    }
+}
+
 fn with_cause(error: &dyn std::error::Error) -> Reason {
     match error.source() {
         Some(cause) => format!("{error}: {cause}"),

@@ -21,7 +21,7 @@ use crate::{
     http::{
         body::Body,
         error::Error,
-        h1::{self, Pool},
+        h1::{self, Failed, Pool, Unread},
         h2 as http2,
     },
     net::io::Io,
@@ -151,8 +151,94 @@ impl Client {
     /// See [`Error::retry`] for what may be tried again.
     pub(crate) async fn send(&self, ready: Ready, req: Request<Body>) -> Result<Response<Body>, Error> {
         match ready {
-            Ready::Http1(connection, pool) => connection.send(req, self.addr, pool).await,
+            Ready::Http1(connection, pool) => match connection.send(req, self.addr, pool.clone()).await {
+                Ok(rsp) => Ok(rsp),
+                Err(Failed { error, unread: None }) => Err(error),
+                Err(Failed {
+                    error,
+                    unread: Some(unread),
+                }) => Box::pin(self.send_unread(unread, error, pool)).await,
+            },
             Ready::Http2(send) => http2::send(send, req, self.addr).await,
         }
+    }
+
+    /// Sends once more what the application of this host has not read. An application that listens no more is ending:
+    /// then it was unread for sure, and the error says that it cannot be reached.
+    async fn send_unread(
+        &self,
+        unread: Unread,
+        error: Error,
+        pool: Option<Arc<Pool>>,
+    ) -> Result<Response<Body>, Error> {
+        let io = match (self.connect)(Protocol::Http1).await {
+            Ok(io) if unread.certain => io,
+            Err(failed) if unread.certain || failed.is_refusal() => return Err(failed),
+            // It listens still, or that cannot be told.
+            Ok(_) | Err(_) => return Err(error),
+        };
+        let sent = h1::Connection::new(io).send_again(unread, self.addr, pool).await;
+        sent.map_err(|failed| failed.error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use http::Request;
+    use tokio::net::{TcpListener, TcpStream};
+
+    use super::*;
+    use crate::http::error::Retry;
+    use crate::net::connect::ConnectError;
+    use crate::net::io::Tcp;
+
+    /// What becomes of a request that is reset unread, when the application is dialled again with this result.
+    async fn reset_then(again: impl Fn(SocketAddr) -> ConnectError + Send + Sync + 'static) -> Error {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let addr = listener.local_addr().unwrap();
+        let dials = AtomicU64::new(0);
+        let connect: Connect = Box::new(move |_| {
+            let failed = (dials.fetch_add(1, Ordering::Relaxed) > 0).then(|| Error::connect(again(addr)));
+            Box::pin(async move {
+                match failed {
+                    Some(failed) => Err(failed),
+                    None => Ok(Io::tcp(Tcp::new(TcpStream::connect(addr).await.unwrap()))),
+                }
+            })
+        });
+        let pool = PoolConfig {
+            idle_timeout: Duration::from_secs(1),
+            max_idle: 1,
+        };
+        let client = Client::new(addr, connect, http2::Params::default(), pool);
+        let ready = client.ready(Protocol::Http1, Reuse::Pooled).await.unwrap();
+        let (application, _) = listener.accept().await.unwrap();
+        let unread = async move {
+            application.peek(&mut [0]).await.unwrap();
+        };
+        let post = Request::post("/")
+            .body(Body::full(Bytes::from_static(b"a body")))
+            .unwrap();
+        let (sent, ()) = tokio::join!(client.send(ready, post), unread);
+        sent.err().unwrap()
+    }
+
+    #[tokio::test]
+    async fn only_a_refusal_tells_that_a_reset_request_was_not_read() {
+        let refused = reset_then(|addr| {
+            let source = io::ErrorKind::ConnectionRefused.into();
+            ConnectError::Io { addr, source }
+        });
+        assert_eq!(refused.await.retry(), Retry::NeverSent);
+        let limit = Duration::from_secs(1);
+        let slow = reset_then(move |addr| ConnectError::Timeout { addr, limit });
+        assert_ne!(slow.await.retry(), Retry::NeverSent);
+        let out_of_files = reset_then(|addr| {
+            let source = nix::Error::EMFILE.into();
+            ConnectError::Io { addr, source }
+        });
+        assert_ne!(out_of_files.await.retry(), Retry::NeverSent);
     }
 }

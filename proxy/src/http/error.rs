@@ -126,6 +126,14 @@ impl Error {
         }
     }
 
+    /// Whether nobody listens where this dialled.
+    pub(crate) fn is_refusal(&self) -> bool {
+        matches!(
+            self,
+            Self::Connect(ConnectError::Io { source, .. }) if source.kind() == std::io::ErrorKind::ConnectionRefused
+        )
+    }
+
     pub(crate) fn side(&self) -> Side {
         match self {
             Self::RequestBody(_) | Self::BadRequest(_) => Side::Client,

@@ -58,6 +58,40 @@ pub(crate) struct Connection {
     reused: bool,
 }
 
+/// A request without a response.
+pub(crate) struct Failed {
+    pub(crate) error: Error,
+    /// The request once more, where the application of this host did not read it.
+    pub(crate) unread: Option<Unread>,
+}
+
+/// A request to an application of this host of which nothing has left, or that left in one piece and was thrown away by
+/// the kernel.
+///
+/// An application that ends closes its idle connections; what is on its way to one of them is lost. The kernel tells:
+/// it answers bytes that nobody has read, or that nobody can read any more, with a reset.
+pub(crate) struct Unread {
+    upload: h1_write::Upload<Body>,
+    method: Method,
+    /// Whether nothing else can have caused the reset. An application may also ask for one after it has read
+    /// everything (`SO_LINGER` of 0); whether it did, only shows in whether it still listens.
+    pub(crate) certain: bool,
+}
+
+/// Why there is no response head.
+enum NoHead {
+    /// The other side has ended the connection.
+    End,
+    Reset,
+    Error(Error),
+}
+
+impl From<Error> for NoHead {
+    fn from(error: Error) -> Self {
+        Self::Error(error)
+    }
+}
+
 impl Pool {
     pub(crate) fn new(idle_timeout: Duration, max_idle: usize) -> Arc<Self> {
         Arc::new(Self {
@@ -129,29 +163,68 @@ impl Connection {
         req: Request<Body>,
         addr: SocketAddr,
         pool: Option<Arc<Pool>>,
-    ) -> Result<Response<Body>, Error> {
-        let Self { mut io, reused } = self;
+    ) -> Result<Response<Body>, Failed> {
         let method = req.method().clone();
-        let mut upload = h1_write::start(req);
+        self.exchange(h1_write::start(req), method, addr, pool).await
+    }
+
+    /// Sends a request that another connection's end has left unread.
+    ///
+    /// # Errors
+    /// As [`Connection::send`].
+    pub(crate) async fn send_again(
+        self,
+        unread: Unread,
+        addr: SocketAddr,
+        pool: Option<Arc<Pool>>,
+    ) -> Result<Response<Body>, Failed> {
+        self.exchange(unread.upload, unread.method, addr, pool).await
+    }
+
+    async fn exchange(
+        self,
+        mut upload: h1_write::Upload<Body>,
+        method: Method,
+        addr: SocketAddr,
+        pool: Option<Arc<Pool>>,
+    ) -> Result<Response<Body>, Failed> {
+        let Self { mut io, reused } = self;
         let mut buf = Bytes::new();
         let mut sending = true;
         let head = poll_fn(|cx| {
             if sending {
                 match upload.poll_write(cx, &mut io) {
                     Poll::Ready(Ok(())) => sending = false,
-                    Poll::Ready(Err(error @ Error::RequestBody(_))) => return Poll::Ready(Err(error)),
+                    Poll::Ready(Err(error @ Error::RequestBody(_))) => return Poll::Ready(Err(error.into())),
                     // An application that stops reading may still have answered.
                     Poll::Ready(Err(_)) => sending = false,
                     Poll::Pending => {}
                 }
             }
-            poll_head(cx, &mut io, &mut buf, &method, &|| Error::Closed {
-                addr,
-                reused,
-                sent: true,
-            })
+            poll_head(cx, &mut io, &mut buf, &method)
         })
-        .await?;
+        .await;
+        let head = match head {
+            Ok(head) => head,
+            Err(NoHead::Error(error)) => return Err(Failed { error, unread: None }),
+            Err(end) => {
+                let sent = upload.has_begun();
+                let error = Error::Closed { addr, reused, sent };
+                let Some(upload) = upload.into_unread(Body::empty()).filter(|_| io.is_local(addr.ip())) else {
+                    return Err(Failed { error, unread: None });
+                };
+                let certain = !sent || (matches!(end, NoHead::End) && Box::pin(is_thrown_away(&io)).await);
+                let maybe = certain || matches!(end, NoHead::Reset);
+                return Err(Failed {
+                    error,
+                    unread: maybe.then_some(Unread {
+                        upload,
+                        method,
+                        certain,
+                    }),
+                });
+            }
+        };
         let keep_alive = head.keep_alive && upload.is_done();
         let upgraded = head.response.status() == StatusCode::SWITCHING_PROTOCOLS
             || (method == Method::CONNECT && head.response.status().is_success());
@@ -192,14 +265,25 @@ impl Connection {
     }
 }
 
+/// Whether the kernel says that what was written after the other side's end was thrown away: at once, or on a busy machine
+/// a little later.
+async fn is_thrown_away(io: &Io) -> bool {
+    for _ in 0..5 {
+        if io.wrote_after_end() {
+            return true;
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    io.wrote_after_end()
+}
+
 /// Reads until a final response head is complete. Interim responses are passed over.
 fn poll_head(
     cx: &mut Context<'_>,
     io: &mut Io,
     buf: &mut Bytes,
     method: &Method,
-    closed: &dyn Fn() -> Error,
-) -> Poll<Result<h1_read::Head, Error>> {
+) -> Poll<Result<h1_read::Head, NoHead>> {
     loop {
         if !buf.is_empty()
             && let Some(head) = h1_read::head(buf, method)?
@@ -213,14 +297,14 @@ fn poll_head(
         let mut space = [std::mem::MaybeUninit::uninit(); READ];
         let mut read = ReadBuf::uninit(&mut space);
         match ready!(Pin::new(&mut *io).poll_read(cx, &mut read)) {
-            Ok(()) if read.filled().is_empty() && buf.is_empty() => return Poll::Ready(Err(closed())),
+            Ok(()) if read.filled().is_empty() && buf.is_empty() => return Poll::Ready(Err(NoHead::End)),
             Ok(()) if read.filled().is_empty() => {
-                return Poll::Ready(Err(Error::BadResponse("it ended within its head")));
+                return Poll::Ready(Err(Error::BadResponse("it ended within its head").into()));
             }
             Ok(()) if buf.is_empty() => *buf = Bytes::copy_from_slice(read.filled()),
             Ok(()) => *buf = [&buf[..], read.filled()].concat().into(),
-            Err(error) if buf.is_empty() && is_reset(&error) => return Poll::Ready(Err(closed())),
-            Err(error) => return Poll::Ready(Err(Error::Response(error))),
+            Err(error) if buf.is_empty() && is_reset(&error) => return Poll::Ready(Err(NoHead::Reset)),
+            Err(error) => return Poll::Ready(Err(Error::Response(error).into())),
         }
     }
 }

@@ -4,16 +4,28 @@ use std::{
     io::{self, Write as _},
     pin::Pin,
     task::{Context, Poll, ready},
+    time::Duration,
 };
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use http::{HeaderMap, Request, Version, header};
-use tokio::io::AsyncWrite;
+use tokio::{
+    io::AsyncWrite,
+    time::{Sleep, sleep},
+};
 
 use crate::http::error::Error;
 
 /// Body bytes that are copied behind the head instead of being written on their own.
 const INLINE: usize = 16 * 1024;
+
+/// The longest request that is remembered until its response comes, in bytes. Whoever reads a socket reads as much at
+/// once: of such a request that left in one piece, all was read, or nothing.
+const ONE_PIECE: usize = 4 * 1024;
+
+/// How long a head waits for a short body that is about to come, so that both leave in one piece. It is there already,
+/// or on a busy machine a little later.
+const HOLD: Duration = Duration::from_millis(100);
 
 /// A body that can be sent.
 pub(crate) trait Sent: http_body::Body<Data = Bytes, Error = Error> + Unpin {}
@@ -36,6 +48,18 @@ pub(crate) struct Upload<B> {
     framing: Framing,
     /// Whether the body's end has been encoded.
     encoded: bool,
+    /// Whether any byte has left.
+    begun: bool,
+    /// All of it, once it has left in one short piece.
+    piece: BytesMut,
+    hold: Hold,
+}
+
+/// Whether the head waits for the body.
+enum Hold {
+    No,
+    Possible,
+    Until(Pin<Box<Sleep>>),
 }
 
 /// Encodes the head of `req`; its URI must be in the form that goes on the wire.
@@ -71,12 +95,23 @@ pub(crate) fn start<B: Sent>(req: Request<B>) -> Upload<B> {
     };
     put_headers(&mut out, &parts.headers, framing);
     let no_body = body.is_end_stream();
+    // Who asks for permission to send the body waits for an answer to the head.
+    let fits = body
+        .size_hint()
+        .upper()
+        .is_some_and(|length| length <= ONE_PIECE as u64);
+    let hold = if !no_body && fits && !parts.headers.contains_key(header::EXPECT) {
+        Hold::Possible
+    } else {
+        Hold::No
+    };
     if framing == Framing::Chunked && !no_body {
         match body.size_hint().exact() {
             Some(length) => {
                 let _ = write!((&mut out).writer(), "content-length: {length}\r\n");
                 return Upload {
                     framing: Framing::Length,
+                    hold,
                     ..finish_head(out, body, no_body)
                 };
             }
@@ -85,18 +120,26 @@ pub(crate) fn start<B: Sent>(req: Request<B>) -> Upload<B> {
     }
     Upload {
         framing,
+        hold,
         ..finish_head(out, body, no_body)
     }
 }
 
 fn finish_head<B>(mut out: BytesMut, body: B, encoded: bool) -> Upload<B> {
     out.put_slice(b"\r\n");
+    upload(out, body, encoded)
+}
+
+fn upload<B>(out: BytesMut, body: B, encoded: bool) -> Upload<B> {
     Upload {
         out,
         data: Bytes::new(),
         body,
         framing: Framing::Length,
         encoded,
+        begun: false,
+        piece: BytesMut::new(),
+        hold: Hold::No,
     }
 }
 
@@ -110,6 +153,19 @@ fn put_headers(out: &mut BytesMut, headers: &HeaderMap, framing: Framing) {
         out.put_slice(b": ");
         out.put_slice(value.as_bytes());
         out.put_slice(b"\r\n");
+    }
+}
+
+impl Hold {
+    fn poll_end(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if matches!(self, Self::Possible) {
+            *self = Self::Until(Box::pin(sleep(HOLD)));
+        }
+        if let Self::Until(end) = self {
+            ready!(end.as_mut().poll(cx));
+            *self = Self::No;
+        }
+        Poll::Ready(())
     }
 }
 
@@ -132,7 +188,7 @@ impl<B: Sent> Upload<B> {
                         ready!(Pin::new(&mut *io).poll_flush(cx)).map_err(Error::Response)?;
                         return Poll::Pending;
                     }
-                    Poll::Pending => {}
+                    Poll::Pending => ready!(self.hold.poll_end(cx)),
                 }
             }
             if self.out.is_empty() && self.data.is_empty() {
@@ -151,6 +207,11 @@ impl<B: Sent> Upload<B> {
             if n == 0 {
                 return Poll::Ready(Err(Error::Response(io::ErrorKind::WriteZero.into())));
             }
+            if self.is_one_piece() && n == self.out.len() {
+                self.piece = std::mem::take(&mut self.out);
+                n = 0;
+            }
+            self.begun = true;
             let head = n.min(self.out.len());
             self.out.advance(head);
             n -= head;
@@ -205,6 +266,25 @@ impl<B: Sent> Upload<B> {
             }
             self.encoded = true;
         }
+    }
+
+    /// Whether all of it is encoded, short, and yet to leave.
+    fn is_one_piece(&self) -> bool {
+        !self.begun && self.encoded && self.data.is_empty() && self.out.len() <= ONE_PIECE
+    }
+
+    /// Whether any byte has left.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.begun
+    }
+
+    /// The request once more: whole where nothing has left, and as it was written where it left in one short piece, with
+    /// this as its body.
+    pub(crate) fn into_unread(self, empty: B) -> Option<Self> {
+        if !self.begun {
+            return Some(self);
+        }
+        (!self.piece.is_empty()).then(|| upload(self.piece, empty, true))
     }
 
     /// True when nothing of the request can be left to send.
@@ -262,6 +342,65 @@ mod tests {
             written(Request::post("/").body(streamed(b"hey")).unwrap()).await,
             "POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3\r\nhey\r\n0\r\nt: 1\r\n\r\n"
         );
+    }
+
+    /// A body of three bytes that comes later.
+    struct Late(Option<tokio::sync::oneshot::Receiver<Bytes>>);
+
+    impl http_body::Body for Late {
+        type Data = Bytes;
+        type Error = Error;
+
+        fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+            let Some(late) = &mut self.0 else {
+                return Poll::Ready(None);
+            };
+            let data = ready!(Pin::new(late).poll(cx)).unwrap();
+            self.0 = None;
+            Poll::Ready(Some(Ok(Frame::data(data))))
+        }
+
+        fn is_end_stream(&self) -> bool {
+            self.0.is_none()
+        }
+
+        fn size_hint(&self) -> http_body::SizeHint {
+            http_body::SizeHint::with_exact(3)
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_head_waits_for_a_short_body_and_not_for_ever() {
+        let (mut ours, mut theirs) = tokio::io::duplex(100_000);
+        let (send, body) = tokio::sync::oneshot::channel();
+        let post = Request::post("/").header("content-length", "3");
+        let mut upload = start(post.body(Late(Some(body))).unwrap());
+        let mut read = async || {
+            let mut buf = [0; 100];
+            let n = theirs.read(&mut buf).await.unwrap();
+            String::from_utf8_lossy(&buf[..n]).into_owned()
+        };
+        let begun = tokio::time::Instant::now();
+        let writing = poll_fn(|cx| upload.poll_write(cx, &mut ours));
+        let reading = async {
+            assert_eq!(read().await, "POST / HTTP/1.1\r\ncontent-length: 3\r\n\r\n");
+            assert!(begun.elapsed() >= HOLD);
+            send.send(Bytes::from_static(b"hey")).unwrap();
+            assert_eq!(read().await, "hey");
+        };
+        let (written, ()) = tokio::join!(writing, reading);
+        written.unwrap();
+        assert!(upload.into_unread(Late(None)).is_none());
+    }
+
+    #[tokio::test]
+    async fn what_left_in_one_piece_is_remembered() {
+        let (mut ours, _theirs) = tokio::io::duplex(100_000);
+        let body = |text| Full::new(Bytes::from_static(text)).map_err(|never| match never {});
+        let mut upload = start(Request::post("/").body(body(b"hey")).unwrap());
+        poll_fn(|cx| upload.poll_write(cx, &mut ours)).await.unwrap();
+        let again = upload.into_unread(body(b"")).unwrap();
+        assert_eq!(again.out, "POST / HTTP/1.1\r\ncontent-length: 3\r\n\r\nhey");
     }
 
     #[tokio::test]

@@ -2,7 +2,6 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use rustls::pki_types::CertificateDer;
@@ -10,19 +9,35 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 use tonic::Status;
 use tracing::{debug, info, warn};
 use tulle_core::backoff::{Backoff, Steps};
-use tulle_core::metrics::{Counter, Gauge, Labels, Registry};
+use tulle_core::metrics::Registry;
 use tulle_core::ready::Latch;
 use tulle_proto::identity::identity_client::IdentityClient;
 use tulle_proto::identity::{CertifyRequest, CertifyResponse};
 
-use crate::api::channel::{Channel, Security};
+use crate::api::channel::{Channel, ControlAddr, Security};
+use crate::identity::Anchors;
 use crate::identity::key::Key;
-use crate::identity::{Anchors, Config};
+use crate::identity::metrics::{Metrics, causes};
 use crate::tls::creds::{Credentials, CredentialsError, Leaf, TrustAnchors};
+
+/// How certificates are asked for.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The identity service.
+    pub service: ControlAddr,
+    /// Where `key.p8` and `csr.der` may be; we make our own where there are none.
+    pub dir: Option<PathBuf>,
+    /// Read again for every request, because it is replaced before it expires.
+    pub token_file: PathBuf,
+    /// Bounds of the time between two certificates; 10 s and 24 h.
+    pub min_refresh: Duration,
+    pub max_refresh: Duration,
+}
 
 /// Keeps [`Credentials`] certified.
 pub(crate) struct Certifier {
     config: Config,
+    anchors: Anchors,
     key: Key,
     creds: Credentials,
     client: IdentityClient<Channel>,
@@ -51,20 +66,21 @@ enum CertifyError {
     Certificate(#[source] CredentialsError),
 }
 
-struct Metrics {
-    expires_at: Arc<Gauge>,
-    refreshed_at: Arc<Gauge>,
-    succeeded: Arc<Counter>,
-    failed: Arc<Counter>,
-}
-
 impl Certifier {
     /// Certifies `creds` with `key` at the identity service behind `channel`.
-    pub(crate) fn new(config: Config, key: Key, creds: Credentials, channel: Channel, registry: &Registry) -> Self {
+    pub(crate) fn new(
+        config: Config,
+        anchors: Anchors,
+        key: Key,
+        creds: Credentials,
+        channel: Channel,
+        registry: &Registry,
+    ) -> Self {
         let security = channel.target().security.clone();
         let client = IdentityClient::new(channel);
         Self {
             config,
+            anchors,
             key,
             creds,
             client,
@@ -78,7 +94,7 @@ impl Certifier {
     /// `uncertified` is dropped with the first certificate.
     pub(crate) async fn run(mut self, uncertified: Latch) {
         let mut uncertified = Some(uncertified);
-        let mut anchors_in_file = self.config.anchors.read().ok();
+        let mut anchors_in_file = self.anchors.read().ok();
         let mut look_at_file = ticks(ANCHORS_INTERVAL);
         let mut remind = ticks(REMINDER_INTERVAL);
         let mut delays = self.backoff();
@@ -95,7 +111,7 @@ impl Certifier {
                         due = Instant::now() + lifetime;
                     }
                     Err(error) => {
-                        self.metrics.failed.inc();
+                        self.metrics.failed();
                         let delay = delays.next_delay();
                         debug!(error = %causes(&error), ?delay, "certification failed");
                         if last_error.is_none() {
@@ -192,10 +208,10 @@ impl Certifier {
 
     /// Takes over a bundle that has changed in its file; true if it has.
     fn follow_file(&self, known: &mut Option<TrustAnchors>) -> bool {
-        if let Anchors::Fixed(_) = self.config.anchors {
+        if let Anchors::Fixed(_) = self.anchors {
             return false;
         }
-        let read = match self.config.anchors.read() {
+        let read = match self.anchors.read() {
             Ok(read) => read,
             Err(error) => {
                 if known.take().is_some() {
@@ -216,66 +232,21 @@ impl Certifier {
     }
 }
 
-impl Metrics {
-    fn new(registry: &Registry) -> Self {
-        let none = Labels::new();
-        let gauge = |name, help| registry.gauge(name, help).get(&none);
-        let refreshes = registry.counter(
-            "control_identity_cert_refreshes_total",
-            "Certificates asked for, by result.",
-        );
-        Self {
-            expires_at: gauge(
-                "control_identity_cert_expiration_timestamp_seconds",
-                "When our certificate expires, in seconds since 1970.",
-            ),
-            refreshed_at: gauge(
-                "control_identity_cert_refresh_timestamp_seconds",
-                "When our certificate was made, in seconds since 1970.",
-            ),
-            succeeded: refreshes.get(&none.clone().with("result", "ok")),
-            failed: refreshes.get(&none.with("result", "error")),
-        }
-    }
-
-    fn refreshed(&self, at: SystemTime, expires_at: SystemTime) {
-        self.succeeded.inc();
-        self.refreshed_at.set(timestamp(at));
-        self.expires_at.set(timestamp(expires_at));
-    }
-}
-
 /// 70 % of what is left, a little earlier at random so that a fleet that started together spreads, within the bounds.
 fn refresh_after(left: Duration, config: &Config) -> Duration {
     left.mul_f64(fastrand::f64().mul_add(-0.07, 0.7))
         .clamp(config.min_refresh, config.max_refresh)
 }
 
-fn timestamp(time: SystemTime) -> i64 {
-    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
-}
-
-fn ticks(period: Duration) -> tokio::time::Interval {
+pub(super) fn ticks(period: Duration) -> tokio::time::Interval {
     let mut ticks = interval(period);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     ticks
 }
 
-/// An error and what led to it, on one line.
-fn causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
-}
-
 /// Longer than a channel waits for a connection, so that its reason is seen.
 const CERTIFY_TIMEOUT: Duration = Duration::from_secs(20);
 const FIRST_RETRY: Duration = Duration::from_millis(500);
-const REMINDER_INTERVAL: Duration = Duration::from_secs(15);
+pub(super) const REMINDER_INTERVAL: Duration = Duration::from_secs(15);
 /// A mounted file changes rarely; this is how long a revoked root lives on at most.
-const ANCHORS_INTERVAL: Duration = Duration::from_secs(10);
+pub(super) const ANCHORS_INTERVAL: Duration = Duration::from_secs(10);

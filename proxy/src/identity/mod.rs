@@ -1,9 +1,9 @@
-//! Our own identity: a key, and a certificate that the control plane signs and we renew in time.
+//! Our own identity: a key, and a certificate that is renewed in time.
 //!
+//! The control plane signs it, or a SPIFFE Workload API on this machine hands out both.
 //! What comes out goes into [`crate::tls::creds::Credentials`]; nobody else holds a key.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use tulle_core::identity::Identity;
 
@@ -11,6 +11,8 @@ use crate::tls::creds::TrustAnchors;
 
 pub(crate) mod certify;
 pub(crate) mod key;
+mod metrics;
+pub(crate) mod workload_api;
 
 /// Who we are, and where the proofs are.
 #[derive(Clone, Debug)]
@@ -18,14 +20,16 @@ pub struct Config {
     pub id: Identity,
     /// The SNI that peers send to reach us.
     pub server_name: String,
-    /// Where `key.p8` and `csr.der` may be; we make our own where there are none.
-    pub dir: Option<PathBuf>,
-    pub anchors: Anchors,
-    /// Read again for every request, because it is replaced before it expires.
-    pub token_file: PathBuf,
-    /// Bounds of the time between two certificates; 10 s and 24 h.
-    pub min_refresh: Duration,
-    pub max_refresh: Duration,
+    pub source: Source,
+}
+
+/// Who gives us our certificate.
+#[derive(Clone, Debug)]
+pub enum Source {
+    /// The identity service of the control plane signs a key of ours.
+    ControlPlane { anchors: Anchors, certify: certify::Config },
+    /// A SPIFFE Workload API hands out certificate, key and trust anchors, to which others may be added.
+    WorkloadApi { socket: PathBuf, anchors: Option<Anchors> },
 }
 
 /// Where trust anchors come from at start.
@@ -53,6 +57,22 @@ pub enum AnchorsError {
     },
 }
 
+impl Source {
+    /// What is trusted at start; nobody, until a Workload API has said whom.
+    ///
+    /// # Errors
+    /// A file that cannot be read.
+    pub fn anchors(&self) -> Result<TrustAnchors, AnchorsError> {
+        match self {
+            Self::ControlPlane { anchors, .. }
+            | Self::WorkloadApi {
+                anchors: Some(anchors), ..
+            } => anchors.read(),
+            Self::WorkloadApi { anchors: None, .. } => Ok(TrustAnchors::none()),
+        }
+    }
+}
+
 impl Anchors {
     /// The bundle as it is now.
     pub fn read(&self) -> Result<TrustAnchors, AnchorsError> {
@@ -69,3 +89,5 @@ impl Anchors {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod workload_tests;

@@ -19,9 +19,9 @@ use tulle_proto::identity::{CertifyRequest, CertifyResponse};
 
 use crate::api::channel::Security;
 use crate::api::tests::{CLIENT, CONTROL, Server, connector, mutual_tls, quick, soon};
-use crate::identity::certify::Certifier;
+use crate::identity::Anchors;
+use crate::identity::certify::{Certifier, Config};
 use crate::identity::key::{Key, KeyError};
-use crate::identity::{Anchors, Config};
 use crate::tls::creds::Credentials;
 use crate::tls::tests::Authority;
 
@@ -122,21 +122,21 @@ async fn bench(setup: Setup) -> Bench {
     let dir = TempDir::new().unwrap();
     fs::write(dir.path().join("token"), "first\n").unwrap();
     fs::write(dir.path().join("anchors.pem"), authority.root.pem()).unwrap();
+    let id: Identity = CLIENT.parse().unwrap();
+    let anchors = Anchors::File(dir.path().join("anchors.pem"));
     let config = Config {
-        id: CLIENT.parse().unwrap(),
-        server_name: CLIENT.to_owned(),
+        service: server.target(setup.security.clone()),
         dir: None,
-        anchors: Anchors::File(dir.path().join("anchors.pem")),
         token_file: dir.path().join("token"),
         min_refresh: Duration::from_millis(100),
         max_refresh: Duration::from_secs(86_400),
     };
-    let creds = Credentials::new(config.id.clone(), CLIENT, config.anchors.read().unwrap()).unwrap();
-    let key = Key::generate(&config.id).unwrap();
+    let creds = Credentials::new(id.clone(), CLIENT, anchors.read().unwrap()).unwrap();
+    let key = Key::generate(&id).unwrap();
     let registry = Registry::new();
-    let channel = connector(creds.clone(), &registry).channel(server.target(setup.security), quick());
+    let channel = connector(creds.clone(), &registry).channel(config.service.clone(), quick());
     let readiness = Readiness::new();
-    let certifier = Certifier::new(config, key, creds.clone(), channel, &registry);
+    let certifier = Certifier::new(config, anchors, key, creds.clone(), channel, &registry);
     let certifier = tokio::spawn(certifier.run(readiness.latch("no certificate yet")));
     Bench {
         authority,

@@ -90,9 +90,12 @@ impl Ports {
             *used = now;
             return found.clone();
         }
-        known.retain(|port, (found, used)| {
-            self.kept.contains(*port) || Arc::strong_count(found) > 1 || now.duration_since(*used) < self.idle
-        });
+        // While the control plane cannot be asked again, what it has said is kept.
+        if self.policies.can_answer() {
+            known.retain(|port, (found, used)| {
+                self.kept.contains(*port) || Arc::strong_count(found) > 1 || now.duration_since(*used) < self.idle
+            });
+        }
         let made = Arc::new(self.watch(port));
         known.insert(port, (made.clone(), now));
         made

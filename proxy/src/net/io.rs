@@ -2,6 +2,7 @@
 
 use std::{
     io,
+    net::IpAddr,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
@@ -89,6 +90,22 @@ impl Io {
         metrics.opened();
         self.counted = Some(Counted { metrics, errno: None });
         self
+    }
+
+    /// Whether this is a plain connection to `peer` on this host.
+    pub(crate) fn is_local(&self, peer: IpAddr) -> bool {
+        let Stream::Tcp(Tcp { stream, .. }) = &self.stream else {
+            return false;
+        };
+        stream.local_addr().is_ok_and(|local| local.ip() == peer)
+    }
+
+    /// Whether what was written after the other side's end was thrown away: the kernel's answer to it has come.
+    pub(crate) fn wrote_after_end(&self) -> bool {
+        let Stream::Tcp(Tcp { stream, .. }) = &self.stream else {
+            return false;
+        };
+        matches!(stream.take_error(), Ok(Some(error)) if error.kind() == io::ErrorKind::BrokenPipe)
     }
 
     fn note_error<T>(&mut self, result: &io::Result<T>) {

@@ -177,6 +177,7 @@ fn unknown_there(refusal: &Refusal) -> bool {
 /// Waits until the destination has been unused for the idle time, and forgets it.
 ///
 /// Short connections may all be over whenever this looks, so what counts is when the last one came or was still there.
+/// While the control plane cannot be asked again, what it has said is kept.
 async fn unused(discover: &Discover, destination: &Arc<Destination>) {
     /// The map's and the follower's own.
     const OURS: usize = 2;
@@ -185,7 +186,8 @@ async fn unused(discover: &Discover, destination: &Arc<Destination>) {
         tokio::time::sleep_until(due).await;
         let mut known = discover.known.lock();
         let mut used_at = destination.used_at.lock();
-        if Arc::strong_count(destination) > OURS {
+        let kept = *destination.known.borrow() && !discover.policies.can_answer();
+        if kept || Arc::strong_count(destination) > OURS {
             *used_at = Instant::now();
         } else if *used_at + discover.idle <= Instant::now() {
             known.remove(&destination.orig_dst);

@@ -99,6 +99,25 @@ struct ByAlpn<C> {
 }
 
 impl TrustAnchors {
+    /// Those of somebody who trusts nobody yet.
+    pub fn none() -> Self {
+        Self {
+            roots: Arc::new(RootCertStore::empty()),
+            certificates: Arc::default(),
+        }
+    }
+
+    /// These and others, each once.
+    pub(crate) fn and(&self, others: &Self) -> Result<Self, CredentialsError> {
+        let mut certificates = self.certificates.to_vec();
+        let new = others
+            .certificates
+            .iter()
+            .filter(|other| !self.certificates.contains(other));
+        certificates.extend(new.cloned());
+        Self::from_der(certificates)
+    }
+
     pub fn from_pem(text: &str) -> Result<Self, CredentialsError> {
         let blocks = pem::parse_many(text).map_err(CredentialsError::Pem)?;
         let certificates = blocks.into_iter().map(|block| match block.tag() {

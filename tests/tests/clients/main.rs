@@ -16,4 +16,5 @@ mod openssl;
 mod programs;
 mod redirected;
 mod scene;
+mod vm;
 mod websocket;

@@ -56,7 +56,7 @@ impl Scene {
         let manifests = dir.path().join("manifests");
         fs::create_dir(&manifests).unwrap();
         fs::write(manifests.join("mesh.yaml"), include_str!("mesh.yaml")).unwrap();
-        let proxy = install_proxy(dir.path());
+        let proxy = install("tulle-proxy", dir.path());
 
         netns::sweep(PREFIX).unwrap();
         let mut lab = Lab::new(PREFIX).unwrap();
@@ -93,6 +93,18 @@ impl Scene {
     /// Starts a process with its output in the scene's directory.
     pub(crate) fn start(&self, name: &str, command: Command) -> Process {
         Process::start(name, command, self.dir.path()).unwrap()
+    }
+
+    /// Where the files of the scene are.
+    pub(crate) fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Writes a manifest of the mesh, or replaces it at once.
+    pub(crate) fn manifest(&self, name: &str, yaml: &str) {
+        let partial = self.dir.path().join("partial");
+        fs::write(&partial, yaml).unwrap();
+        fs::rename(partial, self.dir.path().join("manifests").join(name)).unwrap();
     }
 
     /// The metrics page of a host's sidecar.
@@ -234,7 +246,7 @@ pub(crate) fn service(port: u16) -> SocketAddr {
 }
 
 /// A binary of this build.
-fn binary(name: &str) -> PathBuf {
+pub(crate) fn binary(name: &str) -> PathBuf {
     let own = std::env::current_exe().unwrap();
     let profile = own.ancestors().nth(2).expect("cargo puts tests into <profile>/deps");
     let path = profile.join(name);
@@ -246,9 +258,9 @@ fn binary(name: &str) -> PathBuf {
     path
 }
 
-/// Puts the proxy where its user can start it: that user may have no right to the directory it was built in.
-fn install_proxy(into: &Path) -> PathBuf {
-    let (from, to) = (binary("tulle-proxy"), into.join("tulle-proxy"));
+/// Puts a binary where the proxy's user can start it: that user may have no right to the directory it was built in.
+pub(crate) fn install(name: &str, into: &Path) -> PathBuf {
+    let (from, to) = (binary(name), into.join(name));
     fs::hard_link(&from, &to)
         .or_else(|_| fs::copy(&from, &to).map(drop))
         .unwrap();
@@ -265,7 +277,7 @@ fn redirect(host: &Namespace) {
 }
 
 /// What the admin server of a host's sidecar says with success.
-fn admin(host: &Namespace, path: &str) -> std::io::Result<String> {
+pub(crate) fn admin(host: &Namespace, path: &str) -> std::io::Result<String> {
     let ask = || {
         let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port::ADMIN))?;
         stream.set_read_timeout(Some(ADMIN_TIMEOUT))?;
@@ -287,7 +299,7 @@ fn admin(host: &Namespace, path: &str) -> std::io::Result<String> {
 pub(crate) const SERVER: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 20);
 pub(crate) const OUTSIDE: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 40);
 const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 10);
-const CONTROL: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 30);
+pub(crate) const CONTROL: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 30);
 /// The cluster IP of the service that the server is the only endpoint of.
 const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 99, 0, 1);
 

@@ -61,6 +61,28 @@ fn what_short_connections_keep_using_is_not_forgotten() {
 }
 
 #[test]
+fn nothing_is_forgotten_while_the_control_plane_cannot_be_asked_again() {
+    mesh()
+        .workload("client")
+        .workload("web")
+        .env("OUTBOUND_DISCOVERY_IDLE_TIMEOUT", "1s")
+        .env("INBOUND_DISCOVERY_IDLE_TIMEOUT", "1s")
+        .run(async |mesh: &Mesh| {
+            apps::echo(mesh, "web").await;
+            let dst = mesh.service("web", HTTP);
+            assert_eq!(mesh.get("client", dst, "/").await.status, 200);
+            mesh.stop_control().await;
+            // Each pause is longer than idle addresses are known.
+            let mut due = interval(Duration::from_millis(1500));
+            for _ in 0..3 {
+                due.tick().await;
+                let answer = timeout(Duration::from_secs(1), mesh.get("client", dst, "/")).await;
+                assert_eq!(answer.expect("known destinations need no control plane").status, 200);
+            }
+        });
+}
+
+#[test]
 fn a_policy_once_known_outlives_the_control_plane() {
     let deny = "\
 apiVersion: policy.linkerd.io/v1beta3

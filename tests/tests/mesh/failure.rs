@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use http::{Request, Response, Version};
-use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::net::TcpStream;
 use tokio::time::Instant;
 use tulle_tests::apps;
-use tulle_tests::client::{Http1, Http2, full, request};
+use tulle_tests::client::{AnyBody, Http1, Http2, full, request};
 use tulle_tests::load::load;
 use tulle_tests::mesh::{HTTP, Mesh, TCP, mesh};
 
@@ -56,7 +57,6 @@ fn an_application_that_refuses_is_a_bad_gateway_with_its_cause() {
 
 #[test]
 fn bytes_to_nobody_are_closed() {
-    use tokio::io::AsyncReadExt as _;
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         let mut client = mesh.dial("client", mesh.service("web", TCP)).await;
         client.write_all(b"not HTTP, and long enough to know\n").await.unwrap();
@@ -153,6 +153,66 @@ fn an_application_that_closes_idle_connections_fails_nothing() {
             .await
             .assert_all_ok();
     });
+}
+
+#[test]
+fn an_application_that_ends_with_a_request_unread_fails_nothing() {
+    mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web-1").await;
+        let listener = mesh.listen("web-0", HTTP).await;
+        let ending = tokio::spawn(async move {
+            let (stream, _) = listener.accept().await.unwrap();
+            let stream = answer_once(stream).await;
+            // The next request has arrived, and nobody reads it.
+            stream.peek(&mut [0]).await.unwrap();
+            drop(listener);
+        });
+        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        while !ending.is_finished() {
+            assert_eq!(client.ask(post()).await.unwrap().status.as_u16(), 200);
+        }
+        ending.await.unwrap();
+    });
+}
+
+#[test]
+fn a_request_that_its_application_aborts_is_not_sent_again() {
+    mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web-1").await;
+        let aborting = apps::raw(mesh.listen("web-0", HTTP).await, |stream| async move {
+            let mut stream = answer_once(stream).await;
+            stream.read_exact(&mut [0; 32]).await.unwrap();
+        });
+        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let answer = loop {
+            let answer = client.ask(post()).await.unwrap();
+            if answer.status != 200 {
+                break answer;
+            }
+        };
+        let told = (answer.status.as_u16(), answer.header("l5d-proxy-cause"));
+        assert_eq!(told, (502, "connection-closed"));
+        drop(aborting);
+    });
+}
+
+fn post() -> Request<AnyBody> {
+    let req = Request::post("/echo").header("host", "web.test");
+    req.body(full("a body")).unwrap()
+}
+
+/// Reads one request whose body is [`post`]'s, and answers it.
+async fn answer_once(stream: TcpStream) -> TcpStream {
+    let mut stream = BufReader::new(stream);
+    let mut line = String::new();
+    while stream.read_line(&mut line).await.is_ok_and(|n| n > 2) {
+        line.clear();
+    }
+    stream.read_exact(&mut [0; 6]).await.unwrap();
+    let mut stream = stream.into_inner();
+    let answer = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\na body";
+    stream.write_all(answer).await.unwrap();
+    stream
 }
 
 #[test]

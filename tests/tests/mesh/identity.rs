@@ -1,8 +1,15 @@
 //! Both ends know with whom they speak, and nobody can pretend.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use http::Request;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::{ClientConfig, RootCertStore};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tulle_core::names::port;
 use tulle_tests::apps;
 use tulle_tests::client::{Http1, empty};
 use tulle_tests::eventually::eventually;
@@ -110,6 +117,54 @@ fn certificates_are_renewed_without_a_failed_request() {
             // Handshakes are made with the new certificates as well.
             assert_eq!(mesh.get("client", mesh.service("web", HTTP), "/").await.status, 200);
         });
+}
+
+/// As a proxy that scrapes the pods of a mesh does: nothing redirects the admin port, and its pod has an identity.
+#[test]
+fn metrics_are_scraped_under_mutual_tls_through_the_proxy_of_the_client() {
+    pair(async |mesh: &Mesh| {
+        let page = mesh
+            .get("client", (mesh.ip("web"), port::ADMIN).into(), "/metrics")
+            .await;
+        assert_eq!(page.status, 200, "{page:?}");
+        assert!(page.text().contains(REFRESHES), "{}", page.text());
+        let server_id = format!("server_id=\"{}\"", identity("web"));
+        let labels = [r#"direction="outbound""#, r#"tls="true""#, &server_id];
+        assert_eq!(mesh.metric("client", "response_total", &labels).await, 1.);
+    });
+}
+
+/// As commands do that show the certificates of pods: they come from the pod's own loopback, without a certificate.
+#[test]
+fn a_handshake_with_the_admin_port_shows_the_certificate() {
+    pair(async |mesh: &Mesh| {
+        let shaken = shake(mesh, port::ADMIN).await.expect("the certificate names web");
+        let answer = Http1::over(shaken)
+            .await
+            .ask(tulle_tests::client::request("/live"))
+            .await;
+        assert_eq!(answer.unwrap().status, 200);
+        // What anybody may ask in the clear is all that they may ask.
+        let mut http = Http1::over(shake(mesh, port::ADMIN).await.unwrap()).await;
+        let shutdown = Request::post("/shutdown").header("host", "web").body(empty()).unwrap();
+        assert_ne!(http.ask(shutdown).await.unwrap().status, 200);
+    });
+}
+
+/// TLS with a port of the pod of `web`, without a certificate of our own.
+async fn shake(mesh: &Mesh, port: u16) -> std::io::Result<tokio_rustls::client::TlsStream<TcpStream>> {
+    let mut roots = RootCertStore::empty();
+    let anchors = CertificateDer::pem_slice_iter(mesh.files().anchors.as_bytes());
+    roots.add_parsable_certificates(anchors.map(Result::unwrap));
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let config = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    let name = ServerName::try_from(identity("web")).unwrap();
+    let stream = TcpStream::connect((mesh.ip("web"), port)).await?;
+    TlsConnector::from(Arc::new(config)).connect(name, stream).await
 }
 
 const REFRESHES: &str = "control_identity_cert_refreshes_total";

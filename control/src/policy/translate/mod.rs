@@ -2,6 +2,7 @@
 
 pub(super) mod inbound;
 pub(super) mod outbound;
+mod stream;
 
 use tulle_proto::grpc_route::{GrpcFailureInjector, GrpcRouteMatch, GrpcRpcMatch};
 use tulle_proto::http_route::{

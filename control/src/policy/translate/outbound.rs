@@ -5,20 +5,20 @@ use std::time::Duration;
 use tulle_proto::convert::wire_duration;
 use tulle_proto::destination::WeightedAddr;
 use tulle_proto::http_route::Timeouts;
-use tulle_proto::opaque_route::Forbidden;
 use tulle_proto::outbound::backend::balance_p2c::{Load, PeakEwma, PenaltyPeakEwma};
 use tulle_proto::outbound::backend::{BalanceP2c, EndpointDiscovery, endpoint_discovery};
 use tulle_proto::outbound::failure_accrual::{ConsecutiveFailures, Unified};
 use tulle_proto::outbound::{
-    Backend, ExponentialBackoff, FailureAccrual, GrpcRoute, HttpRoute, OpaqueRoute, OutboundPolicy, ProxyProtocol,
-    Queue, backend, failure_accrual, grpc_route, http_route, opaque_route, proxy_protocol,
+    Backend, ExponentialBackoff, FailureAccrual, GrpcRoute, HttpRoute, OutboundPolicy, ProxyProtocol, Queue, backend,
+    failure_accrual, grpc_route, http_route, proxy_protocol,
 };
 
 use crate::model::outbound as model;
-use crate::model::outbound::{BackendTarget, Distribution, OpaqueVerdict, Policy, Protocol, RetryConditions};
+use crate::model::outbound::{BackendTarget, Distribution, Policy, Protocol, RetryConditions};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch};
 use crate::policy::translate::{
     grpc_failure, grpc_match, host, http_failure, http_match, metadata, redirect, request_headers, response_headers,
+    stream,
 };
 use crate::policy::{Config, RequestHeaders};
 
@@ -37,7 +37,7 @@ pub(in crate::policy) fn policy(policy: &Policy, config: Config) -> OutboundPoli
             proxy_protocol::Kind::Detect(proxy_protocol::Detect {
                 timeout: Some(wire_duration(*timeout)),
                 opaque: Some(proxy_protocol::Opaque {
-                    routes: vec![opaque_route(opaque)],
+                    routes: vec![stream::opaque_route(opaque)],
                 }),
                 http1: Some(proxy_protocol::Http1 {
                     routes: routes.clone(),
@@ -61,8 +61,11 @@ pub(in crate::policy) fn policy(policy: &Policy, config: Config) -> OutboundPoli
             routes: routes.iter().map(|route| grpc_route(route, config)).collect(),
             failure_accrual: accrual(),
         }),
-        Protocol::Opaque(route) => proxy_protocol::Kind::Opaque(proxy_protocol::Opaque {
-            routes: vec![opaque_route(route)],
+        Protocol::Tls(routes) => proxy_protocol::Kind::Tls(proxy_protocol::Tls {
+            routes: routes.iter().map(stream::tls_route).collect(),
+        }),
+        Protocol::Opaque(routes) => proxy_protocol::Kind::Opaque(proxy_protocol::Opaque {
+            routes: routes.iter().map(stream::opaque_route).collect(),
         }),
     };
     OutboundPolicy {
@@ -95,7 +98,7 @@ fn http_filter(filter: &Filter) -> Option<http_route::Filter> {
         Filter::ResponseHeaders(modifier) => Kind::ResponseHeaderModifier(response_headers(modifier)),
         Filter::Redirect(to) => Kind::Redirect(redirect(to)),
         Filter::FailHttp { status, message } => Kind::FailureInjector(http_failure(*status, message)),
-        Filter::FailGrpc { .. } => return None,
+        Filter::FailGrpc { .. } | Filter::FailStream { .. } => return None,
     };
     Some(http_route::Filter { kind: Some(kind) })
 }
@@ -166,7 +169,9 @@ fn grpc_filter(filter: &Filter) -> Option<grpc_route::Filter> {
     let kind = match filter {
         Filter::RequestHeaders(modifier) => Kind::RequestHeaderModifier(request_headers(modifier)),
         Filter::FailGrpc { code, message } => Kind::FailureInjector(grpc_failure(*code, message)),
-        Filter::ResponseHeaders(_) | Filter::Redirect(_) | Filter::FailHttp { .. } => return None,
+        Filter::ResponseHeaders(_) | Filter::Redirect(_) | Filter::FailHttp { .. } | Filter::FailStream { .. } => {
+            return None;
+        }
     };
     Some(grpc_route::Filter { kind: Some(kind) })
 }
@@ -221,43 +226,7 @@ fn grpc_retry(retry: &model::Retry) -> Option<grpc_route::Retry> {
     })
 }
 
-fn opaque_route(route: &model::OpaqueRoute) -> OpaqueRoute {
-    use opaque_route::distribution::{Empty, FirstAvailable, Kind, RandomAvailable};
-    use opaque_route::filter::Kind as FilterKind;
-    let route_backend = |backend: &model::Backend| opaque_route::RouteBackend {
-        backend: Some(self::backend(backend)),
-        filters: Vec::new(),
-    };
-    let (kind, filters) = match &route.verdict {
-        OpaqueVerdict::Forbidden => {
-            let forbidden = opaque_route::Filter {
-                kind: Some(FilterKind::Forbidden(Forbidden {})),
-            };
-            (Kind::Empty(Empty {}), vec![forbidden])
-        }
-        OpaqueVerdict::Forward(Distribution::FirstAvailable(backend)) => (
-            Kind::FirstAvailable(FirstAvailable {
-                backends: vec![route_backend(backend)],
-            }),
-            Vec::new(),
-        ),
-        OpaqueVerdict::Forward(Distribution::Weighted(backends)) => {
-            let weighted = |(backend, weight): &(model::Backend, u32)| opaque_route::WeightedRouteBackend {
-                backend: Some(route_backend(backend)),
-                weight: *weight,
-            };
-            let backends = backends.iter().map(weighted).collect();
-            (Kind::RandomAvailable(RandomAvailable { backends }), Vec::new())
-        }
-    };
-    let backends = Some(opaque_route::Distribution { kind: Some(kind) });
-    OpaqueRoute {
-        metadata: Some(metadata(&route.reference)),
-        rules: vec![opaque_route::Rule { backends, filters }],
-    }
-}
-
-fn backend(backend: &model::Backend) -> Backend {
+pub(super) fn backend(backend: &model::Backend) -> Backend {
     let kind = match &backend.target {
         BackendTarget::Balance { path, load } => Some(backend::Kind::Balancer(balancer(path, *load))),
         BackendTarget::Forward(addr) => {

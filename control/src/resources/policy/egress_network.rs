@@ -5,13 +5,17 @@ use tulle_core::nets::NetworkMatch;
 
 use crate::resources::meta::Meta;
 use crate::resources::policy::reference::{Raw, RawNetwork, networks};
+use crate::resources::status::PolicyStatus;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EgressNetwork {
     pub meta: Meta,
+    /// Changes whenever the spec does.
+    pub generation: Option<i64>,
     /// None stands for everything outside the cluster's networks.
     pub networks: Option<Vec<NetworkMatch>>,
     pub traffic: TrafficPolicy,
+    pub status: PolicyStatus,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -33,9 +37,11 @@ impl EgressNetwork {
             return Err("spec.networks is empty; leave it out to mean everything outside the cluster".to_owned());
         }
         Ok(Self {
+            generation: raw.metadata.generation,
             meta: Meta::from_kubernetes(raw.metadata)?,
             networks: raw.spec.networks.map(networks).transpose()?,
             traffic: raw.spec.traffic_policy,
+            status: raw.status,
         })
     }
 }

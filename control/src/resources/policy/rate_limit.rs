@@ -7,14 +7,20 @@ use serde::Deserialize;
 
 use crate::resources::meta::{Meta, Name};
 use crate::resources::policy::reference::{POLICY_GROUP, Raw, Reference};
+use crate::resources::status::{PolicyStatus, TargetRef};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RateLimitPolicy {
     pub meta: Meta,
+    /// Changes whenever the spec does.
+    pub generation: Option<i64>,
     pub server: Arc<str>,
+    /// The server as the manifest names it.
+    pub target: TargetRef,
     pub total: Option<NonZeroU32>,
     pub identity: Option<NonZeroU32>,
     pub overrides: Vec<RateLimitOverride>,
+    pub status: PolicyStatus,
 }
 
 /// A limit of their own for some service accounts.
@@ -55,6 +61,7 @@ impl RateLimitPolicy {
             identity,
             overrides,
         } = raw.spec;
+        let generation = raw.metadata.generation;
         let meta = Meta::from_kubernetes(raw.metadata)?;
         if !target_ref.is(POLICY_GROUP, "Server") {
             return Err(target_ref.refused("spec.targetRef", "Server"));
@@ -86,10 +93,13 @@ impl RateLimitPolicy {
         }
         Ok(Self {
             meta,
-            server: target_ref.name.into(),
+            generation,
+            server: target_ref.name.as_str().into(),
+            target: target_ref.into(),
             total,
             identity,
             overrides: parsed,
+            status: raw.status,
         })
     }
 }

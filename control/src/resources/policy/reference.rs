@@ -9,6 +9,7 @@ use tulle_core::identity::Identity;
 use tulle_core::nets::NetworkMatch;
 
 use crate::resources::meta::Name;
+use crate::resources::status::{PolicyStatus, TargetRef};
 
 pub const POLICY_GROUP: &str = "policy.linkerd.io";
 pub const GATEWAY_GROUP: &str = "gateway.networking.k8s.io";
@@ -18,6 +19,8 @@ pub const GATEWAY_GROUP: &str = "gateway.networking.k8s.io";
 pub(in crate::resources) struct Raw<S> {
     pub(in crate::resources) metadata: ObjectMeta,
     pub(in crate::resources) spec: S,
+    #[serde(default)]
+    pub(in crate::resources) status: PolicyStatus,
 }
 
 /// A reference to an object as manifests write it.
@@ -29,6 +32,17 @@ pub(super) struct Reference {
     pub(super) kind: String,
     pub(super) name: String,
     pub(super) namespace: Option<String>,
+}
+
+impl From<Reference> for TargetRef {
+    fn from(reference: Reference) -> Self {
+        Self {
+            group: reference.group,
+            kind: reference.kind,
+            name: reference.name,
+            namespace: reference.namespace,
+        }
+    }
 }
 
 impl Reference {

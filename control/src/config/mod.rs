@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{ArgAction, Args};
 use tracing::warn;
 use tulle_core::addr::Addr;
@@ -20,20 +20,37 @@ use crate::cmd::{Command, Services};
 use crate::destination::{self, ZoneWeights, http2};
 use crate::identity::issuer::Validity;
 use crate::identity::leaf::Remote;
+use crate::injector;
+use crate::kubernetes::{self, Rate};
 use crate::policy::{self, RequestHeaders};
 use crate::resources::go_duration;
+use crate::webhook;
+use crate::writeback;
 
 /// The whole configuration; nothing behind it looks at flags.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub services: Services,
+    /// Who we are in leases and Events: the name of this pod.
+    pub pod_name: String,
     /// Needed by destination and policy.
-    pub manifests: Option<PathBuf>,
+    pub source: Option<Source>,
+    pub kubernetes: kubernetes::Config,
     pub cluster: cluster::Config,
     pub destination: destination::Config,
     pub policy: policy::Config,
     pub certificates: Certificates,
+    pub webhooks: Webhooks,
     pub listen: Listen,
+}
+
+/// Where objects come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// Manifests below a directory.
+    Directory(PathBuf),
+    /// The API server.
+    Kubernetes,
 }
 
 /// Where certificates come from.
@@ -42,10 +59,40 @@ pub enum Certificates {
     /// This process signs them.
     Here {
         identity: crate::identity::Config,
-        token_keys: PathBuf,
+        tokens: Tokens,
     },
     /// An identity service elsewhere does.
     Remote(Remote),
+}
+
+/// Who says whose a token is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Tokens {
+    /// Join tokens, checked with the public keys of a directory.
+    Keys(PathBuf),
+    /// Tokens of service accounts, reviewed by the API server.
+    TokenReview,
+}
+
+/// What the API server asks before it stores an object, and what is written back.
+#[derive(Clone, Debug)]
+pub struct Webhooks {
+    /// Certificate and key of the servers, where they are mounted, or where directories of the webhooks' names are that
+    /// have them; otherwise each webhook keeps its own in a Secret.
+    pub files: webhook::mounted::Paths,
+    /// Whether policies are checked on admission. Default yes, on Kubernetes.
+    pub policy_admission: Admission,
+    /// The Deployment that owns the lease for writing statuses. Default `linkerd-destination`.
+    pub policy_deployment: String,
+    /// How long writing one status may take. Default 5 s.
+    pub patch_timeout: Duration,
+    pub injector: injector::Config,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Admission {
+    Check,
+    Disabled,
 }
 
 /// Where the services of a process listen.
@@ -54,10 +101,17 @@ pub struct Listen {
     pub destination: ListenAddr,
     pub identity: ListenAddr,
     pub policy: ListenAddr,
+    /// The webhook for policies.
+    pub policy_validator: ListenAddr,
+    /// The webhook for ServiceProfiles.
+    pub sp_validator: ListenAddr,
+    pub proxy_injector: ListenAddr,
     /// Admin server of destination.
     pub metrics: ListenAddr,
     /// Admin server of identity and policy.
     pub admin: ListenAddr,
+    pub sp_validator_admin: ListenAddr,
+    pub proxy_injector_admin: ListenAddr,
 }
 
 /// An address to listen on, as Go writes them: `:8086` is all addresses.
@@ -76,9 +130,19 @@ pub struct Logs {
 
 #[derive(Debug, Args)]
 pub(crate) struct Flags {
-    /// Directory of manifests that describes services, workloads and policies; read again when it changes.
+    /// Directory of manifests that describes services, workloads and policies; read again when it changes. Without it
+    /// the API server of Kubernetes is watched.
     #[arg(long, value_name = "DIR")]
     manifests: Option<PathBuf>,
+    /// How the API server is reached; by default with the service account of this pod.
+    #[arg(long, value_name = "FILE")]
+    kubeconfig: Option<PathBuf>,
+    /// Requests a second to the API server, in the long run.
+    #[arg(long, value_name = "N", default_value_t = 100.0)]
+    kube_apiclient_qps: f64,
+    /// Requests at once to the API server.
+    #[arg(long, value_name = "N", default_value_t = 200)]
+    kube_apiclient_burst: u32,
     /// Trust anchors, a PEM bundle; read again when it changes.
     #[arg(
         long,
@@ -89,7 +153,8 @@ pub(crate) struct Flags {
     /// Directory of the issuer: crt.pem and key.pem, or tls.crt and tls.key; read again when it changes.
     #[arg(long, value_name = "DIR", default_value = "/var/run/linkerd/identity/issuer")]
     issuer: PathBuf,
-    /// Directory of public keys for join tokens (*.pem, *.pub; ECDSA P-256); read again when it changes.
+    /// Directory of public keys for join tokens (*.pem, *.pub; ECDSA P-256); read again when it changes. Without it
+    /// tokens are reviewed by the API server of Kubernetes.
     #[arg(long, value_name = "DIR")]
     token_keys: Option<PathBuf>,
     /// Identity service to ask for a certificate, where this process has none; by default the one in the namespace.
@@ -104,7 +169,7 @@ pub(crate) struct Flags {
     identity_token: PathBuf,
 
     /// Namespace of the control plane.
-    #[arg(long, visible_alias = "control-plane-namespace", default_value = "linkerd")]
+    #[arg(long, visible_aliases = ["control-plane-namespace", "linkerd-namespace"], default_value = "linkerd")]
     pub(crate) controller_namespace: String,
     /// Domain of service names.
     #[arg(long, default_value = "")]
@@ -158,7 +223,31 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "DURATION", default_value = "20s")]
     identity_clock_skew_allowance: String,
 
-    /// Address of the one service that is named, destination or identity.
+    /// Private key of the webhooks, PEM, where it is mounted; read again when it changes.
+    #[arg(long, value_name = "FILE", default_value = "/var/run/linkerd/tls/tls.key")]
+    server_tls_key: PathBuf,
+    /// Certificates of the webhooks, PEM, where they are mounted; otherwise each webhook makes its own and keeps it in a
+    /// Secret, and the bundle of its configuration current.
+    #[arg(long, value_name = "FILE", default_value = "/var/run/linkerd/tls/tls.crt")]
+    server_tls_certs: PathBuf,
+    /// Whether policies are left unchecked on admission.
+    #[arg(long, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    admission_controller_disabled: bool,
+    /// The Deployment that owns the lease for writing statuses of policies.
+    #[arg(long, value_name = "NAME", default_value = "linkerd-destination")]
+    policy_deployment_name: String,
+    /// How long writing one status may take, in milliseconds.
+    #[arg(long, value_name = "MS", default_value_t = 5000)]
+    patch_timeout_ms: u64,
+
+    /// The chart's values, YAML, which shape injected proxies; read again when they change.
+    #[arg(long, value_name = "FILE", default_value = "/var/run/linkerd/config/values")]
+    values: PathBuf,
+    /// How often the injector looks for pods that have no proxy although they should.
+    #[arg(long, value_name = "DURATION", default_value = "5m")]
+    audit_interval: String,
+
+    /// Address of the one service that is named: destination, identity, sp-validator or proxy-injector.
     #[arg(long)]
     addr: Option<ListenAddr>,
     /// Address of destination.
@@ -170,9 +259,22 @@ pub(crate) struct Flags {
     /// Address of policy.
     #[arg(long, visible_alias = "policy-addr", default_value_t = ListenAddr::All(port::POLICY))]
     grpc_addr: ListenAddr,
-    /// Admin address of destination: metrics, readiness, refused manifests.
-    #[arg(long, default_value_t = ListenAddr::All(9996))]
-    metrics_addr: ListenAddr,
+    /// Address of the webhook for policies.
+    #[arg(long, default_value_t = ListenAddr::All(9443))]
+    server_addr: ListenAddr,
+    /// Address of the webhook for ServiceProfiles.
+    #[arg(long, default_value_t = ListenAddr::All(8443))]
+    sp_validator_addr: ListenAddr,
+    /// Address of the proxy injector.
+    #[arg(long, default_value_t = ListenAddr::All(8443))]
+    proxy_injector_addr: ListenAddr,
+    /// Admin address of destination, or else of sp-validator or proxy-injector: metrics, readiness, refused manifests;
+    /// by default :9996, :9997 and :9995.
+    #[arg(long)]
+    metrics_addr: Option<ListenAddr>,
+    /// Admin address of sp-validator.
+    #[arg(long, default_value_t = ListenAddr::All(9997))]
+    sp_validator_metrics_addr: ListenAddr,
     /// Admin address of identity and policy.
     #[arg(long, default_value_t = ListenAddr::All(9990))]
     admin_addr: ListenAddr,
@@ -193,6 +295,12 @@ pub(crate) struct Flags {
     /// Accepted for charts that pass it: both layouts of issuer directories are understood.
     #[arg(long, hide = true)]
     identity_scheme: Option<String>,
+    /// Accepted for charts that pass it: nothing is traced.
+    #[arg(long, hide = true)]
+    trace_collector: Option<String>,
+    /// Accepted for charts that pass it: there is no profiler inside.
+    #[arg(long, hide = true, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    enable_pprof: Option<bool>,
 }
 
 impl Config {
@@ -204,16 +312,18 @@ impl Config {
         let (flags, services) = (&command.flags, command.services());
         flags.tell_ignored();
         let domains = flags.domains()?;
-        let needs_manifests = services.destination || services.policy;
-        ensure!(
-            flags.manifests.is_some() || !needs_manifests,
-            "--manifests is missing; expected the directory that describes services, workloads and policies"
-        );
+        let listen = flags.listen(services)?;
+        let source = || match &flags.manifests {
+            Some(dir) => Source::Directory(dir.clone()),
+            None => Source::Kubernetes,
+        };
         Ok(Self {
             services,
-            manifests: flags.manifests.clone().filter(|_| needs_manifests),
+            pod_name: pod_name(),
+            source: services.need_source().then(source),
+            kubernetes: flags.kubernetes()?,
             certificates: flags.certificates(services, &domains)?,
-            cluster: flags.cluster(domains)?,
+            cluster: flags.cluster(domains, &listen)?,
             destination: flags.destination()?,
             policy: policy::Config {
                 request_headers: match flags.allow_l5d_request_headers {
@@ -221,8 +331,41 @@ impl Config {
                     false => RequestHeaders::Ignore,
                 },
             },
-            listen: flags.listen(services)?,
+            webhooks: flags.webhooks()?,
+            listen,
         })
+    }
+
+    /// Whether anything here asks the API server.
+    pub(crate) fn needs_kubernetes(&self) -> bool {
+        let reviews = matches!(
+            &self.certificates,
+            Certificates::Here {
+                tokens: Tokens::TokenReview,
+                ..
+            }
+        );
+        let webhooks = self.services.sp_validator || self.services.proxy_injector;
+        self.source == Some(Source::Kubernetes) || reviews || webhooks
+    }
+
+    /// What is written into the cluster, and under which name.
+    pub(crate) fn writeback(&self) -> writeback::Config {
+        let Services {
+            destination, policy, ..
+        } = self.services;
+        let statuses = || writeback::Statuses {
+            cluster_networks: self.cluster.cluster_networks.clone(),
+            patch_timeout: self.webhooks.patch_timeout,
+        };
+        let slices = destination && self.cluster.endpoints_from == EndpointsFrom::Slices;
+        writeback::Config {
+            controller_namespace: self.cluster.controller_namespace.clone(),
+            holder: self.pod_name.clone(),
+            deployment: self.webhooks.policy_deployment.clone(),
+            slices: slices.then_some(writeback::Slices),
+            statuses: policy.then(statuses),
+        }
     }
 
     /// The TLS name under which proxies look for a service of the control plane.
@@ -239,6 +382,16 @@ impl Logs {
             format: command.flags.log_format,
         }
     }
+}
+
+/// The name of this pod, or of this machine where there is none.
+fn pod_name() -> String {
+    let of_machine = || std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
+    let name = std::env::var("HOSTNAME")
+        .ok()
+        .filter(|name| !name.is_empty())
+        .or_else(of_machine);
+    name.map_or_else(|| "unnamed".to_owned(), |name| name.trim().to_owned())
 }
 
 struct Domains {
@@ -301,8 +454,9 @@ impl Flags {
                 trust_anchors: self.trust_anchors.clone(),
             }));
         }
-        let Some(token_keys) = self.token_keys.clone() else {
-            bail!("--token-keys is missing; expected the directory of public keys that join tokens are checked with");
+        let tokens = match &self.token_keys {
+            Some(dir) => Tokens::Keys(dir.clone()),
+            None => Tokens::TokenReview,
         };
         let identity = crate::identity::Config {
             issuer: self.issuer.clone(),
@@ -319,10 +473,10 @@ impl Flags {
             "-identity-issuance-lifetime={:?} is no time at all; expected a duration such as 24h0m0s",
             self.identity_issuance_lifetime
         );
-        Ok(Certificates::Here { identity, token_keys })
+        Ok(Certificates::Here { identity, tokens })
     }
 
-    fn cluster(&self, domains: Domains) -> Result<cluster::Config> {
+    fn cluster(&self, domains: Domains, listen: &Listen) -> Result<cluster::Config> {
         ensure!(
             self.enable_endpoint_slices || !self.enable_ipv6,
             "-enable-ipv6 needs -enable-endpoint-slices; disable both or neither"
@@ -353,6 +507,7 @@ impl Flags {
                 "transport-header" => TransportMode::TransportHeader,
                 mode => bail!("-outbound-transport-mode={mode:?}; expected transparent or transport-header"),
             },
+            addr: listen.destination.to_string(),
         })
     }
 
@@ -370,22 +525,94 @@ impl Flags {
         })
     }
 
+    fn kubernetes(&self) -> Result<kubernetes::Config> {
+        let (qps, burst) = (self.kube_apiclient_qps, self.kube_apiclient_burst);
+        ensure!(
+            qps > 0.0 && qps <= 1e6 && burst > 0,
+            "-kube-apiclient-qps={qps} and -kube-apiclient-burst={burst} let nothing through; expected numbers such as 100 \
+             and 200"
+        );
+        Ok(kubernetes::Config {
+            kubeconfig: self.kubeconfig.clone(),
+            rate: Rate { qps, burst },
+        })
+    }
+
+    fn webhooks(&self) -> Result<Webhooks> {
+        Ok(Webhooks {
+            files: webhook::mounted::Paths {
+                certificate: self.server_tls_certs.clone(),
+                key: self.server_tls_key.clone(),
+            },
+            policy_admission: match self.admission_controller_disabled {
+                true => Admission::Disabled,
+                false => Admission::Check,
+            },
+            policy_deployment: self.policy_deployment_name.clone(),
+            patch_timeout: Duration::from_millis(self.patch_timeout_ms),
+            injector: self.injector()?,
+        })
+    }
+
+    fn injector(&self) -> Result<injector::Config> {
+        let interval = go_duration::parse(&self.audit_interval).map_err(|err| anyhow!("-audit-interval: {err}"))?;
+        ensure!(
+            !interval.is_zero(),
+            "-audit-interval={:?} would never rest; expected a duration such as 5m",
+            self.audit_interval
+        );
+        Ok(injector::Config {
+            files: injector::settings::Files {
+                values: self.values.clone(),
+                trust_anchors: self.trust_anchors.clone(),
+                control_plane_namespace: self.controller_namespace.clone(),
+            },
+            audit: injector::audit::Config { interval },
+        })
+    }
+
     fn listen(&self, services: Services) -> Result<Listen> {
         let mut listen = Listen {
             destination: self.destination_addr,
             identity: self.identity_addr,
             policy: self.grpc_addr,
-            metrics: self.metrics_addr,
+            policy_validator: self.server_addr,
+            sp_validator: self.sp_validator_addr,
+            proxy_injector: self.proxy_injector_addr,
+            metrics: ListenAddr::All(9996),
             admin: self.admin_addr,
+            sp_validator_admin: self.sp_validator_metrics_addr,
+            proxy_injector_admin: ListenAddr::All(9995),
         };
-        match (self.addr, services.destination, services.identity) {
-            (None, _, _) => {}
-            (Some(addr), true, false) => listen.destination = addr,
-            (Some(addr), false, true) => listen.identity = addr,
-            (Some(addr), _, _) => bail!(
-                "-addr={addr} could mean more than one service, or none; expected --destination-addr, --identity-addr or \
-                 --grpc-addr"
-            ),
+        if let Some(addr) = self.addr {
+            let Services {
+                destination,
+                identity,
+                policy: _,
+                sp_validator,
+                proxy_injector,
+            } = services;
+            match [destination, identity, sp_validator, proxy_injector] {
+                [true, false, false, false] => listen.destination = addr,
+                [false, true, false, false] => listen.identity = addr,
+                [false, false, true, false] => listen.sp_validator = addr,
+                [false, false, false, true] => listen.proxy_injector = addr,
+                _ => bail!(
+                    "-addr={addr} could mean more than one service, or none; expected --destination-addr, --identity-addr, \
+                     --grpc-addr, --sp-validator-addr or --proxy-injector-addr"
+                ),
+            }
+        }
+        if let Some(addr) = self.metrics_addr {
+            match (services.destination, services.sp_validator, services.proxy_injector) {
+                (true, _, _) => listen.metrics = addr,
+                (false, true, false) => listen.sp_validator_admin = addr,
+                (false, false, true) => listen.proxy_injector_admin = addr,
+                (false, _, _) => bail!(
+                    "-metrics-addr={addr} could mean more than one service, or none; expected --admin-addr for identity and \
+                     policy, or --sp-validator-metrics-addr"
+                ),
+            }
         }
         Ok(listen)
     }
@@ -395,6 +622,11 @@ impl Flags {
             ("-stream-queue-capacity", self.stream_queue_capacity.is_some()),
             ("-export-queue-metrics", self.export_queue_metrics.is_some()),
             ("-identity-scheme", self.identity_scheme.is_some()),
+            (
+                "-trace-collector",
+                self.trace_collector.as_ref().is_some_and(|addr| !addr.is_empty()),
+            ),
+            ("-enable-pprof", self.enable_pprof == Some(true)),
         ];
         for (flag, _) in ignored.iter().filter(|(_, given)| *given) {
             warn!(flag, "this flag has no effect here");
@@ -431,105 +663,4 @@ fn duration(flag: &str, text: &str) -> Result<Duration> {
 const DEFAULT_DOMAIN: &str = "cluster.local";
 
 #[cfg(test)]
-mod tests {
-    use std::ffi::OsString;
-
-    use super::*;
-
-    fn config(line: &str) -> Result<Config> {
-        let line = std::iter::once("tulle-control").chain(line.split(' '));
-        Config::new(&Command::parse_from_line(line.map(OsString::from))?)
-    }
-
-    fn refused(line: &str, expected: &str) {
-        let err = format!("{:#}", config(line).unwrap_err());
-        assert!(err.contains(expected), "{line}: {err} has no {expected}");
-    }
-
-    #[test]
-    fn defaults_are_those_of_linkerd() {
-        let config = config("all-in-one --manifests m --token-keys k").unwrap();
-        assert_eq!(config.cluster.cluster_domain, "cluster.local");
-        assert_eq!(config.cluster.trust_domain, "cluster.local");
-        assert_eq!(config.listen.destination, ListenAddr::All(8086));
-        assert_eq!(config.listen.policy, ListenAddr::All(8090));
-        assert_eq!(
-            config.server_name("linkerd-identity"),
-            "linkerd-identity.linkerd.serviceaccount.identity.linkerd.cluster.local"
-        );
-        let Certificates::Here { identity, .. } = config.certificates else {
-            panic!("identity is in this process");
-        };
-        assert_eq!(identity.validity.lifetime, Duration::from_secs(24 * 3600));
-        assert_eq!(identity.validity.clock_skew, Duration::from_secs(20));
-        assert_eq!(identity.issuer, PathBuf::from("/var/run/linkerd/identity/issuer"));
-    }
-
-    #[test]
-    fn charts_may_pass_what_they_pass_to_linkerd() {
-        let config = config(
-            "destination -addr=:18086 -controller-namespace=mesh -outbound-transport-mode=transport-header \
-             -enable-h2-upgrade=false -log-level=info -log-format=plain -enable-endpoint-slices=true \
-             -cluster-domain=a.b -identity-trust-domain=c.d -default-opaque-ports=25,3306 -enable-ipv6=false \
-             -stream-queue-capacity=100 -export-queue-metrics --manifests m",
-        )
-        .unwrap();
-        assert_eq!(config.listen.destination, ListenAddr::All(18086));
-        assert_eq!(config.cluster.transport, TransportMode::TransportHeader);
-        assert_eq!(config.cluster.h2_upgrade, H2Upgrade::Omit);
-        assert_eq!(config.cluster.ipv6, Ipv6::Drop);
-        assert!(config.cluster.default_opaque_ports.contains(3306));
-        let Certificates::Remote(remote) = config.certificates else {
-            panic!("identity is elsewhere");
-        };
-        assert_eq!(remote.addr.to_string(), "linkerd-identity-headless.mesh.svc.a.b:8080");
-        assert_eq!(remote.name, "linkerd-identity.mesh.serviceaccount.identity.mesh.c.d");
-    }
-
-    #[test]
-    fn a_bad_value_is_refused_with_what_would_be_accepted() {
-        let rest = "--manifests m --token-keys k";
-        refused("destination", "--manifests is missing");
-        refused("identity", "--token-keys is missing");
-        refused(
-            &format!("identity {rest} -identity-issuance-lifetime=1d"),
-            "is not a duration such as",
-        );
-        refused(
-            &format!("identity {rest} -identity-issuance-lifetime=0"),
-            "no time at all",
-        );
-        refused(&format!("policy {rest} --default-policy all"), "--default-policy: ");
-        refused(
-            &format!("policy {rest} --cluster-networks 10.0.0.0/33"),
-            "--cluster-networks: ",
-        );
-        refused(
-            &format!("policy {rest} -default-opaque-ports 70000"),
-            "-default-opaque-ports: ",
-        );
-        refused(&format!("policy {rest} -cluster-domain a..b"), "is not a DNS name");
-        refused(&format!("policy {rest} -controller-namespace A"), "is not a namespace");
-        refused(
-            &format!("destination {rest} -outbound-transport-mode x"),
-            "expected transparent or transport-header",
-        );
-        refused(
-            &format!("destination {rest} -meshed-http2-client-params {{"),
-            "-meshed-http2-client-params={",
-        );
-        refused(
-            &format!("destination {rest} -enable-endpoint-slices=false"),
-            "-enable-ipv6 needs",
-        );
-        refused(
-            &format!("all-in-one {rest} -addr :1"),
-            "expected --destination-addr, --identity-addr",
-        );
-        refused(&format!("policy {rest} -addr :1"), "or none");
-        refused(
-            &format!("policy {rest} --grpc-addr 8090"),
-            "is not an address to listen on",
-        );
-    }
-}
+mod tests;

@@ -1,0 +1,225 @@
+//! Objects on an API server: services, their EndpointSlices, and pods that run without a node.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use futures_util::{StreamExt as _, stream};
+use http::{Method, Request};
+use kube::Client;
+use serde_json::{Value, json};
+use tulle_control::kubernetes::{self, Rate};
+use tulle_core::metrics::Registry;
+
+use super::streams::Address;
+
+/// How many objects there are.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Size {
+    pub(super) services: usize,
+    pub(super) endpoints: usize,
+    pub(super) other_pods: usize,
+}
+
+#[derive(Clone)]
+pub(super) struct Cluster {
+    client: Client,
+    size: Size,
+}
+
+impl Cluster {
+    pub(super) async fn connect(kubeconfig: &Path, size: Size) -> anyhow::Result<Self> {
+        let config = kubernetes::Config {
+            kubeconfig: Some(kubeconfig.to_owned()),
+            rate: Rate { qps: 1e5, burst: 1000 },
+        };
+        let client = kubernetes::client(&config, &Registry::new()).await?;
+        Ok(Self { client, size })
+    }
+
+    /// Creates everything, 32 requests at a time.
+    pub(super) async fn create(&self) -> anyhow::Result<()> {
+        self.post("/api/v1/namespaces", &json!({"metadata": {"name": "scale"}}))
+            .await?;
+        let services = 0..self.size.services;
+        self.all(
+            services
+                .clone()
+                .map(|n| ("/api/v1/namespaces/scale/services", service(n))),
+        )
+        .await?;
+        let slices = services.map(|n| {
+            let path = "/apis/discovery.k8s.io/v1/namespaces/scale/endpointslices";
+            (path, slice(n, self.size.endpoints, None))
+        });
+        self.all(slices).await?;
+        let n_pods = self.size.services * self.size.endpoints + self.size.other_pods;
+        // Pods without a service account are not admitted.
+        let accounts = (0..n_pods.div_ceil(self.size.endpoints)).map(|n| {
+            let path = "/api/v1/namespaces/scale/serviceaccounts";
+            (path, json!({"metadata": {"name": app(n)}}))
+        });
+        self.all(accounts).await?;
+        self.all((0..n_pods).map(|n| (PODS, pod(n, self.size.endpoints))))
+            .await?;
+        let statuses = stream::iter(0..n_pods).map(async |n| {
+            let path = format!("{PODS}/{}/status", pod_name(n, self.size.endpoints));
+            self.send(Method::PATCH, &path, &status(n)).await
+        });
+        finish(statuses).await
+    }
+
+    /// Gives the first endpoint of a service another address.
+    pub(super) async fn change(&self, service: usize, addr: Address) -> anyhow::Result<()> {
+        let path = format!("/apis/discovery.k8s.io/v1/namespaces/scale/endpointslices/svc-{service}-x");
+        let slice = slice(service, self.size.endpoints, Some(addr));
+        self.send(Method::PATCH, &path, &json!({"endpoints": slice["endpoints"]}))
+            .await
+    }
+
+    async fn all(&self, objects: impl Iterator<Item = (&'static str, Value)>) -> anyhow::Result<()> {
+        finish(stream::iter(objects).map(async |(path, object)| self.post(path, &object).await)).await
+    }
+
+    async fn post(&self, path: &str, object: &Value) -> anyhow::Result<()> {
+        self.send(Method::POST, path, object).await
+    }
+
+    async fn send(&self, method: Method, path: &str, body: &Value) -> anyhow::Result<()> {
+        let what = format!("{method} {path}");
+        let kind = match method {
+            Method::PATCH => "application/merge-patch+json",
+            _ => "application/json",
+        };
+        let req = Request::builder().method(method).uri(path).header("content-type", kind);
+        let req = req.body(body.to_string().into_bytes()).context("making a request")?;
+        self.client.request_text(req).await.map(drop).context(what)
+    }
+}
+
+async fn finish(requests: impl stream::Stream<Item = impl Future<Output = anyhow::Result<()>>>) -> anyhow::Result<()> {
+    let mut answers = std::pin::pin!(requests.buffer_unordered(32));
+    while let Some(answer) = answers.next().await {
+        answer?;
+    }
+    Ok(())
+}
+
+fn service(n: usize) -> Value {
+    json!({
+        "metadata": {"name": format!("svc-{n}")},
+        "spec": {
+            "ports": [{"name": "http", "port": 80, "targetPort": 8080}],
+        },
+    })
+}
+
+fn slice(n: usize, endpoints: usize, first: Option<Address>) -> Value {
+    let endpoints: Vec<Value> = (0..endpoints)
+        .map(|i| {
+            let pod = n * endpoints + i;
+            let addr: Arc<str> = match (i, first) {
+                (0, Some(addr)) => addr.to_string().into(),
+                _ => pod_ip(pod).into(),
+            };
+            json!({
+                "addresses": [&*addr],
+                "conditions": {"ready": true, "serving": true, "terminating": false},
+                "nodeName": format!("node-{}", pod % 100),
+                "zone": ZONES[pod % ZONES.len()],
+                "targetRef": {"kind": "Pod", "namespace": "scale", "name": pod_name(pod, endpoints)},
+            })
+        })
+        .collect();
+    json!({
+        "metadata": {
+            "name": format!("svc-{n}-x"),
+            "labels": {
+                "kubernetes.io/service-name": format!("svc-{n}"),
+                "endpointslice.kubernetes.io/managed-by": "endpointslice-controller.k8s.io",
+            },
+        },
+        "addressType": "IPv4",
+        "ports": [{"name": "http", "port": 8080, "protocol": "TCP"}],
+        "endpoints": endpoints,
+    })
+}
+
+/// A meshed pod as an injector leaves it, as far as the control plane and its memory are concerned.
+fn pod(n: usize, endpoints: usize) -> Value {
+    let variables = [
+        ("LINKERD2_PROXY_INBOUND_LISTEN_ADDR", "[::]:4143"),
+        ("LINKERD2_PROXY_ADMIN_LISTEN_ADDR", "[::]:4191"),
+        ("LINKERD2_PROXY_CONTROL_LISTEN_ADDR", "[::]:4190"),
+        ("LINKERD2_PROXY_OUTBOUND_LISTEN_ADDRS", "127.0.0.1:4140"),
+    ];
+    let env: Vec<Value> = variables
+        .iter()
+        .map(|(name, value)| json!({"name": name, "value": value}))
+        .collect();
+    let probe = json!({"httpGet": {"path": "/ready", "port": 4191}});
+    let app = app(n / endpoints);
+    json!({
+        "metadata": {
+            "name": pod_name(n, endpoints),
+            "labels": {
+                "app": app,
+                "pod-template-hash": "5d59c8f6b7",
+                "linkerd.io/control-plane-ns": "linkerd",
+                "linkerd.io/proxy-deployment": app,
+                "linkerd.io/workload-ns": "scale",
+            },
+            "annotations": {"linkerd.io/inject": "enabled", "linkerd.io/created-by": "linkerd/proxy-injector"},
+            "ownerReferences": [{
+                "apiVersion": "apps/v1", "kind": "ReplicaSet", "name": format!("{app}-5d59c8f6b7"),
+                "uid": "3d2a8d5e-9f57-4c1e-8f5a-1c8f2b6a7d10", "controller": true,
+            }],
+        },
+        "spec": {
+            "nodeName": format!("node-{}", n % 100),
+            "serviceAccountName": app,
+            "initContainers": [{
+                "name": "linkerd-proxy", "image": "proxy", "restartPolicy": "Always", "env": env,
+                "ports": [
+                    {"name": "linkerd-proxy", "containerPort": 4143},
+                    {"name": "linkerd-admin", "containerPort": 4191},
+                ],
+                "livenessProbe": {"httpGet": {"path": "/live", "port": 4191}},
+                "readinessProbe": probe,
+            }],
+            "containers": [{
+                "name": "app", "image": "app", "ports": [{"name": "http", "containerPort": 8080}],
+                "readinessProbe": {"httpGet": {"path": "/healthz", "port": "http"}},
+            }],
+        },
+    })
+}
+
+fn status(n: usize) -> Value {
+    json!({"status": {
+        "phase": "Running",
+        "podIP": pod_ip(n), "podIPs": [{"ip": pod_ip(n)}],
+        "hostIP": host_ip(n), "hostIPs": [{"ip": host_ip(n)}],
+        "conditions": [{"type": "Ready", "status": "True"}],
+    }})
+}
+
+/// The workload of a service, and its service account.
+fn app(service: usize) -> String {
+    format!("app-{service}")
+}
+
+fn pod_name(n: usize, endpoints: usize) -> String {
+    format!("{}-5d59c8f6b7-{n:05}", app(n / endpoints))
+}
+
+fn pod_ip(n: usize) -> String {
+    format!("10.{}.{}.{}", 100 + n / 62500, n / 250 % 250, 1 + n % 250)
+}
+
+fn host_ip(n: usize) -> String {
+    format!("192.168.0.{}", 1 + n % 100)
+}
+
+const ZONES: [&str; 3] = ["a", "b", "c"];
+const PODS: &str = "/api/v1/namespaces/scale/pods";

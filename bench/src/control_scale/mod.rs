@@ -1,0 +1,212 @@
+//! Destination at scale: many objects on a real API server, many streams, a steady rate of changes.
+//!
+//! Objects are created on the API server that a kubeconfig names, which needs no nodes; use one that can be thrown away.
+//! Printed are memory with and without streams, how soon all streams are answered, the time from write to subscriber, and
+//! CPU time for each delivered update.
+
+#![allow(clippy::print_stdout)] // figures are what it is for
+
+mod cluster;
+mod streams;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use hdrhistogram::Histogram;
+use tokio::net::TcpStream;
+use tokio::time::{Instant, sleep};
+use tulle_control::tls::anchors::TrustAnchors;
+use tulle_control::trust::{self, CertificateAuthority};
+
+use crate::control_scale::cluster::{Cluster, Size};
+use crate::control_scale::streams::{Address, Streams};
+use crate::run::process::Process;
+
+/// What to create, and how much to ask.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The API server; everything below namespace `scale` is ours there.
+    #[arg(long, env = "KUBECONFIG", value_name = "FILE")]
+    kubeconfig: PathBuf,
+    /// The program that is measured; by default the one beside this.
+    #[arg(long, value_name = "FILE")]
+    control: Option<PathBuf>,
+    #[arg(long, default_value_t = 1000)]
+    services: usize,
+    /// Endpoints of each service, all pods.
+    #[arg(long, default_value_t = 10)]
+    endpoints: usize,
+    /// Pods that belong to no service, beside those that do.
+    #[arg(long, default_value_t = 1000)]
+    other_pods: usize,
+    /// Clients, each with a connection of its own over TLS.
+    #[arg(long, default_value_t = 200)]
+    clients: usize,
+    /// `Get` streams of each client.
+    #[arg(long, default_value_t = 50)]
+    streams: usize,
+    /// Changes of EndpointSlices a second.
+    #[arg(long, default_value_t = 41)]
+    rate: u32,
+    /// How long changes go on.
+    #[arg(long, value_name = "SECONDS", default_value_t = 20)]
+    seconds: u32,
+    /// Objects are there from an earlier run.
+    #[arg(long)]
+    keep: bool,
+}
+
+/// Measures and prints.
+///
+/// # Errors
+/// What cannot be created, started or reached, and updates that never arrive.
+pub fn main(args: &Args) -> anyhow::Result<()> {
+    tokio::runtime::Runtime::new()
+        .context("starting a runtime")?
+        .block_on(run(args))
+}
+
+async fn run(args: &Args) -> anyhow::Result<()> {
+    let size = Size {
+        services: args.services,
+        endpoints: args.endpoints,
+        other_pods: args.other_pods,
+    };
+    let cluster = Cluster::connect(&args.kubeconfig, size).await?;
+    if !args.keep {
+        let start = Instant::now();
+        cluster.create().await.context("creating objects")?;
+        println!("objects created in {:.1?}", start.elapsed());
+    }
+    let dir = tempfile::tempdir().context("making a directory")?;
+    let mut control = start_control(args, dir.path())?;
+    let start = Instant::now();
+    control.listening(&[DESTINATION])?;
+    ready().await?;
+    println!("ready after {:.1?}", start.elapsed());
+    sleep(PAUSE).await;
+    print_use("with objects", &control)?;
+
+    let anchors = TrustAnchors::read(&dir.path().join("anchors.pem")).context("reading trust anchors")?;
+    let (cpu, start) = (control.cpu()?, Instant::now());
+    let streams = Streams::open(DESTINATION, &anchors, args.clients, args.streams, size.services).await?;
+    let n_streams = args.clients * args.streams;
+    println!(
+        "{n_streams} streams answered in {:.2?}, with {:.2?} of CPU",
+        start.elapsed(),
+        control.cpu()? - cpu
+    );
+    sleep(PAUSE).await;
+    print_use("with streams", &control)?;
+
+    let cpu = control.cpu()?;
+    let changes = change(args, &cluster, &streams).await?;
+    let used = control.cpu()? - cpu;
+    let (latency, expected) = changes;
+    println!(
+        "{} of {expected} updates delivered; from write to subscriber p50 {:.1} p99 {:.1} max {:.1} ms; {:.0} µs of CPU an update",
+        latency.len(),
+        millis(latency.value_at_quantile(0.5)),
+        millis(latency.value_at_quantile(0.99)),
+        millis(latency.max()),
+        used.as_secs_f64() * 1e6 / latency.len().max(1) as f64,
+    );
+    print_use("after changes", &control)?;
+    ensure!(latency.len() == expected, "updates were lost");
+    Ok(())
+}
+
+/// Moves one endpoint of one service after another, at a steady rate; returns latencies in microseconds, and how many
+/// there should be.
+async fn change(args: &Args, cluster: &Cluster, streams: &Streams) -> anyhow::Result<(Histogram<u64>, u64)> {
+    let n_changes = args.rate * args.seconds;
+    let start = Instant::now();
+    let mut writes = tokio::task::JoinSet::new();
+    let mut expected = 0;
+    for n in 0..n_changes {
+        tokio::time::sleep_until(start + Duration::from_secs(1) * n / args.rate).await;
+        let service = n as usize % args.services;
+        expected += streams.followers(service);
+        let (cluster, addr) = (cluster.clone(), Address::of_change(n));
+        streams.wrote(addr, Instant::now());
+        writes.spawn(async move { cluster.change(service, addr).await });
+    }
+    while let Some(written) = writes.join_next().await {
+        written.context("a write failed")??;
+    }
+    streams.wait_for(expected, SETTLE_LIMIT).await;
+    Ok((streams.latencies(), expected))
+}
+
+fn start_control(args: &Args, dir: &Path) -> anyhow::Result<Process> {
+    let write = |name: &str, text: &str| {
+        let path = dir.join(name);
+        std::fs::create_dir_all(path.parent().expect("it is in a directory")).context("making a directory")?;
+        std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))
+    };
+    let anchor = trust::create_anchor("root.linkerd.cluster.local", LIFETIME)?;
+    let CertificateAuthority { certificate, key } =
+        trust::create_issuer("identity.linkerd.cluster.local", LIFETIME, &anchor)?;
+    write("anchors.pem", &anchor.certificate)?;
+    write("issuer/tls.crt", &certificate)?;
+    write("issuer/tls.key", &key)?;
+    write("token-keys/bench.pem", &trust::create_token_keys()?.public)?;
+    let program = match &args.control {
+        Some(path) => path.clone(),
+        None => std::env::current_exe()
+            .context("finding this program")?
+            .with_file_name("tulle-control"),
+    };
+    let mut command = Command::new(program);
+    command
+        .args(["destination", "identity", "-enable-ipv6=false"])
+        .args(["--kubeconfig".as_ref(), args.kubeconfig.as_os_str()])
+        .args(["--trust-anchors".as_ref(), dir.join("anchors.pem").as_os_str()])
+        .args(["--issuer".as_ref(), dir.join("issuer").as_os_str()])
+        .args(["--token-keys".as_ref(), dir.join("token-keys").as_os_str()])
+        .args(["--identity-addr=127.0.0.1:0", "--admin-addr=127.0.0.1:0"])
+        .args([
+            format!("--destination-addr=127.0.0.1:{DESTINATION}"),
+            format!("--metrics-addr=127.0.0.1:{METRICS}"),
+        ]);
+    Process::start("tulle-control", command, dir)
+}
+
+/// Waits until the control plane knows everything.
+async fn ready() -> anyhow::Result<()> {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while Instant::now() < deadline {
+        let mut tcp = TcpStream::connect(("127.0.0.1", METRICS))
+            .await
+            .context("asking for readiness")?;
+        tcp.write_all(b"GET /ready HTTP/1.1\r\nhost: control\r\nconnection: close\r\n\r\n")
+            .await?;
+        let mut answer = String::new();
+        tcp.read_to_string(&mut answer).await?;
+        if answer.starts_with("HTTP/1.1 200") {
+            return Ok(());
+        }
+        sleep(Duration::from_millis(20)).await;
+    }
+    anyhow::bail!("the control plane is not ready after a minute")
+}
+
+fn print_use(when: &str, control: &Process) -> anyhow::Result<()> {
+    println!("memory {when}: {:.1} MB", control.rss_kib()? as f64 / 1000.0 * 1.024);
+    Ok(())
+}
+
+fn millis(micros: u64) -> f64 {
+    micros as f64 / 1000.0
+}
+
+const DESTINATION: u16 = 18086;
+const METRICS: u16 = 19996;
+const LIFETIME: Duration = Duration::from_secs(24 * 3600);
+
+/// Lets what follows the first answers pass before memory is read.
+const PAUSE: Duration = Duration::from_secs(2);
+const SETTLE_LIMIT: Duration = Duration::from_secs(30);

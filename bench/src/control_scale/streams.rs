@@ -1,0 +1,167 @@
+//! Clients that follow services, and when each change reaches them.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use hdrhistogram::Histogram;
+use parking_lot::Mutex;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+use tulle_control::tls::anchors::TrustAnchors;
+use tulle_control::tls::client::{self, Peer};
+use tulle_core::addr::Addr;
+use tulle_proto::destination::destination_client::DestinationClient;
+use tulle_proto::destination::{GetDestination, Update, update};
+
+/// The address that one change brings, and no other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Address(Ipv4Addr);
+
+impl Address {
+    pub(super) fn of_change(n: u32) -> Self {
+        Self(Ipv4Addr::from(u32::from(Ipv4Addr::new(10, 200, 0, 1)) + n))
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+pub(super) struct Streams {
+    shared: Arc<Shared>,
+    followers: Vec<u64>,
+    _tasks: JoinSet<()>,
+}
+
+struct Shared {
+    written_at: Mutex<HashMap<Address, Instant>>,
+    latencies: Mutex<Histogram<u64>>,
+}
+
+impl Streams {
+    /// Opens all streams and waits for the first message of each.
+    pub(super) async fn open(
+        port: u16,
+        anchors: &TrustAnchors,
+        clients: usize,
+        streams: usize,
+        services: usize,
+    ) -> anyhow::Result<Self> {
+        let shared = Arc::new(Shared {
+            written_at: Mutex::default(),
+            // With bounds, because one that grows does not grow for values that are clamped.
+            latencies: Mutex::new(Histogram::new_with_max(LONGEST, 3).context("making a histogram")?),
+        });
+        let (mut opening, mut tasks) = (JoinSet::new(), JoinSet::new());
+        let mut followers = vec![0; services];
+        for client in 0..clients {
+            let followed: Vec<usize> = (0..streams).map(|n| (client * streams + n) % services).collect();
+            followed.iter().for_each(|service| followers[*service] += 1);
+            let anchors = anchors.clone();
+            opening.spawn(async move { open_client(port, &anchors, client, followed).await });
+        }
+        while let Some(opened) = opening.join_next().await {
+            for mut stream in opened.context("a client failed")?? {
+                let shared = shared.clone();
+                tasks.spawn(async move {
+                    while let Ok(Some(update)) = stream.message().await {
+                        shared.received(&update, Instant::now());
+                    }
+                });
+            }
+        }
+        Ok(Self {
+            shared,
+            followers,
+            _tasks: tasks,
+        })
+    }
+
+    pub(super) fn followers(&self, service: usize) -> u64 {
+        self.followers[service]
+    }
+
+    /// Notes when an address is written.
+    pub(super) fn wrote(&self, addr: Address, at: Instant) {
+        self.shared.written_at.lock().insert(addr, at);
+    }
+
+    /// Waits until so many updates have arrived, or nothing has for long enough.
+    pub(super) async fn wait_for(&self, n_updates: u64, limit: Duration) {
+        let deadline = Instant::now() + limit;
+        while self.shared.latencies.lock().len() < n_updates && Instant::now() < deadline {
+            sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Microseconds from write to subscriber.
+    pub(super) fn latencies(&self) -> Histogram<u64> {
+        self.shared.latencies.lock().clone()
+    }
+}
+
+impl Shared {
+    fn received(&self, update: &Update, now: Instant) {
+        let Some(update::Update::Add(set)) = &update.update else {
+            return;
+        };
+        for addr in &set.addrs {
+            let addr = addr.addr.and_then(|addr| SocketAddr::try_from(addr).ok());
+            let Some(IpAddr::V4(ip)) = addr.map(|addr| addr.ip()) else {
+                continue;
+            };
+            if let Some(written_at) = self.written_at.lock().get(&Address(ip)) {
+                let micros = u64::try_from((now - *written_at).as_micros()).unwrap_or(u64::MAX);
+                self.latencies.lock().saturating_record(micros);
+            }
+        }
+    }
+}
+
+async fn open_client(
+    port: u16,
+    anchors: &TrustAnchors,
+    client: usize,
+    services: Vec<usize>,
+) -> anyhow::Result<Vec<tonic::Streaming<Update>>> {
+    let addr = Addr::Socket(SocketAddr::from(([127, 0, 0, 1], port)));
+    let peer = Peer {
+        addr: &addr,
+        name: "linkerd-destination.linkerd.serviceaccount.identity.linkerd.cluster.local",
+        anchors,
+    };
+    let channel = client::connect(&peer, None)
+        .await
+        .context("connecting to destination")?;
+    let mut opening = JoinSet::new();
+    for service in services {
+        let mut destination = DestinationClient::new(channel.clone());
+        let request = GetDestination {
+            scheme: String::new(),
+            path: format!("svc-{service}.scale.svc.cluster.local:80"),
+            context_token: format!(
+                r#"{{"ns":"scale","nodeName":"node-{}","pod":"client-{client}"}}"#,
+                client % 100
+            ),
+        };
+        opening.spawn(async move {
+            let mut stream = destination.get(request).await?.into_inner();
+            stream.message().await?;
+            Ok::<_, tonic::Status>(stream)
+        });
+    }
+    let mut streams = Vec::new();
+    while let Some(opened) = opening.join_next().await {
+        streams.push(opened.context("a stream failed")?.context("a stream was refused")?);
+    }
+    Ok(streams)
+}
+
+/// A minute, in microseconds.
+const LONGEST: u64 = 60_000_000;

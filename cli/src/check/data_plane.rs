@@ -1,0 +1,470 @@
+//! Checks of the data plane: proxies that run, pods that should have one, and annotations that fit together.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use k8s_openapi::api::core::v1::{ContainerStatus, Pod, Service};
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+use kube::ResourceExt as _;
+use tulle_control::inject;
+use tulle_core::names::{annotation, label};
+use tulle_core::ports::PortSet;
+
+use super::control_plane::{COMPONENT, control_plane_version};
+use super::snapshot::Snapshot;
+use super::verdict::{Category, Check, Judgement, Problem, SHOWN, error, listing, warning};
+use crate::kubernetes::resource;
+
+pub(super) fn data_plane() -> Category {
+    Category {
+        name: "linkerd-data-plane",
+        checks: vec![
+            Check::new("data plane namespace exists", namespace_exists).ends_the_run(),
+            Check::new("data plane proxies are ready", proxies_are_ready).settles(),
+            Check::new("data plane pods are injected", pods_are_injected),
+            Check::new("proxy injector audit is clean", audit_is_clean),
+            Check::new("data plane is up-to-date", |s| proxies_run(s, Against::Expected)),
+            Check::new("data plane and control plane versions match", |s| {
+                proxies_run(s, Against::ControlPlane)
+            }),
+            Check::new("data plane pod labels are configured correctly", pod_labels),
+            Check::new("data plane service labels are configured correctly", service_labels),
+            Check::new("data plane annotations are configured correctly", annotations),
+        ],
+    }
+}
+
+pub(super) fn opaque_ports() -> Category {
+    Category {
+        name: "linkerd-opaque-ports-definition",
+        checks: vec![Check::new("opaque ports are properly annotated", opaque_ports_agree)],
+    }
+}
+
+fn namespace_exists(snapshot: &Snapshot) -> Judgement {
+    let Some(name) = &snapshot.scope.namespace else {
+        return Ok(());
+    };
+    if snapshot.has_namespace(name)? {
+        return Ok(());
+    }
+    Err(error(
+        format!("there is no namespace {name}"),
+        "kubectl get namespaces shows which there are; name one with -n",
+    ))
+}
+
+/// The pods of applications that are looked at: of one namespace, or of all.
+fn pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
+    let pods = snapshot.pods.as_ref()?.iter();
+    let asked = |pod: &&Pod| {
+        let namespace = snapshot.scope.namespace.as_deref();
+        namespace.is_none_or(|namespace| namespace == resource::namespace(pod))
+            && !pod.labels().contains_key(COMPONENT)
+            && !finished(pod)
+    };
+    Ok(pods.filter(asked).collect())
+}
+
+/// The pods with a proxy of this control plane.
+pub(super) fn meshed(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
+    let mut pods = pods(snapshot)?;
+    pods.retain(|pod| {
+        pod.labels().get(label::CONTROL_PLANE_NS) == Some(&snapshot.scope.control_plane) && has_proxy(pod)
+    });
+    Ok(pods)
+}
+
+fn finished(pod: &Pod) -> bool {
+    let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+    matches!(phase, Some("Succeeded" | "Failed")) || pod.metadata.deletion_timestamp.is_some()
+}
+
+fn has_proxy(pod: &Pod) -> bool {
+    let Some(spec) = &pod.spec else { return false };
+    let containers = spec.containers.iter().chain(spec.init_containers.iter().flatten());
+    containers.into_iter().any(|container| container.name == PROXY)
+}
+
+/// The proxy's status, be it a native sidecar or a classic one.
+fn proxy_status(pod: &Pod) -> Option<&ContainerStatus> {
+    let status = pod.status.as_ref()?;
+    let mut containers = status
+        .init_container_statuses
+        .iter()
+        .chain(&status.container_statuses)
+        .flatten();
+    containers.find(|container| container.name == PROXY)
+}
+
+fn full_name(pod: &Pod) -> String {
+    format!("{}/{}", resource::namespace(pod), pod.name_any())
+}
+
+fn proxies_are_ready(snapshot: &Snapshot) -> Judgement {
+    let pods = meshed(snapshot)?;
+    if pods.is_empty() {
+        let place = match &snapshot.scope.namespace {
+            Some(namespace) => format!("namespace {namespace}"),
+            None => "any namespace".to_owned(),
+        };
+        return Err(error(
+            format!("there is no proxy in {place}"),
+            "kubectl annotate namespace NAMESPACE linkerd.io/inject=enabled, and then kubectl rollout restart its workloads",
+        ));
+    }
+    let late: Vec<_> = pods
+        .iter()
+        .filter(|pod| !proxy_status(pod).is_some_and(|status| status.ready))
+        .map(|pod| full_name(pod))
+        .collect();
+    if late.is_empty() {
+        return Ok(());
+    }
+    Err(error(
+        listing("the proxies of these pods are not ready:", &late),
+        "kubectl logs POD -c linkerd-proxy shows why",
+    ))
+}
+
+/// Pods that should have a proxy and have none, decided as the injector decides.
+fn missed(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
+    let config = inject::Config {
+        values: snapshot.injection()?,
+        control_plane_namespace: snapshot.scope.control_plane.clone(),
+        origin: inject::Origin::Webhook,
+    };
+    let injector = &config.values.proxy_injector;
+    let nothing = BTreeMap::new();
+    let mut missed = Vec::new();
+    for pod in pods(snapshot)? {
+        let Some(spec) = &pod.spec else { continue };
+        let name = resource::namespace(pod);
+        let namespace = snapshot
+            .namespaces
+            .as_ref()?
+            .iter()
+            .find(|namespace| namespace.name_any() == name);
+        let labels = namespace.map_or(&nothing, |namespace| namespace.labels());
+        let asked = injector
+            .namespace_selector
+            .as_ref()
+            .is_none_or(|selector| selector.matches_map(labels))
+            && injector
+                .object_selector
+                .as_ref()
+                .is_none_or(|selector| selector.matches_map(pod.labels()));
+        let subject = inject::Subject {
+            root: &[],
+            metadata: Some(&pod.metadata),
+            spec,
+            namespace: name,
+            namespace_annotations: namespace.map_or(&nothing, |namespace| namespace.annotations()),
+            owner: None,
+        };
+        if asked && matches!(inject::decide(&config, &subject), inject::Decision::Inject(_)) {
+            missed.push(pod);
+        }
+    }
+    Ok(missed)
+}
+
+/// What an admission webhook that was away has missed.
+fn pods_are_injected(snapshot: &Snapshot) -> Judgement {
+    let missed = missed(snapshot)?;
+    if missed.is_empty() {
+        return Ok(());
+    }
+    Err(error(
+        listing("these pods are to be injected, and have no proxy:", &names(&missed)),
+        making_anew(&missed),
+    ))
+}
+
+/// What the injector has found itself, besides what the check before this names.
+///
+/// The injector knows the cluster where this user may not look, but it looks every five minutes only: pods that have gone
+/// since then are left out.
+fn audit_is_clean(snapshot: &Snapshot) -> Judgement {
+    let findings = match &snapshot.injection_audit {
+        None => return Ok(()),
+        Some(Ok(findings)) => findings,
+        Some(Err(why)) => {
+            return Err(warning(
+                format!("what the injector has found cannot be read: {why}"),
+                "act as a user who may forward ports of the control plane (--as USER, --context NAME)",
+            ));
+        }
+    };
+    let decided = missed(snapshot);
+    let named: BTreeSet<_> = decided.iter().flatten().map(|pod| full_name(pod)).collect();
+    let found: BTreeSet<_> = findings
+        .missing
+        .iter()
+        .map(|pod| format!("{}/{}", pod.namespace, pod.name))
+        .collect();
+    let mut left = pods(snapshot)?;
+    left.retain(|pod| {
+        let name = full_name(pod);
+        !has_proxy(pod) && found.contains(&name) && !named.contains(&name)
+    });
+    if left.is_empty() {
+        return Ok(());
+    }
+    let audited_at = findings.audited_at.as_deref().unwrap_or("an unknown time");
+    let what = listing(
+        &format!("by the injector's audit of {audited_at} these pods are to be injected, and have no proxy:"),
+        &names(&left),
+    );
+    Err(match decided {
+        Err(_) => error(what, making_anew(&left)),
+        // Annotations that were changed since, or values that the injector has not read yet.
+        Ok(_) => warning(what, making_anew(&left)),
+    })
+}
+
+fn names(pods: &[&Pod]) -> Vec<String> {
+    pods.iter().map(|pod| full_name(pod)).collect()
+}
+
+/// The commands that have these pods made anew, each once.
+fn making_anew(pods: &[&Pod]) -> String {
+    let commands: BTreeSet<_> = pods.iter().map(|pod| make_anew(pod)).collect();
+    let mut shown: Vec<_> = commands.iter().take(SHOWN).cloned().collect();
+    if commands.len() > SHOWN {
+        shown.push(format!("… and {} more", commands.len() - SHOWN));
+    }
+    shown.join("\n")
+}
+
+fn make_anew(pod: &Pod) -> String {
+    let (namespace, name) = (resource::namespace(pod), pod.name_any());
+    let restart = |kind: &str, name: &str| format!("kubectl rollout restart {kind}/{name} -n {namespace}");
+    let owner = pod
+        .owner_references()
+        .iter()
+        .find(|owner| owner.controller == Some(true));
+    let Some(owner) = owner else {
+        return format!("kubectl get pod {name} -n {namespace} -o yaml | kubectl replace --force -f -");
+    };
+    // A Deployment names its ReplicaSets after itself and the hash of the template.
+    let hash = pod.labels().get("pod-template-hash").map(|hash| format!("-{hash}"));
+    let deployment = hash.and_then(|hash| owner.name.strip_suffix(&hash).map(str::to_owned));
+    match (owner.kind.as_str(), deployment) {
+        ("ReplicaSet", Some(deployment)) => restart("deployment", &deployment),
+        ("DaemonSet", _) => restart("daemonset", &owner.name),
+        ("StatefulSet", _) => restart("statefulset", &owner.name),
+        // Whoever owns it makes another.
+        _ => format!("kubectl delete pod {name} -n {namespace}"),
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Against {
+    Expected,
+    ControlPlane,
+}
+
+fn proxies_run(snapshot: &Snapshot, against: Against) -> Judgement {
+    let wanted = match (against, &snapshot.scope.expected_version) {
+        (Against::Expected, Some(version)) => version.clone(),
+        (Against::Expected, None) => return Ok(()),
+        (Against::ControlPlane, _) => control_plane_version(snapshot)?,
+    };
+    let other: Vec<_> = meshed(snapshot)?
+        .iter()
+        .filter_map(|pod| {
+            let version = pod.annotations().get(PROXY_VERSION)?;
+            (*version != wanted).then(|| format!("{} runs {version}", full_name(pod)))
+        })
+        .collect();
+    if other.is_empty() {
+        return Ok(());
+    }
+    Err(warning(
+        listing(&format!("these proxies are not {wanted}:"), &other),
+        "kubectl rollout restart their workloads",
+    ))
+}
+
+fn pod_labels(snapshot: &Snapshot) -> Judgement {
+    let pods = pods(snapshot)?;
+    let wrong = pods
+        .iter()
+        .flat_map(|pod| misplaced(&format!("pod {}", full_name(pod)), pod.labels().keys()));
+    annotate_instead(wrong.collect())
+}
+
+fn service_labels(snapshot: &Snapshot) -> Judgement {
+    let services = services(snapshot)?;
+    let wrong = services.iter().flat_map(|service| {
+        let name = format!("service {}", service_name(service));
+        misplaced(&name, service.labels().keys())
+    });
+    annotate_instead(wrong.collect())
+}
+
+/// Labels that only mean something as annotations.
+fn misplaced<'a>(object: &str, keys: impl Iterator<Item = &'a String>) -> Vec<String> {
+    let meant = |key: &&String| {
+        *key == annotation::INJECT
+            || key.starts_with("config.linkerd.io/")
+            || key.starts_with("config.alpha.linkerd.io/")
+    };
+    keys.filter(meant)
+        .map(|key| format!("{object} has the label {key}"))
+        .collect()
+}
+
+fn annotate_instead(wrong: Vec<String>) -> Judgement {
+    if wrong.is_empty() {
+        return Ok(());
+    }
+    Err(warning(
+        listing("these labels have no effect:", &wrong),
+        "make them annotations (of the pod template, for pods)",
+    ))
+}
+
+fn annotations(snapshot: &Snapshot) -> Judgement {
+    let mut wrong = Vec::new();
+    let mut look = |object: String, annotations: &BTreeMap<String, String>| {
+        for (key, value) in annotations {
+            if key == "linkerd.io/injected" {
+                wrong.push(format!("{object}: {key} injects nothing, {} does", annotation::INJECT));
+            }
+            if key == annotation::INJECT && !matches!(value.as_str(), "enabled" | "disabled" | "ingress") {
+                wrong.push(format!(
+                    "{object}: {key} is {value:?}; expected enabled, ingress or disabled"
+                ));
+            }
+            if let Err(reason) = inject::check_annotation(key, value) {
+                wrong.push(format!("{object}: {reason}"));
+            }
+        }
+    };
+    for pod in pods(snapshot)? {
+        look(format!("pod {}", full_name(pod)), pod.annotations());
+    }
+    for namespace in snapshot.namespaces.as_ref()? {
+        let name = namespace.name_any();
+        if snapshot.scope.namespace.as_ref().is_none_or(|asked| *asked == name) {
+            look(format!("namespace {name}"), namespace.annotations());
+        }
+    }
+    for service in services(snapshot)? {
+        if let Some(text) = service.annotations().get(annotation::OPAQUE_PORTS) {
+            for item in text.split(',').map(str::trim).filter(|item| !item.is_empty()) {
+                let named = service.spec.iter().flat_map(|spec| spec.ports.iter().flatten());
+                let known = named.into_iter().any(|port| port.name.as_deref() == Some(item));
+                if !known && item.parse::<PortSet>().is_err() {
+                    wrong.push(format!(
+                        "service {}: {} names {item:?}, which is neither a port of it, nor a range such as 3306-3309",
+                        service_name(service),
+                        annotation::OPAQUE_PORTS
+                    ));
+                }
+            }
+        }
+    }
+    if wrong.is_empty() {
+        return Ok(());
+    }
+    Err(warning(
+        listing("annotations:", &wrong),
+        "kubectl annotate --overwrite them as said",
+    ))
+}
+
+fn services(snapshot: &Snapshot) -> Result<Vec<&Service>, Problem> {
+    let services = snapshot.services.as_ref()?.iter();
+    let asked = |service: &&Service| {
+        let namespace = snapshot.scope.namespace.as_deref();
+        namespace.is_none_or(|namespace| Some(namespace) == service.metadata.namespace.as_deref())
+            && !service.labels().contains_key(COMPONENT)
+    };
+    Ok(services.filter(asked).collect())
+}
+
+fn service_name(service: &Service) -> String {
+    format!("{}/{}", service.namespace().unwrap_or_default(), service.name_any())
+}
+
+/// A client's proxy goes by the Service, and the server's by the pod; both have to take the same bytes for opaque.
+fn opaque_ports_agree(snapshot: &Snapshot) -> Judgement {
+    let pods = meshed(snapshot)?;
+    let mut problems = BTreeSet::new();
+    for service in services(snapshot)? {
+        let Some(spec) = &service.spec else { continue };
+        let selector = spec.selector.clone().unwrap_or_default();
+        if selector.is_empty() {
+            continue;
+        }
+        let of_service = opaque(service.annotations().get(annotation::OPAQUE_PORTS));
+        let behind = pods.iter().filter(|pod| {
+            Some(resource::namespace(pod)) == service.metadata.namespace.as_deref()
+                && selector.iter().all(|(key, value)| pod.labels().get(key) == Some(value))
+        });
+        for pod in behind {
+            let of_pod = opaque(pod.annotations().get(annotation::OPAQUE_PORTS));
+            for port in spec.ports.iter().flatten() {
+                let Ok(number) = u16::try_from(port.port) else { continue };
+                let Some(target) = target_port(pod, port.target_port.as_ref(), number) else {
+                    continue;
+                };
+                let service_says = of_service.contains(number);
+                let pod_says = of_pod.contains(target);
+                if pod_says && !service_says {
+                    problems.insert(format!(
+                        "service {} sends port {number} to the opaque port {target} of its pods: kubectl annotate service {} \
+                         -n {} {}={number}",
+                        service_name(service),
+                        service.name_any(),
+                        service.namespace().unwrap_or_default(),
+                        annotation::OPAQUE_PORTS,
+                    ));
+                } else if service_says && !pod_says {
+                    problems.insert(format!(
+                        "pod {} does not take port {target} for opaque, as service {} does: annotate its template with \
+                         {}: \"{target}\"",
+                        full_name(pod),
+                        service.name_any(),
+                        annotation::OPAQUE_PORTS,
+                    ));
+                }
+            }
+        }
+    }
+    if problems.is_empty() {
+        return Ok(());
+    }
+    Err(warning(
+        listing("services and pods disagree:", &problems.into_iter().collect::<Vec<_>>()),
+        "annotate them as said; ports that both annotations list are not looked into",
+    ))
+}
+
+/// Numbers and ranges only; names of ports are another check's concern.
+fn opaque(annotation: Option<&String>) -> PortSet {
+    let mut ports = PortSet::default();
+    for item in annotation.iter().flat_map(|text| text.split(',')) {
+        let ranges = item.trim().parse::<PortSet>().unwrap_or_default();
+        ranges.ranges().for_each(|range| ports.insert_range(range));
+    }
+    ports
+}
+
+fn target_port(pod: &Pod, target: Option<&IntOrString>, port: u16) -> Option<u16> {
+    match target {
+        None => Some(port),
+        Some(IntOrString::Int(number)) => u16::try_from(*number).ok(),
+        Some(IntOrString::String(name)) => {
+            let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
+            let mut ports = containers.flat_map(|container| container.ports.iter().flatten());
+            let found = ports.find(|port| port.name.as_deref() == Some(name))?;
+            u16::try_from(found.container_port).ok()
+        }
+    }
+}
+
+const PROXY: &str = "linkerd-proxy";
+const PROXY_VERSION: &str = "linkerd.io/proxy-version";

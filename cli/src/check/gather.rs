@@ -1,0 +1,276 @@
+//! Takes a snapshot of a cluster: lists what the checks look at, and asks pods what they present.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::Context as _;
+use futures_util::{StreamExt as _, stream};
+use http::Request;
+use k8s_openapi::NamespaceResourceScope;
+use k8s_openapi::api::authorization::v1::{ResourceAttributes, SelfSubjectAccessReview, SelfSubjectAccessReviewSpec};
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::{ListParams, PostParams};
+use kube::{Api, ResourceExt as _};
+use serde::de::DeserializeOwned;
+use tulle_control::injector::audit::Findings;
+
+use super::snapshot::{Access, AccessScope, Listed, Snapshot, Unreadable};
+use super::trust::WEBHOOKS;
+use super::{Mode, Scope, control_plane, data_plane, platform};
+use crate::certificates::Certificate;
+use crate::kubernetes::{Cluster, forward, reason, resource};
+use crate::{identity, kubernetes};
+
+/// Looks at everything that the checks of this mode need.
+pub(super) async fn snapshot(cluster: Result<&Cluster, &str>, scope: &Scope) -> Snapshot {
+    let mut snapshot = Snapshot::empty(scope.clone(), system_time());
+    let cluster = match cluster {
+        Ok(cluster) => cluster,
+        Err(why) => {
+            snapshot.client = Err(why.to_owned());
+            return snapshot;
+        }
+    };
+    match version(cluster).await {
+        Ok((version, date)) => {
+            snapshot.kubernetes = Ok(version);
+            snapshot.now = date.unwrap_or(snapshot.now);
+        }
+        Err(why) => {
+            snapshot.kubernetes = Err(why);
+            return snapshot;
+        }
+    }
+    Box::pin(list_everything(cluster, &mut snapshot)).await;
+    match scope.mode {
+        Mode::Pre => snapshot.access = accesses(cluster).await,
+        Mode::Crds => {}
+        Mode::Installed => snapshot.webhook_certificates = webhook_certificates(cluster, &snapshot).await,
+        Mode::Proxy => {
+            snapshot.webhook_certificates = webhook_certificates(cluster, &snapshot).await;
+            snapshot.proxy_certificates = proxy_certificates(cluster, &snapshot).await;
+            snapshot.injection_audit = injection_audit(cluster, &snapshot).await;
+        }
+    }
+    snapshot
+}
+
+fn system_time() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
+}
+
+/// The version of the API server, and its clock in seconds since 1970.
+async fn version(cluster: &Cluster) -> Result<(String, Option<i64>), String> {
+    let request = Request::get("/version")
+        .body(kube::client::Body::empty())
+        .map_err(|error| error.to_string())?;
+    let asking = async {
+        let answer = cluster.client.send(request).await.map_err(|error| reason(&error))?;
+        let date = answer
+            .headers()
+            .get(http::header::DATE)
+            .and_then(|date| date.to_str().ok())
+            .and_then(http_date);
+        let status = answer.status();
+        let body = answer
+            .into_body()
+            .collect_bytes()
+            .await
+            .map_err(|error| reason(&error))?;
+        if !status.is_success() {
+            return Err(format!("the API server answered {status}"));
+        }
+        let info: serde_json::Value =
+            serde_json::from_slice(&body).map_err(|error| format!("the API server's version is not JSON: {error}"))?;
+        Ok((info["gitVersion"].as_str().unwrap_or_default().to_owned(), date))
+    };
+    tokio::time::timeout(PATIENCE, asking)
+        .await
+        .map_err(|_elapsed| format!("the API server did not answer within {PATIENCE:?}"))?
+}
+
+/// Seconds since 1970 of `Sat, 21 Nov 2026 12:00:00 GMT`.
+fn http_date(text: &str) -> Option<i64> {
+    let utc = format!("{}+0000", text.strip_suffix("GMT")?);
+    let time = time::OffsetDateTime::parse(&utc, &time::format_description::well_known::Rfc2822).ok()?;
+    Some(time.unix_timestamp())
+}
+
+async fn list_everything(cluster: &Cluster, snapshot: &mut Snapshot) {
+    let (client, home) = (&cluster.client, &cluster.control_plane);
+    (
+        snapshot.namespaces,
+        snapshot.crds,
+        snapshot.cluster_roles,
+        snapshot.cluster_role_bindings,
+        snapshot.mutating_webhooks,
+        snapshot.validating_webhooks,
+        snapshot.nodes,
+        snapshot.node_leases,
+    ) = tokio::join!(
+        all(cluster, "namespaces", Api::all(client.clone())),
+        all(cluster, "customresourcedefinitions", Api::all(client.clone())),
+        all(cluster, "clusterroles", Api::all(client.clone())),
+        all(cluster, "clusterrolebindings", Api::all(client.clone())),
+        all(cluster, "mutatingwebhookconfigurations", Api::all(client.clone())),
+        all(cluster, "validatingwebhookconfigurations", Api::all(client.clone())),
+        all(cluster, "nodes", Api::all(client.clone())),
+        all(
+            cluster,
+            "leases of kube-node-lease",
+            Api::namespaced(client.clone(), "kube-node-lease")
+        ),
+    );
+    (
+        snapshot.pods,
+        snapshot.services,
+        snapshot.config_maps,
+        snapshot.secrets,
+        snapshot.service_accounts,
+        snapshot.deployments,
+        snapshot.replica_sets,
+        snapshot.cni_daemon_sets,
+    ) = tokio::join!(
+        all(cluster, "pods", Api::all(client.clone())),
+        all(cluster, "services", Api::all(client.clone())),
+        of(cluster, "configmaps", home),
+        of(cluster, "secrets", home),
+        of(cluster, "serviceaccounts", home),
+        of(cluster, "deployments", home),
+        of(cluster, "replicasets", home),
+        of(cluster, "daemonsets", &snapshot.scope.cni_namespace),
+    );
+}
+
+async fn of<K>(cluster: &Cluster, what: &'static str, namespace: &str) -> Listed<K>
+where
+    K: kube::Resource<Scope = NamespaceResourceScope, DynamicType = ()> + Clone + DeserializeOwned + Debug,
+{
+    all(cluster, what, Api::namespaced(cluster.client.clone(), namespace)).await
+}
+
+async fn all<K: Clone + DeserializeOwned + Debug>(cluster: &Cluster, what: &'static str, api: Api<K>) -> Listed<K> {
+    let listed = cluster.list(&api, &ListParams::default()).await;
+    listed.map_err(|error| Unreadable {
+        what,
+        why: reason(&error),
+    })
+}
+
+async fn accesses(cluster: &Cluster) -> BTreeMap<Access, Result<bool, String>> {
+    let api: Api<SelfSubjectAccessReview> = Api::all(cluster.client.clone());
+    let asking = platform::accesses().into_iter().map(|access| {
+        let api = api.clone();
+        let namespace = match access.scope {
+            AccessScope::Cluster => None,
+            AccessScope::Namespace => Some(cluster.control_plane.clone()),
+        };
+        async move {
+            let review = SelfSubjectAccessReview {
+                spec: SelfSubjectAccessReviewSpec {
+                    resource_attributes: Some(ResourceAttributes {
+                        verb: Some(access.verb.to_owned()),
+                        group: Some(access.group.to_owned()),
+                        resource: Some(access.resource.to_owned()),
+                        namespace,
+                        ..ResourceAttributes::default()
+                    }),
+                    ..SelfSubjectAccessReviewSpec::default()
+                },
+                ..SelfSubjectAccessReview::default()
+            };
+            let answer = api.create(&PostParams::default(), &review).await;
+            let allowed = answer.map(|review| review.status.is_some_and(|status| status.allowed));
+            (access, allowed.map_err(|error| reason(&error)))
+        }
+    });
+    stream::iter(asking).buffer_unordered(AT_ONCE).collect().await
+}
+
+/// A running pod of a component of the control plane.
+fn running<'a>(snapshot: &'a Snapshot, component: &str) -> Option<&'a Pod> {
+    let mut pods = control_plane::pods(snapshot).unwrap_or_default().into_iter();
+    pods.find(|pod| {
+        let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+        pod.labels().get(control_plane::COMPONENT).map(String::as_str) == Some(component) && phase == Some("Running")
+    })
+}
+
+/// Asks a running pod of each webhook; where none runs, the checks go by the Secrets.
+async fn webhook_certificates(cluster: &Cluster, snapshot: &Snapshot) -> BTreeMap<String, Result<Certificate, String>> {
+    let asking = WEBHOOKS.iter().filter_map(|webhook| {
+        let pod = running(snapshot, webhook.component)?.name_any();
+        let name = format!("{}.{}.svc", webhook.service, cluster.control_plane);
+        Some(async move {
+            let chain = identity::handshake(cluster, &cluster.control_plane, &pod, webhook.port, &name).await;
+            let leaf = chain
+                .map(|mut chain| chain.remove(0))
+                .map_err(|error| format!("{error:#}"));
+            (webhook.service.to_owned(), leaf)
+        })
+    });
+    let asking: Vec<_> = asking.collect();
+    stream::iter(asking).buffer_unordered(AT_ONCE).collect().await
+}
+
+async fn proxy_certificates(
+    cluster: &Cluster,
+    snapshot: &Snapshot,
+) -> BTreeMap<String, Result<Vec<Certificate>, String>> {
+    let pods = data_plane::meshed(snapshot).unwrap_or_default();
+    let trust_domain = snapshot
+        .values()
+        .ok()
+        .as_ref()
+        .map(identity::trust_domain)
+        .unwrap_or_default();
+    let asking: Vec<_> = pods
+        .into_iter()
+        .filter(|pod| pod.status.as_ref().and_then(|status| status.phase.as_deref()) == Some("Running"))
+        .map(|pod| {
+            let trust_domain = trust_domain.clone();
+            async move {
+                let chain = identity::presented(cluster, pod, &trust_domain).await;
+                let name = format!("{}/{}", resource::namespace(pod), pod.name_any());
+                (name, chain.map_err(|error| format!("{error:#}")))
+            }
+        })
+        .collect();
+    stream::iter(asking).buffer_unordered(AT_ONCE).collect().await
+}
+
+async fn injection_audit(cluster: &Cluster, snapshot: &Snapshot) -> Option<Result<Findings, String>> {
+    let pod = running(snapshot, "proxy-injector")?;
+    let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
+    let (_, port) = containers
+        .flat_map(resource::ports)
+        .find(|(name, _)| *name == "injector-admin")?;
+    let page = forward::get(
+        cluster,
+        &cluster.control_plane,
+        &pod.name_any(),
+        port,
+        "/injection-audit",
+    )
+    .await;
+    let findings =
+        page.and_then(|page| serde_json::from_str(&page).context("the injector's audit is not what it writes"));
+    Some(findings.map_err(|error| format!("{error:#}")))
+}
+
+/// How many questions are on their way at once.
+const AT_ONCE: usize = 16;
+const PATIENCE: std::time::Duration = kubernetes::PATIENCE;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_date_of_an_http_answer_is_read() {
+        assert_eq!(http_date("Sat, 21 Nov 2026 12:00:00 GMT"), Some(1_795_262_400));
+        assert_eq!(http_date("yesterday"), None);
+    }
+}

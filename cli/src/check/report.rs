@@ -1,0 +1,195 @@
+//! What the checks found, for people, for programs, and in short.
+
+use std::fmt::Write as _;
+
+use serde::Serialize;
+
+use super::verdict::{Problem, Severity};
+
+/// One category and what its checks found.
+#[derive(Debug, PartialEq, Serialize)]
+pub(super) struct CategoryReport {
+    #[serde(rename = "categoryName")]
+    pub(super) name: &'static str,
+    pub(super) checks: Vec<CheckReport>,
+}
+
+/// With the names that Linkerd gives these fields.
+#[derive(Debug, PartialEq, Serialize)]
+pub(super) struct CheckReport {
+    pub(super) description: &'static str,
+    pub(super) result: Outcome,
+    /// What is wrong.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) error: Option<String>,
+    /// What to do about it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) hint: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Outcome {
+    Success,
+    Warning,
+    Error,
+}
+
+impl CheckReport {
+    pub(super) fn new(description: &'static str, judgement: Result<(), Problem>) -> Self {
+        let (result, problem) = match judgement {
+            Ok(()) => (Outcome::Success, None),
+            Err(problem) if problem.severity == Severity::Warning => (Outcome::Warning, Some(problem)),
+            Err(problem) => (Outcome::Error, Some(problem)),
+        };
+        let (error, hint) = problem.map(|problem| (problem.what, problem.fix)).unzip();
+        Self {
+            description,
+            result,
+            error,
+            hint,
+        }
+    }
+
+    fn text(&self) -> String {
+        let mark = match self.result {
+            Outcome::Success => '√',
+            Outcome::Warning => '‼',
+            Outcome::Error => '×',
+        };
+        let mut text = format!("{mark} {}\n", self.description);
+        for line in self.error.iter().flat_map(|error| error.lines()) {
+            let _ = writeln!(text, "    {line}");
+        }
+        for (number, line) in self.hint.iter().flat_map(|hint| hint.lines()).enumerate() {
+            let lead = if number == 0 { "fix: " } else { "     " };
+            let _ = writeln!(text, "    {lead}{line}");
+        }
+        text
+    }
+}
+
+impl CategoryReport {
+    fn is_quiet(&self) -> bool {
+        self.checks.iter().all(|check| check.result == Outcome::Success)
+    }
+
+    /// All checks under the category's name.
+    pub(super) fn table(&self) -> String {
+        self.text(|_| true)
+    }
+
+    /// The checks that found something; nothing if none did.
+    pub(super) fn short(&self) -> String {
+        if self.is_quiet() {
+            return String::new();
+        }
+        self.text(|check| check.result != Outcome::Success)
+    }
+
+    fn text(&self, shown: impl Fn(&CheckReport) -> bool) -> String {
+        let mut text = format!("{}\n{}\n", self.name, "-".repeat(self.name.len()));
+        for check in self.checks.iter().filter(|check| shown(check)) {
+            text.push_str(&check.text());
+        }
+        text.push('\n');
+        text
+    }
+}
+
+/// Whether no check failed.
+pub(super) fn succeeded(categories: &[CategoryReport]) -> bool {
+    categories
+        .iter()
+        .flat_map(|category| &category.checks)
+        .all(|check| check.result != Outcome::Error)
+}
+
+/// The last line of a report for people.
+pub(super) fn conclusion(categories: &[CategoryReport]) -> &'static str {
+    if succeeded(categories) {
+        "Status check results are √\n"
+    } else {
+        "Status check results are ×\n"
+    }
+}
+
+/// The whole report as JSON.
+pub(super) fn json(categories: &[CategoryReport]) -> serde_json::Result<String> {
+    #[derive(Serialize)]
+    struct Report<'a> {
+        success: bool,
+        categories: &'a [CategoryReport],
+    }
+    let report = Report {
+        success: succeeded(categories),
+        categories,
+    };
+    Ok(serde_json::to_string_pretty(&report)? + "\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::verdict::{error, warning};
+    use super::*;
+
+    fn report() -> Vec<CategoryReport> {
+        vec![
+            CategoryReport {
+                name: "kubernetes-api",
+                checks: vec![CheckReport::new("can query the Kubernetes API", Ok(()))],
+            },
+            CategoryReport {
+                name: "linkerd-crd",
+                checks: vec![
+                    CheckReport::new("one", Ok(())),
+                    CheckReport::new("two", Err(warning("old", "renew it"))),
+                    CheckReport::new("three", Err(error("gone:\n  * a", "make a"))),
+                ],
+            },
+        ]
+    }
+
+    #[test]
+    fn a_table_says_what_is_wrong_and_how_to_mend_it() {
+        let text: String = report().iter().map(CategoryReport::table).collect();
+        let expected = "\
+kubernetes-api
+--------------
+√ can query the Kubernetes API
+
+linkerd-crd
+-----------
+√ one
+‼ two
+    old
+    fix: renew it
+× three
+    gone:
+      * a
+    fix: make a
+
+";
+        assert_eq!(text, expected);
+        assert!(!succeeded(&report()));
+        assert_eq!(conclusion(&report()), "Status check results are ×\n");
+    }
+
+    #[test]
+    fn a_short_report_leaves_out_what_is_well() {
+        let text: String = report().iter().map(CategoryReport::short).collect();
+        assert!(text.starts_with("linkerd-crd\n") && !text.contains("√"), "{text}");
+        // Warnings alone are a success.
+        assert!(succeeded(&report()[..1]));
+    }
+
+    #[test]
+    fn json_has_the_fields_that_scripts_read() {
+        let json: serde_json::Value = serde_json::from_str(&json(&report()).unwrap()).unwrap();
+        assert_eq!(json["success"], false);
+        assert_eq!(json["categories"][1]["categoryName"], "linkerd-crd");
+        assert_eq!(json["categories"][1]["checks"][1]["result"], "warning");
+        assert_eq!(json["categories"][1]["checks"][2]["error"], "gone:\n  * a");
+        assert_eq!(json["categories"][0]["checks"][0].get("hint"), None);
+    }
+}

@@ -1,0 +1,218 @@
+//! What the checks look at: the objects of a cluster at one moment, and what was learned by asking its pods.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use k8s_openapi::api::admissionregistration::v1::{MutatingWebhookConfiguration, ValidatingWebhookConfiguration};
+use k8s_openapi::api::apps::v1::{DaemonSet, Deployment, ReplicaSet};
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::{ConfigMap, Namespace, Node, Pod, Secret, Service, ServiceAccount};
+use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding};
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::ResourceExt as _;
+use serde_json::Value;
+use tulle_control::inject;
+use tulle_control::injector::audit::Findings;
+
+use super::Scope;
+use super::verdict::{Problem, error};
+use crate::certificates::Certificate;
+
+/// Objects of one kind, or why they could not be read.
+pub(super) type Listed<T> = Result<Vec<T>, Unreadable>;
+
+/// A kind that the user may not read, or that could not be read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Unreadable {
+    /// The kind, in the plural.
+    pub(super) what: &'static str,
+    pub(super) why: String,
+}
+
+/// A cluster at one moment.
+pub(super) struct Snapshot {
+    pub(super) scope: Scope,
+    /// Seconds since 1970 by the API server's clock, or by ours if it did not say.
+    pub(super) now: i64,
+    /// Whether there is a client at all.
+    pub(super) client: Result<(), String>,
+    /// The version of Kubernetes, such as `v1.34.2`.
+    pub(super) kubernetes: Result<String, String>,
+    /// Whether the user may do what an installation does, by what it is.
+    pub(super) access: BTreeMap<Access, Result<bool, String>>,
+    /// Certificates that webhooks present, by the name of their service.
+    pub(super) webhook_certificates: BTreeMap<String, Result<Certificate, String>>,
+    /// Certificate chains that proxies present, by namespace and pod.
+    pub(super) proxy_certificates: BTreeMap<String, Result<Vec<Certificate>, String>>,
+    /// What the injector's audit found last; absent where no injector runs.
+    pub(super) injection_audit: Option<Result<Findings, String>>,
+
+    pub(super) namespaces: Listed<Namespace>,
+    pub(super) crds: Listed<CustomResourceDefinition>,
+    pub(super) cluster_roles: Listed<ClusterRole>,
+    pub(super) cluster_role_bindings: Listed<ClusterRoleBinding>,
+    pub(super) mutating_webhooks: Listed<MutatingWebhookConfiguration>,
+    pub(super) validating_webhooks: Listed<ValidatingWebhookConfiguration>,
+    pub(super) nodes: Listed<Node>,
+    pub(super) node_leases: Listed<Lease>,
+    /// Of all namespaces.
+    pub(super) pods: Listed<Pod>,
+    /// Of all namespaces.
+    pub(super) services: Listed<Service>,
+    /// Of the control plane's namespace, as those below.
+    pub(super) config_maps: Listed<ConfigMap>,
+    pub(super) secrets: Listed<Secret>,
+    pub(super) service_accounts: Listed<ServiceAccount>,
+    pub(super) deployments: Listed<Deployment>,
+    pub(super) replica_sets: Listed<ReplicaSet>,
+    /// Of the namespace of the CNI plugin.
+    pub(super) cni_daemon_sets: Listed<DaemonSet>,
+}
+
+/// Something that an installation does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Access {
+    pub(super) verb: &'static str,
+    pub(super) group: &'static str,
+    pub(super) resource: &'static str,
+    pub(super) scope: AccessScope,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum AccessScope {
+    Cluster,
+    /// The control plane's namespace.
+    Namespace,
+}
+
+impl Snapshot {
+    /// Whether there is a namespace of this name.
+    ///
+    /// # Errors
+    /// Namespaces that could not be read.
+    pub(super) fn has_namespace(&self, name: &str) -> Result<bool, Problem> {
+        Ok(self
+            .namespaces
+            .as_ref()?
+            .iter()
+            .any(|namespace| namespace.name_any() == name))
+    }
+
+    /// A cluster where nothing is, and everything may be read.
+    pub(super) fn empty(scope: Scope, now: i64) -> Self {
+        Self {
+            scope,
+            now,
+            client: Ok(()),
+            kubernetes: Ok(String::new()),
+            access: BTreeMap::new(),
+            webhook_certificates: BTreeMap::new(),
+            proxy_certificates: BTreeMap::new(),
+            injection_audit: None,
+            namespaces: Ok(Vec::new()),
+            crds: Ok(Vec::new()),
+            cluster_roles: Ok(Vec::new()),
+            cluster_role_bindings: Ok(Vec::new()),
+            mutating_webhooks: Ok(Vec::new()),
+            validating_webhooks: Ok(Vec::new()),
+            nodes: Ok(Vec::new()),
+            node_leases: Ok(Vec::new()),
+            pods: Ok(Vec::new()),
+            services: Ok(Vec::new()),
+            config_maps: Ok(Vec::new()),
+            secrets: Ok(Vec::new()),
+            service_accounts: Ok(Vec::new()),
+            deployments: Ok(Vec::new()),
+            replica_sets: Ok(Vec::new()),
+            cni_daemon_sets: Ok(Vec::new()),
+        }
+    }
+
+    /// The values that the control plane was installed with, from its ConfigMap.
+    pub(super) fn values(&self) -> Result<Value, Problem> {
+        serde_yaml_ng::from_str(self.values_text()?).map_err(|problem| {
+            error(
+                format!("the values in ConfigMap {CONFIG} are not YAML: {problem}"),
+                self.scope.upgrade_command(),
+            )
+        })
+    }
+
+    /// The same values, as the injector reads them.
+    pub(super) fn injection(&self) -> Result<inject::values::Values, Problem> {
+        inject::values::Values::from_yaml(self.values_text()?).map_err(|problem| {
+            let cause = std::error::Error::source(&problem)
+                .map(|cause| format!(": {cause}"))
+                .unwrap_or_default();
+            error(
+                format!("the values in ConfigMap {CONFIG} cannot be used: {problem}{cause}"),
+                self.scope.upgrade_command(),
+            )
+        })
+    }
+
+    fn values_text(&self) -> Result<&str, Problem> {
+        let yaml = self
+            .config_map(CONFIG)?
+            .and_then(|map| map.data.as_ref()?.get("values"));
+        yaml.map(String::as_str).ok_or_else(|| {
+            error(
+                format!(
+                    "ConfigMap {CONFIG} with the key \"values\" is not in namespace {}",
+                    self.scope.control_plane
+                ),
+                self.scope.install_command(),
+            )
+        })
+    }
+
+    pub(super) fn config_map(&self, name: &str) -> Result<Option<&ConfigMap>, Problem> {
+        let found = self.config_maps.as_ref()?.iter();
+        Ok(found.into_iter().find(|map| map.metadata.name.as_deref() == Some(name)))
+    }
+
+    pub(super) fn secret(&self, name: &str) -> Result<Option<&Secret>, Problem> {
+        let found = self.secrets.as_ref()?.iter();
+        Ok(found
+            .into_iter()
+            .find(|secret| secret.metadata.name.as_deref() == Some(name)))
+    }
+
+    /// The roots of the mesh.
+    pub(super) fn anchors(&self) -> Result<Vec<Certificate>, Problem> {
+        let map = self.config_map(TRUST_ROOTS)?;
+        let Some(pem) = map.and_then(|map| map.data.as_ref()?.get("ca-bundle.crt")) else {
+            return Err(error(
+                format!(
+                    "ConfigMap {TRUST_ROOTS} with the key \"ca-bundle.crt\" is not in namespace {}",
+                    self.scope.control_plane
+                ),
+                self.scope.upgrade_command(),
+            ));
+        };
+        Certificate::parse_bundle(pem.as_bytes()).map_err(|problem| {
+            error(
+                format!("the trust anchors in ConfigMap {TRUST_ROOTS} cannot be used: {problem:#}"),
+                format!(
+                    "{} --identity-trust-anchors-file ca.crt | kubectl apply -f -",
+                    self.scope.tulle("upgrade")
+                ),
+            )
+        })
+    }
+}
+
+/// A value by its dotted path, as charts name it.
+pub(super) fn value<'a>(values: &'a Value, path: &str) -> &'a Value {
+    path.split('.').fold(values, |value, key| &value[key])
+}
+
+impl fmt::Display for Unreadable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} cannot be read: {}", self.what, self.why)
+    }
+}
+
+pub(super) const CONFIG: &str = "linkerd-config";
+pub(super) const TRUST_ROOTS: &str = "linkerd-identity-trust-roots";
+pub(super) const ISSUER: &str = "linkerd-identity-issuer";

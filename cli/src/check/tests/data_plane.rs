@@ -1,0 +1,277 @@
+//! Verdicts on proxies, pods and annotations.
+
+use super::*;
+
+fn shop(more: &[Value]) -> Snapshot {
+    let mut objects = installed(&authorities(100));
+    objects.push(named("Namespace", "shop"));
+    objects.push(meshed_pod("web", true));
+    objects.extend_from_slice(more);
+    cluster(Mode::Proxy, &objects)
+}
+
+#[test]
+fn proxies_that_are_not_ready_are_found() {
+    let snapshot = shop(&[meshed_pod("db", false)]);
+    expect(
+        &snapshot,
+        Outcome::Error,
+        &["shop/db", "kubectl logs POD -c linkerd-proxy"],
+    );
+}
+
+#[test]
+fn a_namespace_without_proxies_is_told_how_to_get_them() {
+    let mut snapshot = shop(&[named("Namespace", "empty")]);
+    snapshot.scope.namespace = Some("empty".to_owned());
+    expect(
+        &snapshot,
+        Outcome::Error,
+        &["there is no proxy in namespace empty", "linkerd.io/inject=enabled"],
+    );
+    snapshot.scope.namespace = Some("nowhere".to_owned());
+    expect(&snapshot, Outcome::Error, &["there is no namespace nowhere"]);
+}
+
+/// The namespace shop, annotated.
+fn injected_namespace() -> Value {
+    let mut namespace = named("Namespace", "shop");
+    namespace["metadata"]["annotations"] = json!({ "linkerd.io/inject": "enabled" });
+    namespace
+}
+
+/// A pod without a proxy.
+fn bare(name: &str, annotations: Value, more: Value) -> Value {
+    let mut spec = json!({ "containers": [{ "name": "app" }] });
+    spec.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    json!({
+        "kind": "Pod",
+        "metadata": { "name": name, "namespace": "shop", "annotations": annotations },
+        "spec": spec,
+        "status": { "phase": "Running" },
+    })
+}
+
+#[test]
+fn pods_that_the_injector_missed_are_listed_exactly() {
+    let mut done = bare("done", json!({}), json!({}));
+    done["status"]["phase"] = json!("Succeeded");
+    let snapshot = shop(&[
+        injected_namespace(),
+        bare("missed", json!({}), json!({})),
+        bare("unwanted", json!({ "linkerd.io/inject": "disabled" }), json!({})),
+        bare("host", json!({}), json!({ "hostNetwork": true })),
+        done,
+    ]);
+    expect(
+        &snapshot,
+        Outcome::Error,
+        &[
+            "have no proxy:\n  * shop/missed →",
+            "kubectl get pod missed -n shop -o yaml | kubectl replace --force -f -",
+        ],
+    );
+}
+
+#[test]
+fn each_missed_pod_is_made_anew_by_the_command_for_its_owner() {
+    let owned = |pod: &str, kind: &str, name: &str| {
+        let mut pod = bare(pod, json!({}), json!({}));
+        pod["metadata"]["labels"] = json!({ "pod-template-hash": "5d8f" });
+        pod["metadata"]["ownerReferences"] =
+            json!([{ "apiVersion": "v1", "kind": kind, "name": name, "uid": "u", "controller": true }]);
+        pod
+    };
+    let snapshot = shop(&[
+        injected_namespace(),
+        owned("api-5d8f-1", "ReplicaSet", "api-5d8f"),
+        owned("api-5d8f-2", "ReplicaSet", "api-5d8f"),
+        owned("db-0", "StatefulSet", "db"),
+        owned("logs-x", "DaemonSet", "logs"),
+        owned("once-x", "Job", "once"),
+        owned("old-x", "ReplicaSet", "old"),
+    ]);
+    expect(
+        &snapshot,
+        Outcome::Error,
+        &[
+            "→ kubectl delete pod old-x -n shop\nkubectl delete pod once-x -n shop\n\
+           kubectl rollout restart daemonset/logs -n shop\nkubectl rollout restart deployment/api -n shop\n\
+           kubectl rollout restart statefulset/db -n shop",
+        ],
+    );
+}
+
+#[test]
+fn what_the_injectors_audit_has_found_is_told_where_it_still_stands() {
+    let audit = |names: &[&str]| {
+        let missing = names.iter().map(|name| json!({ "namespace": "shop", "name": name }));
+        let found = json!({ "auditedAt": "2026-11-21T12:00:00Z", "missing": missing.collect::<Vec<_>>() });
+        Some(Ok(serde_json::from_value(found).unwrap()))
+    };
+    // The injector goes by what it knows; here nothing says that the pod is to be injected.
+    let mut snapshot = shop(&[bare("late", json!({}), json!({}))]);
+    assert_eq!(findings(&snapshot), []);
+    snapshot.injection_audit = audit(&["gone", "late", "web"]);
+    expect(
+        &snapshot,
+        Outcome::Warning,
+        &[
+            "audit of 2026-11-21T12:00:00Z",
+            "have no proxy:\n  * shop/late →",
+            "kubectl get pod late -n shop",
+        ],
+    );
+    // Who may not read namespaces can only believe the audit.
+    snapshot.namespaces = Err(Unreadable {
+        what: "namespaces",
+        why: "no".to_owned(),
+    });
+    let told = findings(&snapshot);
+    let told: Vec<_> = told.iter().filter(|(outcome, _)| *outcome == Outcome::Error).collect();
+    assert!(
+        matches!(&told[..], [(_, text)] if text.contains("shop/late")),
+        "{told:?}"
+    );
+    // What the check before this has named is not told twice.
+    let mut snapshot = shop(&[injected_namespace(), bare("late", json!({}), json!({}))]);
+    snapshot.injection_audit = audit(&["late"]);
+    expect(&snapshot, Outcome::Error, &["these pods are to be injected"]);
+    // Of the audit itself only a failure is told.
+    let mut snapshot = shop(&[]);
+    snapshot.injection_audit = audit(&[]);
+    assert_eq!(findings(&snapshot), []);
+    snapshot.injection_audit = Some(Err("forbidden".to_owned()));
+    expect(&snapshot, Outcome::Warning, &["cannot be read: forbidden"]);
+}
+
+#[test]
+fn proxies_of_another_version_are_warned_of() {
+    let mut pod = meshed_pod("db", true);
+    pod["metadata"]["annotations"]["linkerd.io/proxy-version"] = json!("0.0.1");
+    expect(
+        &shop(&[pod]),
+        Outcome::Warning,
+        &["shop/db runs 0.0.1", "kubectl rollout restart"],
+    );
+}
+
+#[test]
+fn labels_and_annotations_without_effect_are_found() {
+    let mut pod = meshed_pod("db", true);
+    pod["metadata"]["labels"]["linkerd.io/inject"] = json!("enabled");
+    expect(
+        &shop(&[pod]),
+        Outcome::Warning,
+        &["pod shop/db has the label linkerd.io/inject"],
+    );
+
+    let mut namespace = named("Namespace", "shop");
+    namespace["metadata"]["annotations"] = json!({ "linkerd.io/injected": "enabled" });
+    expect(
+        &shop(&[namespace]),
+        Outcome::Warning,
+        &["linkerd.io/injected injects nothing, linkerd.io/inject does"],
+    );
+
+    let mut pod = meshed_pod("db", true);
+    pod["metadata"]["annotations"]["config.linkerd.io/default-inbound-policy"] = json!("perhaps");
+    expect(
+        &shop(&[pod]),
+        Outcome::Warning,
+        &["pod shop/db: ", "default-inbound-policy"],
+    );
+
+    let service = json!({
+        "kind": "Service",
+        "metadata": {
+            "name": "db", "namespace": "shop", "annotations": { "config.linkerd.io/opaque-ports": "mysql,33-99,99-33" },
+        },
+        "spec": { "ports": [{ "name": "mysql", "port": 3306 }] },
+    });
+    expect(&shop(&[service]), Outcome::Warning, &["names \"99-33\""]);
+}
+
+#[test]
+fn services_and_pods_that_disagree_on_opaque_ports_are_found() {
+    let service = |annotations: Value| {
+        json!({
+            "kind": "Service",
+            "metadata": { "name": "db", "namespace": "shop", "annotations": annotations },
+            "spec": { "selector": { "app": "db" }, "ports": [{ "port": 13306, "targetPort": "db" }] },
+        })
+    };
+    let pod = |annotations: &[(&str, &str)]| {
+        let mut pod = meshed_pod("db", true);
+        for (key, value) in annotations {
+            pod["metadata"]["annotations"][*key] = json!(value);
+        }
+        pod
+    };
+    const OPAQUE: &str = "config.linkerd.io/opaque-ports";
+    let both = shop(&[service(json!({ OPAQUE: "13306" })), pod(&[(OPAQUE, "3306")])]);
+    assert_eq!(findings(&both), []);
+    expect(
+        &shop(&[service(json!({})), pod(&[(OPAQUE, "3300-3310")])]),
+        Outcome::Warning,
+        &["kubectl annotate service db -n shop config.linkerd.io/opaque-ports=13306"],
+    );
+    expect(
+        &shop(&[service(json!({ OPAQUE: "13306" })), pod(&[])]),
+        Outcome::Warning,
+        &["pod shop/db does not take port 3306 for opaque"],
+    );
+}
+
+#[test]
+fn certificates_of_proxies_must_lead_to_the_anchors() {
+    let good = authorities(100);
+    let read = |ca: &CertificateAuthority| crate::certificates::Certificate::parse_bundle(ca.certificate.as_bytes());
+    let mut objects = installed(&good);
+    objects.push(named("Namespace", "shop"));
+    objects.push(meshed_pod("web", true));
+    let mut snapshot = cluster(Mode::Proxy, &objects);
+    snapshot
+        .proxy_certificates
+        .insert("shop/web".to_owned(), Ok(read(&good.issuer).unwrap()));
+    assert_eq!(findings(&snapshot), []);
+    snapshot
+        .proxy_certificates
+        .insert("shop/web".to_owned(), Ok(read(&authorities(100).issuer).unwrap()));
+    expect(
+        &snapshot,
+        Outcome::Error,
+        &[
+            "shop/web has a certificate that leads to none",
+            "kubectl rollout restart",
+        ],
+    );
+    snapshot
+        .proxy_certificates
+        .insert("shop/web".to_owned(), Err("connection refused".to_owned()));
+    expect(&snapshot, Outcome::Warning, &["shop/web: connection refused"]);
+}
+
+#[test]
+fn the_cni_plugin_is_checked_where_it_is_used() {
+    let mut objects = installed(&authorities(100));
+    objects.push(values(&[("cniEnabled", json!(true))]));
+    expect(
+        &cluster(Mode::Installed, &objects),
+        Outcome::Error,
+        &["there is no DaemonSet linkerd-cni"],
+    );
+    let mut set = named("DaemonSet", "linkerd-cni");
+    set["status"] = json!({
+        "desiredNumberScheduled": 2, "numberReady": 1, "currentNumberScheduled": 2, "numberMisscheduled": 0,
+    });
+    objects.push(set.clone());
+    expect(
+        &cluster(Mode::Installed, &objects),
+        Outcome::Error,
+        &["ready on 1 of 2 nodes"],
+    );
+    set["status"]["numberReady"] = json!(2);
+    objects.push(set);
+    assert_eq!(findings(&cluster(Mode::Installed, &objects)), []);
+}

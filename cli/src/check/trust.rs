@@ -1,0 +1,460 @@
+//! Checks of certificates: the roots, the issuer, those of webhooks, and those that proxies present.
+
+use k8s_openapi::api::core::v1::Secret;
+use kube::ResourceExt as _;
+use serde_json::Value;
+
+use super::control_plane::{INJECTOR_WEBHOOK, VALIDATOR_WEBHOOKS};
+use super::snapshot::{ISSUER, Snapshot, TRUST_ROOTS, value};
+use super::verdict::{Category, Check, Judgement, Problem, error, listing, warning};
+use crate::certificates::{Certificate, Key, Signature, leads_to};
+
+pub(super) fn identity() -> Category {
+    Category {
+        name: "linkerd-identity",
+        checks: vec![
+            Check::new("certificate config is valid", config_is_valid).ends_the_run(),
+            Check::new(
+                "trust anchors are using supported crypto algorithm",
+                anchors_are_supported,
+            ),
+            Check::new("trust anchors are within their validity period", |s| {
+                valid(s, &anchors(s)?, Owner::Anchor)
+            }),
+            Check::new("trust anchors are valid for at least 60 days", |s| {
+                lasting(s, &anchors(s)?, Owner::Anchor)
+            }),
+            Check::new("issuer cert is using supported crypto algorithm", issuer_is_supported),
+            Check::new("issuer cert is within its validity period", |s| {
+                valid(s, &issuer(s)?, Owner::Issuer)
+            }),
+            Check::new("issuer cert is valid for at least 60 days", |s| {
+                lasting(s, &issuer(s)?, Owner::Issuer)
+            }),
+            Check::new("issuer cert is issued by the trust anchor", issuer_is_trusted),
+        ],
+    }
+}
+
+pub(super) fn webhooks() -> Category {
+    Category {
+        name: "linkerd-webhooks-and-apisvc-tls",
+        checks: vec![
+            Check::new("proxy-injector webhook has valid cert", |s| {
+                webhook_is_valid(s, &INJECTOR)
+            })
+            .settles(),
+            Check::new("proxy-injector cert is valid for at least 60 days", |s| {
+                webhook_is_lasting(s, &INJECTOR)
+            }),
+            Check::new("sp-validator webhook has valid cert", |s| {
+                webhook_is_valid(s, &SP_VALIDATOR)
+            })
+            .settles(),
+            Check::new("sp-validator cert is valid for at least 60 days", |s| {
+                webhook_is_lasting(s, &SP_VALIDATOR)
+            }),
+            Check::new("policy-validator webhook has valid cert", |s| {
+                webhook_is_valid(s, &POLICY_VALIDATOR)
+            })
+            .settles(),
+            Check::new("policy-validator cert is valid for at least 60 days", |s| {
+                webhook_is_lasting(s, &POLICY_VALIDATOR)
+            }),
+        ],
+    }
+}
+
+pub(super) fn data_plane() -> Category {
+    Category {
+        name: "linkerd-identity-data-plane",
+        checks: vec![Check::new("data plane proxies certificate match CA", proxies_match)],
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Owner {
+    Anchor,
+    Issuer,
+}
+
+/// How an authority is replaced.
+fn rotation(snapshot: &Snapshot, owner: Owner) -> String {
+    let upgrade = snapshot.scope.tulle("upgrade");
+    match owner {
+        Owner::Anchor => format!(
+            "tulle trust create-anchor --cert new-ca.crt --key new-ca.key, and `{upgrade} --identity-trust-anchors-file \
+             both.crt | kubectl apply -f -` with old and new in both.crt"
+        ),
+        Owner::Issuer => format!(
+            "tulle trust create-issuer --dir new-issuer, and `{upgrade} --identity-issuer-certificate-file \
+             new-issuer/crt.pem --identity-issuer-key-file new-issuer/key.pem | kubectl apply -f -`"
+        ),
+    }
+}
+
+fn anchors(snapshot: &Snapshot) -> Result<Vec<Certificate>, Problem> {
+    snapshot.anchors()
+}
+
+fn issuer_secret(snapshot: &Snapshot) -> Result<&Secret, Problem> {
+    snapshot.secret(ISSUER)?.ok_or_else(|| {
+        error(
+            format!(
+                "Secret {ISSUER} is not in namespace {}, so no certificate can be signed",
+                snapshot.scope.control_plane
+            ),
+            rotation(snapshot, Owner::Issuer),
+        )
+    })
+}
+
+/// The issuer's certificate and the chain behind it.
+fn issuer(snapshot: &Snapshot) -> Result<Vec<Certificate>, Problem> {
+    let secret = issuer_secret(snapshot)?;
+    let data = secret.data.as_ref();
+    let pem = ["crt.pem", "tls.crt"].iter().find_map(|key| data?.get(*key));
+    let Some(pem) = pem else {
+        return Err(error(
+            format!("Secret {ISSUER} has neither crt.pem nor tls.crt"),
+            rotation(snapshot, Owner::Issuer),
+        ));
+    };
+    Certificate::parse_bundle(&pem.0).map_err(|problem| {
+        error(
+            format!("the certificate in Secret {ISSUER} cannot be used: {problem:#}"),
+            rotation(snapshot, Owner::Issuer),
+        )
+    })
+}
+
+fn config_is_valid(snapshot: &Snapshot) -> Judgement {
+    anchors(snapshot)?;
+    issuer(snapshot)?;
+    let data = issuer_secret(snapshot)?.data.as_ref();
+    let found = |key: &str| data.is_some_and(|data| data.contains_key(key));
+    if !found("key.pem") && !found("tls.key") {
+        return Err(error(
+            format!("Secret {ISSUER} has neither key.pem nor tls.key"),
+            rotation(snapshot, Owner::Issuer),
+        ));
+    }
+    let values = snapshot.values()?;
+    let scheme = value(&values, "identity.issuer.scheme")
+        .as_str()
+        .unwrap_or(SCHEME_LINKERD);
+    let right = match scheme {
+        SCHEME_LINKERD => found("crt.pem"),
+        SCHEME_KUBERNETES => found("tls.crt"),
+        _ => false,
+    };
+    if right {
+        return Ok(());
+    }
+    Err(error(
+        format!("identity.issuer.scheme is {scheme:?}, and Secret {ISSUER} does not have its keys"),
+        format!(
+            "{} --set identity.issuer.scheme={} | kubectl apply -f -",
+            snapshot.scope.tulle("upgrade"),
+            if found("tls.crt") {
+                SCHEME_KUBERNETES
+            } else {
+                SCHEME_LINKERD
+            }
+        ),
+    ))
+}
+
+fn anchors_are_supported(snapshot: &Snapshot) -> Judgement {
+    let odd: Vec<_> = anchors(snapshot)?
+        .iter()
+        .filter(|anchor| !matches!(anchor.key, Key::EcdsaP256 | Key::Rsa(2048 | 4096)))
+        .map(|anchor| format!("{}: {:?}", anchor.name, anchor.key))
+        .collect();
+    if odd.is_empty() {
+        return Ok(());
+    }
+    Err(error(
+        listing(
+            "trust anchors need an ECDSA P-256 key, or RSA of 2048 or 4096 bits:",
+            &odd,
+        ),
+        rotation(snapshot, Owner::Anchor),
+    ))
+}
+
+fn issuer_is_supported(snapshot: &Snapshot) -> Judgement {
+    let issuer = issuer(snapshot)?;
+    let Some(issuer) = issuer.first() else { return Ok(()) };
+    if issuer.key != Key::EcdsaP256 {
+        return Err(error(
+            format!(
+                "the issuer {} needs an ECDSA P-256 key, and has {:?}",
+                issuer.name, issuer.key
+            ),
+            rotation(snapshot, Owner::Issuer),
+        ));
+    }
+    if !matches!(issuer.signature, Signature::EcdsaSha256 | Signature::RsaSha256) {
+        return Err(error(
+            format!(
+                "the issuer {} has to be signed by ECDSA or RSA with SHA-256, and is by {:?}",
+                issuer.name, issuer.signature
+            ),
+            rotation(snapshot, Owner::Issuer),
+        ));
+    }
+    Ok(())
+}
+
+fn issuer_is_trusted(snapshot: &Snapshot) -> Judgement {
+    let chain = issuer(snapshot)?;
+    if leads_to(&chain, &anchors(snapshot)?) {
+        return Ok(());
+    }
+    let name = chain.first().map(|cert| cert.name.as_str()).unwrap_or_default();
+    Err(error(
+        format!(
+            "the issuer {name} in Secret {ISSUER} is signed by none of the trust anchors in ConfigMap {TRUST_ROOTS}"
+        ),
+        rotation(snapshot, Owner::Issuer),
+    ))
+}
+
+fn valid(snapshot: &Snapshot, certs: &[Certificate], owner: Owner) -> Judgement {
+    let bad: Vec<_> = certs
+        .iter()
+        .filter_map(|cert| out_of_time(cert, snapshot.now))
+        .collect();
+    if bad.is_empty() {
+        return Ok(());
+    }
+    Err(error(listing("certificates:", &bad), rotation(snapshot, owner)))
+}
+
+fn lasting(snapshot: &Snapshot, certs: &[Certificate], owner: Owner) -> Judgement {
+    let ending: Vec<_> = certs.iter().filter_map(|cert| ends_soon(cert, snapshot.now)).collect();
+    if ending.is_empty() {
+        return Ok(());
+    }
+    Err(warning(listing("certificates:", &ending), rotation(snapshot, owner)))
+}
+
+fn out_of_time(cert: &Certificate, now: i64) -> Option<String> {
+    if now < cert.not_before {
+        Some(format!("{} is not valid before {}", cert.name, date(cert.not_before)))
+    } else if now > cert.not_after {
+        Some(format!("{} expired on {}", cert.name, date(cert.not_after)))
+    } else {
+        None
+    }
+}
+
+fn ends_soon(cert: &Certificate, now: i64) -> Option<String> {
+    (cert.not_after < now + SIXTY_DAYS).then(|| {
+        let days = (cert.not_after - now).max(0) / DAY;
+        format!("{} expires on {}, in {days} days", cert.name, date(cert.not_after))
+    })
+}
+
+fn date(seconds: i64) -> String {
+    let format = time::format_description::well_known::Rfc3339;
+    let time = time::OffsetDateTime::from_unix_timestamp(seconds).ok();
+    time.and_then(|time| time.format(&format).ok())
+        .unwrap_or_else(|| format!("second {seconds} since 1970"))
+}
+
+/// A webhook: what the API server calls, and where its certificate is.
+pub(super) struct Webhook {
+    pub(super) config: &'static str,
+    pub(super) service: &'static str,
+    /// The component whose pods serve it.
+    pub(super) component: &'static str,
+    pub(super) port: u16,
+}
+
+impl Webhook {
+    pub(super) fn secret(&self) -> String {
+        format!("{}-k8s-tls", self.service)
+    }
+}
+
+const INJECTOR: Webhook = Webhook {
+    config: INJECTOR_WEBHOOK,
+    service: "linkerd-proxy-injector",
+    component: "proxy-injector",
+    port: 8443,
+};
+const SP_VALIDATOR: Webhook = Webhook {
+    config: VALIDATOR_WEBHOOKS[0],
+    service: "linkerd-sp-validator",
+    component: "destination",
+    port: 8443,
+};
+const POLICY_VALIDATOR: Webhook = Webhook {
+    config: VALIDATOR_WEBHOOKS[1],
+    service: "linkerd-policy-validator",
+    component: "destination",
+    port: 9443,
+};
+pub(super) const WEBHOOKS: [&Webhook; 3] = [&INJECTOR, &SP_VALIDATOR, &POLICY_VALIDATOR];
+
+/// The bundle that the API server verifies a webhook by; nothing if there is no such configuration.
+fn ca_bundle(snapshot: &Snapshot, webhook: &Webhook) -> Result<Option<Vec<u8>>, Problem> {
+    let mutating = snapshot.mutating_webhooks.as_ref()?.iter();
+    let mutating = mutating.filter(|config| config.name_any() == webhook.config);
+    let mutating = mutating.flat_map(|config| config.webhooks.iter().flatten().map(|hook| &hook.client_config));
+    let validating = snapshot.validating_webhooks.as_ref()?.iter();
+    let validating = validating.filter(|config| config.name_any() == webhook.config);
+    let validating = validating.flat_map(|config| config.webhooks.iter().flatten().map(|hook| &hook.client_config));
+    let client_config = mutating.chain(validating).next();
+    Ok(client_config.map(|config| config.ca_bundle.clone().map(|bundle| bundle.0).unwrap_or_default()))
+}
+
+/// What the webhook presents, or else what its Secret holds.
+fn webhook_certificate(snapshot: &Snapshot, webhook: &Webhook) -> Result<Certificate, Problem> {
+    let presented = snapshot.webhook_certificates.get(webhook.service);
+    if let Some(Ok(cert)) = presented {
+        return Ok(cert.clone());
+    }
+    let secret = snapshot.secret(&webhook.secret())?;
+    let pem = secret.and_then(|secret| {
+        let data = secret.data.as_ref()?;
+        data.get("tls.crt").or_else(|| data.get("crt.pem"))
+    });
+    let certs = pem.map(|pem| Certificate::parse_bundle(&pem.0));
+    match (certs, presented) {
+        (Some(Ok(mut certs)), _) => Ok(certs.remove(0)),
+        (Some(Err(problem)), _) => Err(error(
+            format!(
+                "the certificate in Secret {} cannot be used: {problem:#}",
+                webhook.secret()
+            ),
+            renewal(snapshot, webhook),
+        )),
+        (None, Some(Err(why))) => Err(error(why.clone(), restart(snapshot, webhook))),
+        (None, _) => Err(error(
+            format!("{} presents no certificate", webhook.service),
+            restart(snapshot, webhook),
+        )),
+    }
+}
+
+fn restart(snapshot: &Snapshot, webhook: &Webhook) -> String {
+    format!(
+        "kubectl rollout restart deployment linkerd-{} -n {}; it makes its certificate when it starts",
+        webhook.component, snapshot.scope.control_plane
+    )
+}
+
+/// A certificate that the control plane made is made anew when it is gone.
+fn renewal(snapshot: &Snapshot, webhook: &Webhook) -> String {
+    format!(
+        "kubectl delete secret {} -n {}, and then {}",
+        webhook.secret(),
+        snapshot.scope.control_plane,
+        restart(snapshot, webhook)
+    )
+}
+
+fn webhook_is_valid(snapshot: &Snapshot, webhook: &Webhook) -> Judgement {
+    let Some(bundle) = ca_bundle(snapshot, webhook)? else {
+        return Err(error(
+            format!("{} does not exist, so the API server calls nobody", webhook.config),
+            snapshot.scope.upgrade_command(),
+        ));
+    };
+    let cert = webhook_certificate(snapshot, webhook)?;
+    let name = format!("{}.{}.svc", webhook.service, snapshot.scope.control_plane);
+    if !cert.dns_names.contains(&name) {
+        return Err(error(
+            format!(
+                "the certificate is for {}, and the API server calls {name}",
+                cert.dns_names.join(", ")
+            ),
+            renewal(snapshot, webhook),
+        ));
+    }
+    if let Some(why) = out_of_time(&cert, snapshot.now) {
+        return Err(error(why, renewal(snapshot, webhook)));
+    }
+    match Certificate::parse_bundle(&bundle) {
+        Ok(authorities) if leads_to(std::slice::from_ref(&cert), &authorities) => Ok(()),
+        Ok(_) => Err(error(
+            format!(
+                "the CA bundle of {} does not verify the certificate that {name} presents",
+                webhook.config
+            ),
+            restart(snapshot, webhook),
+        )),
+        Err(problem) => Err(error(
+            format!("the CA bundle of {} cannot be used: {problem:#}", webhook.config),
+            restart(snapshot, webhook),
+        )),
+    }
+}
+
+fn webhook_is_lasting(snapshot: &Snapshot, webhook: &Webhook) -> Judgement {
+    // Whether there is one, the check before this has said.
+    let Ok(cert) = webhook_certificate(snapshot, webhook) else {
+        return Ok(());
+    };
+    match ends_soon(&cert, snapshot.now) {
+        // The control plane renews in time what it made itself; what others made is theirs to renew.
+        Some(why) if external(snapshot, webhook) => Err(warning(
+            why,
+            format!("renew the certificate in Secret {}", webhook.secret()),
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn external(snapshot: &Snapshot, webhook: &Webhook) -> bool {
+    let Ok(values) = snapshot.values() else { return false };
+    let key = match webhook.service {
+        "linkerd-proxy-injector" => "proxyInjector.externalSecret",
+        "linkerd-sp-validator" => "profileValidator.externalSecret",
+        _ => "policyValidator.externalSecret",
+    };
+    value(&values, key) == &Value::Bool(true)
+}
+
+fn proxies_match(snapshot: &Snapshot) -> Judgement {
+    let anchors = anchors(snapshot)?;
+    let mut strange = Vec::new();
+    let mut silent = Vec::new();
+    for (pod, chain) in &snapshot.proxy_certificates {
+        match chain {
+            Err(why) => silent.push(format!("{pod}: {why}")),
+            Ok(chain) if !leads_to(chain, &anchors) => {
+                strange.push(format!(
+                    "{pod} has a certificate that leads to none of the trust anchors"
+                ));
+            }
+            Ok(chain) => strange.extend(
+                chain
+                    .first()
+                    .and_then(|leaf| out_of_time(leaf, snapshot.now))
+                    .map(|why| format!("{pod}: {why}")),
+            ),
+        }
+    }
+    if !strange.is_empty() {
+        return Err(error(
+            listing("these proxies cannot talk to the others:", &strange),
+            "kubectl rollout restart their workloads, so that they get the current trust anchors",
+        ));
+    }
+    if !silent.is_empty() {
+        return Err(warning(
+            listing("no certificate could be read from:", &silent),
+            "kubectl logs POD -c linkerd-proxy shows why; to read certificates, one may create pods/portforward",
+        ));
+    }
+    Ok(())
+}
+
+const SCHEME_LINKERD: &str = "linkerd.io/tls";
+const SCHEME_KUBERNETES: &str = "kubernetes.io/tls";
+const DAY: i64 = 86_400;
+const SIXTY_DAYS: i64 = 60 * DAY;

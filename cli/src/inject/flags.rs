@@ -1,0 +1,150 @@
+//! The flags of `tulle inject` that become annotations, with Linkerd's names.
+
+use tulle_control::inject::check_annotation;
+use tulle_core::names::annotation;
+
+/// Settings of the injected proxies; each becomes an annotation.
+#[derive(Clone, Debug, Default, clap::Args)]
+#[command(next_help_heading = "Proxy options")]
+pub(super) struct ProxyFlags {
+    /// The proxy's image, without a version
+    #[arg(long, value_name = "IMAGE")]
+    proxy_image: Option<String>,
+    /// The version of the proxy's image
+    #[arg(long, value_name = "TAG")]
+    proxy_version: Option<String>,
+    /// When images are pulled: Always, Never or IfNotPresent
+    #[arg(long, value_name = "POLICY")]
+    image_pull_policy: Option<String>,
+    /// The port where connections to the application are taken [default: 4143]
+    #[arg(long, value_name = "PORT")]
+    inbound_port: Option<String>,
+    /// The port where connections of the application are taken [default: 4140]
+    #[arg(long, value_name = "PORT")]
+    outbound_port: Option<String>,
+    /// The port of metrics and probes [default: 4191]
+    #[arg(long, value_name = "PORT")]
+    admin_port: Option<String>,
+    /// The port of tap [default: 4190]
+    #[arg(long, value_name = "PORT")]
+    control_port: Option<String>,
+    /// Inbound ports that bypass the proxy, such as 22,8000-8100
+    #[arg(long, value_name = "PORTS")]
+    skip_inbound_ports: Option<String>,
+    /// Outbound ports that bypass the proxy
+    #[arg(long, value_name = "PORTS")]
+    skip_outbound_ports: Option<String>,
+    /// Networks whose connections bypass the proxy, such as 10.0.0.0/8
+    #[arg(long, value_name = "CIDRS")]
+    skip_subnets: Option<String>,
+    /// Ports whose bytes the proxy does not parse; also set on Services
+    #[arg(long, value_name = "PORTS")]
+    opaque_ports: Option<String>,
+    /// The CPU that is requested, such as 100m
+    #[arg(long, value_name = "QUANTITY")]
+    proxy_cpu_request: Option<String>,
+    /// The most CPU
+    #[arg(long, value_name = "QUANTITY")]
+    proxy_cpu_limit: Option<String>,
+    /// The memory that is requested, such as 20Mi
+    #[arg(long, value_name = "QUANTITY")]
+    proxy_memory_request: Option<String>,
+    /// The most memory
+    #[arg(long, value_name = "QUANTITY")]
+    proxy_memory_limit: Option<String>,
+    /// The user that the proxy runs as [default: 2102]
+    #[arg(long, value_name = "UID")]
+    proxy_uid: Option<String>,
+    /// The group that the proxy runs as
+    #[arg(long, value_name = "GID")]
+    proxy_gid: Option<String>,
+    /// Which log lines are written, such as warn,linkerd=debug
+    #[arg(long, value_name = "LEVELS")]
+    proxy_log_level: Option<String>,
+    /// How log lines are written: plain or json
+    #[arg(long, value_name = "FORMAT")]
+    proxy_log_format: Option<String>,
+    /// The format of the access log: apache or json
+    #[arg(long, value_name = "FORMAT")]
+    access_log: Option<String>,
+    /// What is allowed where no policy says otherwise, such as all-authenticated
+    #[arg(long, value_name = "POLICY")]
+    default_inbound_policy: Option<String>,
+    /// Ports whose clients must be meshed
+    #[arg(long, value_name = "PORTS")]
+    require_identity_on_inbound_ports: Option<String>,
+    /// Ask for ServiceProfiles of names outside the cluster, too
+    #[arg(long)]
+    enable_external_profiles: bool,
+    /// Whether the sidecar is a native one, an init container that keeps running [default: true]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    native_sidecar: Option<String>,
+    /// How long the proxy waits before it ends, in seconds
+    #[arg(long, value_name = "SECONDS")]
+    wait_before_exit_seconds: Option<String>,
+    /// How long requests may take to end when the proxy ends, such as 2m
+    #[arg(long, value_name = "DURATION")]
+    shutdown_grace_period: Option<String>,
+    /// How long connections stay in CLOSE_WAIT, such as 60s; needs proxyInit.runAsRoot
+    #[arg(long, value_name = "DURATION")]
+    close_wait_timeout: Option<String>,
+    /// Add a container with tools to look at the pod's network
+    #[arg(long)]
+    enable_debug_sidecar: bool,
+}
+
+impl ProxyFlags {
+    /// The annotations that these flags stand for.
+    ///
+    /// # Errors
+    /// A value that the injector would ignore.
+    pub(super) fn annotations(&self) -> anyhow::Result<Vec<(&'static str, String)>> {
+        let on = |flag: bool| flag.then(|| "true".to_owned());
+        let all = [
+            (annotation::PROXY_IMAGE, self.proxy_image.clone()),
+            (annotation::PROXY_VERSION_OVERRIDE, self.proxy_version.clone()),
+            (annotation::IMAGE_PULL_POLICY, self.image_pull_policy.clone()),
+            (annotation::INBOUND_PORT, self.inbound_port.clone()),
+            (annotation::OUTBOUND_PORT, self.outbound_port.clone()),
+            (annotation::ADMIN_PORT, self.admin_port.clone()),
+            (annotation::CONTROL_PORT, self.control_port.clone()),
+            (annotation::SKIP_INBOUND_PORTS, self.skip_inbound_ports.clone()),
+            (annotation::SKIP_OUTBOUND_PORTS, self.skip_outbound_ports.clone()),
+            (annotation::SKIP_SUBNETS, self.skip_subnets.clone()),
+            (annotation::OPAQUE_PORTS, self.opaque_ports.clone()),
+            (annotation::PROXY_CPU_REQUEST, self.proxy_cpu_request.clone()),
+            (annotation::PROXY_CPU_LIMIT, self.proxy_cpu_limit.clone()),
+            (annotation::PROXY_MEMORY_REQUEST, self.proxy_memory_request.clone()),
+            (annotation::PROXY_MEMORY_LIMIT, self.proxy_memory_limit.clone()),
+            (annotation::PROXY_UID, self.proxy_uid.clone()),
+            (annotation::PROXY_GID, self.proxy_gid.clone()),
+            (annotation::PROXY_LOG_LEVEL, self.proxy_log_level.clone()),
+            (annotation::PROXY_LOG_FORMAT, self.proxy_log_format.clone()),
+            (annotation::ACCESS_LOG, self.access_log.clone()),
+            (annotation::DEFAULT_INBOUND_POLICY, self.default_inbound_policy.clone()),
+            (
+                annotation::REQUIRE_IDENTITY_INBOUND_PORTS,
+                self.require_identity_on_inbound_ports.clone(),
+            ),
+            (annotation::ENABLE_EXTERNAL_PROFILES, on(self.enable_external_profiles)),
+            (annotation::PROXY_ENABLE_NATIVE_SIDECAR, self.native_sidecar.clone()),
+            (
+                annotation::ALPHA_WAIT_BEFORE_EXIT_SECONDS,
+                self.wait_before_exit_seconds.clone(),
+            ),
+            (annotation::SHUTDOWN_GRACE_PERIOD, self.shutdown_grace_period.clone()),
+            (annotation::CLOSE_WAIT_TIMEOUT, self.close_wait_timeout.clone()),
+            (annotation::ENABLE_DEBUG_SIDECAR, on(self.enable_debug_sidecar)),
+        ];
+        let set: Vec<_> = all.into_iter().filter_map(|(key, value)| Some((key, value?))).collect();
+        for (key, value) in &set {
+            check_annotation(key, value).map_err(anyhow::Error::msg)?;
+        }
+        Ok(set)
+    }
+
+    /// The opaque ports of Services.
+    pub(super) fn opaque_ports(&self) -> Option<&str> {
+        self.opaque_ports.as_deref()
+    }
+}

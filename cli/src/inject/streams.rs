@@ -1,0 +1,101 @@
+//! Files, directories and standard input in; documents out.
+
+use std::fs;
+use std::io::{self, Read as _};
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use serde_json::Value;
+
+use super::yaml;
+
+/// How documents are written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum Output {
+    #[default]
+    Yaml,
+    Json,
+}
+
+/// The text of each input, with a name for errors; `-` is standard input, and a directory its YAML and JSON files.
+pub(super) fn read(inputs: &[PathBuf]) -> anyhow::Result<Vec<(String, String)>> {
+    let mut texts = Vec::new();
+    for input in inputs {
+        if input.as_os_str() == "-" {
+            let mut text = String::new();
+            io::stdin()
+                .read_to_string(&mut text)
+                .context("reading standard input")?;
+            texts.push(("standard input".to_owned(), text));
+            continue;
+        }
+        for path in files(input)? {
+            let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+            texts.push((path.display().to_string(), text));
+        }
+    }
+    Ok(texts)
+}
+
+fn files(input: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    if !input.is_dir() {
+        return Ok(vec![input.to_owned()]);
+    }
+    let context = || format!("reading {}", input.display());
+    let mut found = Vec::new();
+    for entry in fs::read_dir(input).with_context(context)? {
+        let path = entry.with_context(context)?.path();
+        let is_manifest = path
+            .extension()
+            .is_some_and(|kind| ["yaml", "yml", "json"].iter().any(|known| kind == *known));
+        if path.is_dir() {
+            found.extend(files(&path)?);
+        } else if is_manifest {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// Applies `transform` to each object of the inputs, also to those inside of lists, and writes all documents.
+///
+/// A document that does not change is written as it was.
+///
+/// # Errors
+/// Input that cannot be read, and what `transform` refuses.
+pub(super) fn each(
+    inputs: &[PathBuf],
+    output: Output,
+    mut transform: impl FnMut(&mut Value) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let mut out = String::new();
+    for (name, text) in read(inputs)? {
+        for document in yaml::documents(&text).with_context(|| name.clone())? {
+            let mut value = document.value.clone();
+            objects(&mut value, &mut transform).with_context(|| name.clone())?;
+            let text = match (value == document.value, output) {
+                (_, Output::Json) if value.is_null() => continue,
+                (_, Output::Json) => serde_json::to_string_pretty(&value)? + "\n",
+                (true, Output::Yaml) => document.text.trim_end().to_owned() + "\n",
+                (false, Output::Yaml) => yaml::written(&value),
+            };
+            if output == Output::Yaml && !out.is_empty() {
+                out.push_str("---\n");
+            }
+            out.push_str(&text);
+        }
+    }
+    crate::print(&out)
+}
+
+fn objects(value: &mut Value, transform: &mut impl FnMut(&mut Value) -> anyhow::Result<()>) -> anyhow::Result<()> {
+    let is_list = value
+        .get("kind")
+        .and_then(Value::as_str)
+        .is_some_and(|kind| kind.ends_with("List"));
+    match value.get_mut("items").and_then(Value::as_array_mut).filter(|_| is_list) {
+        Some(items) => items.iter_mut().try_for_each(|item| objects(item, transform)),
+        None => transform(value),
+    }
+}

@@ -1,0 +1,75 @@
+//! Takes out of a manifest what injection put in.
+
+use serde_json::Value;
+use tulle_control::inject::{DEBUG_CONTAINER, INIT_CONTAINER, PROXY_CONTAINER, VALIDATOR_CONTAINER, VOLUMES};
+use tulle_core::names::{annotation, label};
+
+use super::workload::{self, Workload};
+
+/// Returns whether anything was there.
+pub(super) fn apply(object: &mut Value) -> bool {
+    let before = object.clone();
+    match Workload::of(object) {
+        Workload::Pods(path) => {
+            if let Some(part) = workload::at(object, path) {
+                pods(part);
+            }
+        }
+        Workload::Namespace => metadata(object),
+        Workload::Service | Workload::Other => {}
+    }
+    *object != before
+}
+
+fn pods(part: &mut Value) {
+    metadata(part);
+    let added = [PROXY_CONTAINER, INIT_CONTAINER, VALIDATOR_CONTAINER, DEBUG_CONTAINER];
+    let lists: [(&str, &[&str]); 3] = [
+        ("containers", &added),
+        ("initContainers", &added),
+        ("volumes", &VOLUMES),
+    ];
+    for (list, names) in lists {
+        let Some(Value::Object(spec)) = part.get_mut("spec") else {
+            return;
+        };
+        let Some(Value::Array(items)) = spec.get_mut(list) else {
+            continue;
+        };
+        let n_items = items.len();
+        items.retain(|item| !item["name"].as_str().is_some_and(|name| names.contains(&name)));
+        // An empty list that the user wrote stays.
+        if items.is_empty() && n_items > 0 && list != "containers" {
+            spec.remove(list);
+        }
+    }
+}
+
+/// Tells whether an entry is the mesh's own.
+type IsOurs = fn(&str, &Value) -> bool;
+
+/// The mesh's own keys go; settings of the user (`config.linkerd.io/*`) and a refusal stay.
+fn metadata(part: &mut Value) {
+    let Some(Value::Object(metadata)) = part.get_mut("metadata") else {
+        return;
+    };
+    let maps: [(&str, IsOurs); 2] = [("annotations", is_our_annotation), ("labels", is_our_label)];
+    for (map, is_ours) in maps {
+        let Some(Value::Object(entries)) = metadata.get_mut(map) else {
+            continue;
+        };
+        let n_entries = entries.len();
+        entries.retain(|key, value| !is_ours(key, value));
+        if entries.is_empty() && n_entries > 0 {
+            metadata.remove(map);
+        }
+    }
+}
+
+fn is_our_annotation(key: &str, value: &Value) -> bool {
+    key.starts_with("linkerd.io/") && !(key == annotation::INJECT && value == "disabled")
+}
+
+fn is_our_label(key: &str, _: &Value) -> bool {
+    key == label::CONTROL_PLANE_NS || key == label::WORKLOAD_NS || key.starts_with(label::PROXY_OWNER_PREFIX)
+}

@@ -1,0 +1,272 @@
+//! YAML as Kubernetes reads it: documents kept as they were written unless they change, and what changes written so that
+//! no reader can take a text for something else.
+//!
+//! Kubernetes still reads YAML 1.1, where `yes` is true and `0644` is 420.
+
+use anyhow::Context as _;
+use serde_json::Value;
+
+/// One document of a stream.
+pub(super) struct Document<'a> {
+    /// As it was written, without the line that separates it from the one before.
+    pub(super) text: &'a str,
+    /// Null for a document of comments only.
+    pub(super) value: Value,
+}
+
+/// The documents of a stream.
+///
+/// # Errors
+/// What is not YAML, with the place.
+pub(super) fn documents(text: &str) -> anyhow::Result<Vec<Document<'_>>> {
+    let mut documents = Vec::new();
+    for text in split(text) {
+        let n_document = documents.len() + 1;
+        let value: serde_yaml_ng::Value =
+            serde_yaml_ng::from_str(text).with_context(|| format!("reading document {n_document}"))?;
+        let mut value = serde_json::to_value(value).with_context(|| format!("reading document {n_document}"))?;
+        old_octals(&mut value);
+        documents.push(Document { text, value });
+    }
+    Ok(documents)
+}
+
+/// Cuts at the lines that separate documents; nothing inside of one may look like them.
+fn split(text: &str) -> Vec<&str> {
+    let (mut documents, mut start, mut at) = (Vec::new(), 0, 0);
+    for line in text.split_inclusive('\n') {
+        let end = at + line.len();
+        let rest = line
+            .strip_prefix("---")
+            .filter(|rest| rest.starts_with([' ', '\t', '\r', '\n']) || rest.is_empty());
+        if let Some(rest) = rest {
+            documents.push(&text[start..at]);
+            // A document may begin on the line itself; a comment belongs to nobody.
+            let is_separator = rest.trim().is_empty() || rest.trim_start().starts_with('#');
+            start = if is_separator { end } else { at + "---".len() };
+        }
+        at = end;
+    }
+    documents.push(&text[start..]);
+    let has_content = |text: &&str| !text.trim().is_empty();
+    documents.into_iter().filter(has_content).collect()
+}
+
+/// File modes are written with a leading zero, which YAML 1.2 takes for a text.
+fn old_octals(value: &mut Value) {
+    match value {
+        Value::Object(map) => {
+            for (key, value) in map {
+                let octal = value
+                    .as_str()
+                    .filter(|_| matches!(key.as_str(), "mode" | "defaultMode"));
+                match octal.and_then(|text| u32::from_str_radix(text.strip_prefix('0')?, 8).ok()) {
+                    Some(mode) => *value = mode.into(),
+                    None => old_octals(value),
+                }
+            }
+        }
+        Value::Array(list) => list.iter_mut().for_each(old_octals),
+        _ => {}
+    }
+}
+
+/// A value as a YAML document, with a line break at its end.
+pub(super) fn written(value: &Value) -> String {
+    let mut out = String::new();
+    write(value, 0, &mut out);
+    if !out.ends_with('\n') {
+        out.push('\n');
+    }
+    out
+}
+
+/// Writes a value at the end of a line that has `indent` spaces before it.
+fn write(value: &Value, indent: usize, out: &mut String) {
+    match value {
+        Value::Object(map) if !map.is_empty() => {
+            for (n, (key, value)) in map.iter().enumerate() {
+                if n > 0 {
+                    out.push_str(&" ".repeat(indent));
+                }
+                out.push_str(&scalar(key));
+                out.push(':');
+                child(value, indent, out);
+            }
+        }
+        Value::Array(list) if !list.is_empty() => {
+            for (n, value) in list.iter().enumerate() {
+                if n > 0 {
+                    out.push_str(&" ".repeat(indent));
+                }
+                out.push_str("- ");
+                write(value, indent + 2, out);
+                if !out.ends_with('\n') {
+                    out.push('\n');
+                }
+            }
+        }
+        Value::String(text) => out.push_str(&scalar(text)),
+        // Numbers, true, false, null, {} and [] are the same in JSON.
+        other => out.push_str(&other.to_string()),
+    }
+}
+
+/// Writes what follows a key.
+fn child(value: &Value, indent: usize, out: &mut String) {
+    let (is_map, is_list) = (
+        value.as_object().is_some_and(|map| !map.is_empty()),
+        value.as_array().is_some_and(|list| !list.is_empty()),
+    );
+    match (is_map, is_list, value.as_str().filter(|text| is_block(text))) {
+        (true, _, _) => {
+            out.push('\n');
+            out.push_str(&" ".repeat(indent + 2));
+            write(value, indent + 2, out);
+        }
+        (_, true, _) => {
+            out.push('\n');
+            out.push_str(&" ".repeat(indent));
+            write(value, indent, out);
+        }
+        (_, _, Some(text)) => {
+            out.push_str(" |\n");
+            for line in text.lines() {
+                if !line.is_empty() {
+                    out.push_str(&" ".repeat(indent + 2));
+                    out.push_str(line);
+                }
+                out.push('\n');
+            }
+        }
+        _ => {
+            out.push(' ');
+            write(value, indent, out);
+            out.push('\n');
+        }
+    }
+}
+
+/// Several lines, each of which a block can hold as it is, and a single line break at the end.
+fn is_block(text: &str) -> bool {
+    let is_plain = |ch: char| ch == '\n' || !(ch.is_control() || ['\u{feff}', '\u{2028}', '\u{2029}'].contains(&ch));
+    let inner = text.strip_suffix('\n').unwrap_or_default();
+    inner.contains('\n') && !inner.ends_with('\n') && !inner.starts_with([' ', '\n']) && text.chars().all(is_plain)
+}
+
+/// A text without quotes where no reader can take it for anything else, and as JSON writes it otherwise.
+fn scalar(text: &str) -> String {
+    let is_word = text.starts_with(|ch: char| ch.is_ascii_alphabetic() || ch == '/')
+        && text
+            .bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || b"-_./".contains(&byte));
+    let is_reserved = RESERVED.iter().any(|word| text.eq_ignore_ascii_case(word));
+    match is_word && !is_reserved {
+        true => text.to_owned(),
+        false => quoted(text),
+    }
+}
+
+/// As JSON writes it, except for what YAML takes for a line break or refuses.
+fn quoted(text: &str) -> String {
+    let mut out = String::new();
+    for ch in Value::from(text).to_string().chars() {
+        match ch {
+            '\u{7f}'..='\u{9f}' | '\u{2028}' | '\u{2029}' | '\u{feff}' => {
+                out.push_str(&format!("\\u{:04x}", u32::from(ch)))
+            }
+            _ => out.push(ch),
+        }
+    }
+    out
+}
+
+/// What YAML 1.1 takes for a truth or for nothing.
+const RESERVED: [&str; 9] = ["y", "n", "yes", "no", "on", "off", "true", "false", "null"];
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    use super::*;
+
+    fn texts(stream: &str) -> Vec<&str> {
+        documents(stream)
+            .unwrap()
+            .iter()
+            .map(|document| document.text)
+            .collect()
+    }
+
+    #[test]
+    fn documents_are_cut_at_their_separators_only() {
+        assert_eq!(
+            texts("a: 1\n---\nb: |\n  ---\n  x\n---\n---\n# c\n"),
+            ["a: 1\n", "b: |\n  ---\n  x\n", "# c\n"]
+        );
+        assert_eq!(texts("--- # first\na: 1\n--- {b: 2}\n--- \n"), ["a: 1\n", " {b: 2}\n"]);
+        assert_eq!(texts("a: ----\r\n---\r\nb: 1"), ["a: ----\r\n", "b: 1"]);
+        assert!(texts("").is_empty());
+        let error = documents("a: 1\n---\nb: [").err().map(|error| error.to_string());
+        assert_eq!(error.as_deref(), Some("reading document 2"));
+    }
+
+    #[test]
+    fn file_modes_are_octal_and_other_texts_stay_what_they_are() {
+        let yaml = "volumes: [{secret: {defaultMode: 0644, items: [{mode: 0400}]}}]\nid: '0644'\nmode: '9'\n";
+        let value = documents(yaml).unwrap().remove(0).value;
+        assert_eq!(
+            value,
+            json!({"volumes": [{"secret": {"defaultMode": 420, "items": [{"mode": 256}]}}], "id": "0644", "mode": "9"})
+        );
+    }
+
+    #[test]
+    fn what_is_written_reads_well() {
+        let value = json!({
+            "args": ["-c", "on", "x y"], "empty": {}, "none": [], "port": 80, "nested": [[1, 2], {"a": null, "b": "yes"}],
+            "pem": "BEGIN\nEND\n", "linkerd.io/inject": "enabled",
+        });
+        assert_eq!(
+            written(&value),
+            "args:\n- \"-c\"\n- \"on\"\n- \"x y\"\nempty: {}\nlinkerd.io/inject: enabled\nnested:\n- - 1\n  - 2\n\
+             - a: null\n  b: \"yes\"\nnone: []\npem: |\n  BEGIN\n  END\nport: 80\n"
+        );
+    }
+
+    fn any_value() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            "[ -~\n\t\u{85}\u{e9}]{0,12}".prop_map(Value::from),
+            prop_oneof![
+                Just("yes"),
+                Just("0644"),
+                Just("1e3"),
+                Just("~"),
+                Just("- a"),
+                Just("a: b"),
+                Just("a\nb\n")
+            ]
+            .prop_map(Value::from),
+        ];
+        leaf.prop_recursive(4, 32, 4, |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+                prop::collection::btree_map("[ -~]{0,6}", inner, 0..4)
+                    .prop_map(|map| Value::Object(map.into_iter().filter(|(key, _)| key != "mode").collect())),
+            ]
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read_back(value in any_value()) {
+            let text = written(&value);
+            let read: serde_yaml_ng::Value = serde_yaml_ng::from_str(&text).unwrap();
+            prop_assert_eq!(serde_json::to_value(read).unwrap(), value, "{}", text);
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! The charts inside of this program, and Helm, which renders them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, bail};
+use serde::Deserialize as _;
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// A chart, and the release that Linkerd's documentation makes of it.
+pub(super) struct Chart {
+    name: &'static str,
+    release: &'static str,
+}
+
+pub(super) const CRDS: Chart = Chart {
+    name: "tulle-crds",
+    release: "linkerd-crds",
+};
+pub(super) const CONTROL_PLANE: Chart = Chart {
+    name: "tulle-control-plane",
+    release: "linkerd-control-plane",
+};
+
+/// Helm, and the charts in a directory where it finds them.
+pub(super) struct Helm {
+    program: PathBuf,
+    charts: TempDir,
+    namespace: String,
+    kubernetes: String,
+}
+
+impl Helm {
+    /// Finds Helm, and writes the charts for it.
+    ///
+    /// # Errors
+    /// No Helm.
+    pub(super) fn find(namespace: &str) -> anyhow::Result<Self> {
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let name = format!("helm{}", std::env::consts::EXE_SUFFIX);
+        let program = std::env::split_paths(&path)
+            .map(|dir| dir.join(&name))
+            .find(|program| program.is_file());
+        let Some(program) = program else { bail!("{}", MISSING) };
+        let charts = tempfile::Builder::new()
+            .prefix("tulle-charts-")
+            .tempdir()
+            .context("making a directory for the charts")?;
+        for (name, text) in FILES {
+            write(charts.path(), name, text)?;
+        }
+        for (name, text) in MERGE {
+            write(charts.path(), name, text)?;
+        }
+        Ok(Self {
+            program,
+            charts,
+            namespace: namespace.to_owned(),
+            kubernetes: MINIMUM_KUBERNETES.to_owned(),
+        })
+    }
+
+    /// Renders for this version of Kubernetes; without one, for the oldest that the charts accept.
+    pub(super) fn for_kubernetes(self, version: Option<&str>) -> Self {
+        let known = version.filter(|version| version.starts_with('v'));
+        Self {
+            kubernetes: known.unwrap_or(MINIMUM_KUBERNETES).to_owned(),
+            ..self
+        }
+    }
+
+    /// The manifests of a chart with these values, in the order of their installation.
+    ///
+    /// # Errors
+    /// Values that the chart refuses, as Helm says it.
+    pub(super) fn render(&self, chart: &Chart, values: &Value) -> anyhow::Result<Vec<Value>> {
+        let file = self.charts.path().join("values-of-tulle.yaml");
+        // It may hold the issuer's key; the directory is its owner's only.
+        fs::write(&file, serde_yaml_ng::to_string(values).context("writing the values")?)
+            .with_context(|| format!("writing {file:?}"))?;
+        self.template(chart, &["--values".into(), file.into_os_string()])
+    }
+
+    /// What Helm makes of these `--values` and `--set` together.
+    ///
+    /// # Errors
+    /// Files that cannot be read, and assignments that are none.
+    pub(super) fn merge(&self, args: &[std::ffi::OsString]) -> anyhow::Result<Value> {
+        let merge = Chart {
+            name: "merge",
+            release: "merge",
+        };
+        let mut documents = self.template(&merge, args)?;
+        Ok(documents.pop().unwrap_or_else(|| Value::Object(serde_json::Map::new())))
+    }
+
+    /// The preset for high availability.
+    pub(super) fn high_availability(&self) -> PathBuf {
+        self.charts.path().join(CONTROL_PLANE.name).join("values-ha.yaml")
+    }
+
+    /// A file for values beside the charts.
+    pub(super) fn file(&self, name: &str) -> PathBuf {
+        self.charts.path().join(name)
+    }
+
+    fn template(&self, chart: &Chart, args: &[std::ffi::OsString]) -> anyhow::Result<Vec<Value>> {
+        let output = Command::new(&self.program)
+            .arg("template")
+            .arg(chart.release)
+            .arg(self.charts.path().join(chart.name))
+            .args(["--namespace", &self.namespace, "--kube-version", &self.kubernetes])
+            .args(args)
+            .output()
+            .with_context(|| format!("running {:?}", self.program))?;
+        if !output.status.success() {
+            let said = String::from_utf8_lossy(&output.stderr);
+            bail!(
+                "helm template {}: {}",
+                chart.name,
+                said.trim().trim_start_matches("Error: ")
+            );
+        }
+        let text = String::from_utf8(output.stdout).context("helm template wrote no text")?;
+        documents(&text).with_context(|| format!("reading what helm template made of {}", chart.name))
+    }
+}
+
+/// The documents of a YAML stream, the empty ones left out.
+pub(super) fn documents(text: &str) -> anyhow::Result<Vec<Value>> {
+    let documents = serde_yaml_ng::Deserializer::from_str(text).map(Value::deserialize);
+    let documents: Vec<Value> = documents.collect::<Result<_, _>>()?;
+    Ok(documents.into_iter().filter(|document| !document.is_null()).collect())
+}
+
+fn write(dir: &Path, name: &str, text: &str) -> anyhow::Result<()> {
+    let path = dir.join(name);
+    if let Some(parent) = path.parent() {
+        fs::create_dir_all(parent).with_context(|| format!("making {parent:?}"))?;
+    }
+    fs::write(&path, text).with_context(|| format!("writing {path:?}"))
+}
+
+/// Every file of both charts, by its path under `charts/`.
+const FILES: &[(&str, &str)] = &include!(concat!(env!("OUT_DIR"), "/charts.rs"));
+
+/// A chart that renders to its values: Helm merges them, so `--set` means here what it means there.
+const MERGE: &[(&str, &str)] = &[
+    ("merge/Chart.yaml", "apiVersion: v2\nname: merge\nversion: 0.0.0\n"),
+    ("merge/templates/values.yaml", "{{ toYaml .Values }}\n"),
+];
+
+const MINIMUM_KUBERNETES: &str = "v1.31.0";
+
+const MISSING: &str = "\
+there is no helm on the PATH, which renders the charts; install it (https://helm.sh/docs/intro/install), or let Helm do \
+the whole installation where you have it:
+  helm repo add tulle https://tulle-mesh.github.io/tulle
+  helm install linkerd-crds tulle/tulle-crds -n linkerd --create-namespace --set installGatewayAPI=true
+  helm install linkerd-control-plane tulle/tulle-control-plane -n linkerd --set-file identityTrustAnchorsPEM=ca.crt \
+--set-file identity.issuer.tls.crtPEM=issuer/crt.pem --set-file identity.issuer.tls.keyPEM=issuer/key.pem";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_charts_are_inside() {
+        for name in [
+            "tulle-crds/Chart.yaml",
+            "tulle-crds/values.yaml",
+            "tulle-control-plane/Chart.yaml",
+            "tulle-control-plane/values.yaml",
+            "tulle-control-plane/values-ha.yaml",
+        ] {
+            assert!(
+                FILES.iter().any(|(file, text)| *file == name && !text.is_empty()),
+                "{name}"
+            );
+        }
+    }
+
+    #[test]
+    fn empty_documents_are_left_out() {
+        let read = documents("# Source: a\n---\na: 1\n---\n# nothing\n---\nb: 2\n").unwrap();
+        assert_eq!(read, [serde_json::json!({ "a": 1 }), serde_json::json!({ "b": 2 })]);
+    }
+}

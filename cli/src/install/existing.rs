@@ -1,0 +1,153 @@
+//! What a cluster has already of what is to be installed.
+
+use std::path::Path;
+
+use anyhow::{Context as _, anyhow};
+use k8s_openapi::api::core::v1::{ConfigMap, Secret};
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::api::ListParams;
+use kube::{Api, ResourceExt as _};
+use serde_json::Value;
+
+use super::charts::documents;
+use crate::certificates::Certificate;
+use crate::kubernetes::{Cluster, reason};
+
+/// What was found.
+#[derive(Debug)]
+pub(super) struct Existing {
+    /// The version of Kubernetes, such as `v1.34.2`; empty if not known.
+    pub(super) kubernetes: String,
+    /// Whether there is a control plane in the namespace.
+    pub(super) is_installed: bool,
+    /// What `tulle install` and upgrades were given.
+    pub(super) overrides: Option<Value>,
+    /// Names of CustomResourceDefinitions.
+    pub(super) crds: Vec<String>,
+    /// The trust anchors of the running mesh.
+    pub(super) anchors: Option<Vec<Certificate>>,
+}
+
+/// Looks at a cluster.
+///
+/// # Errors
+/// What the user may not read.
+pub(super) async fn look(cluster: &Cluster) -> anyhow::Result<Existing> {
+    let namespace = &cluster.control_plane;
+    let failed = |what: &str, error: kube::Error| anyhow!("reading {what} of the cluster: {}", reason(&error));
+    let version = cluster
+        .client
+        .apiserver_version()
+        .await
+        .map_err(|error| failed("the version", error))?;
+    let maps: Api<ConfigMap> = Api::namespaced(cluster.client.clone(), namespace);
+    let secrets: Api<Secret> = Api::namespaced(cluster.client.clone(), namespace);
+    let crds: Api<CustomResourceDefinition> = Api::all(cluster.client.clone());
+    let config = maps
+        .get_opt(CONFIG)
+        .await
+        .map_err(|error| failed("ConfigMaps", error))?;
+    let roots = maps
+        .get_opt(TRUST_ROOTS)
+        .await
+        .map_err(|error| failed("ConfigMaps", error))?;
+    let secret = secrets
+        .get_opt(OVERRIDES)
+        .await
+        .map_err(|error| failed("Secrets", error))?;
+    let crds = cluster
+        .list(&crds, &ListParams::default())
+        .await
+        .map_err(|error| failed("CustomResourceDefinitions", error))?;
+    let overrides = secret.and_then(|mut secret| secret.data.as_mut()?.remove(OVERRIDES));
+    let overrides = overrides.map(|bytes| parse_overrides(&bytes.0)).transpose()?;
+    let bundle = roots.and_then(|mut map| map.data.as_mut()?.remove("ca-bundle.crt"));
+    Ok(Existing {
+        kubernetes: version.git_version,
+        is_installed: config.is_some(),
+        overrides,
+        crds: crds.iter().map(|crd| crd.name_any()).collect(),
+        anchors: parse_anchors(bundle)?,
+    })
+}
+
+/// Reads the same from manifests, such as `kubectl get configmap,secret -n linkerd -o yaml` writes.
+///
+/// # Errors
+/// A file that holds no manifests.
+pub(super) fn from_manifests(path: &Path, namespace: &str) -> anyhow::Result<Existing> {
+    let text = super::read(path)?;
+    let read = documents(&text).with_context(|| format!("reading manifests from {path:?}"))?;
+    let objects = read.into_iter().flat_map(|document| match document["kind"].as_str() {
+        Some("List") => document["items"].as_array().cloned().unwrap_or_default(),
+        _ => vec![document],
+    });
+    let objects: Vec<Value> = objects.collect();
+    let find = |kind: &str, name: &str| {
+        objects.iter().find(|object| {
+            let metadata = &object["metadata"];
+            object["kind"] == kind && metadata["name"] == name && metadata["namespace"] == namespace
+        })
+    };
+    let overrides = match find("Secret", OVERRIDES) {
+        Some(object) if object["stringData"][OVERRIDES].is_string() => {
+            let text = object["stringData"][OVERRIDES].as_str().unwrap_or_default();
+            Some(parse_overrides(text.as_bytes())?)
+        }
+        Some(object) => {
+            let secret: Secret = serde_json::from_value(object.clone()).context("reading the Secret")?;
+            let bytes = secret.data.and_then(|mut data| data.remove(OVERRIDES));
+            bytes.map(|bytes| parse_overrides(&bytes.0)).transpose()?
+        }
+        None => None,
+    };
+    let bundle = find("ConfigMap", TRUST_ROOTS).and_then(|map| map["data"]["ca-bundle.crt"].as_str());
+    Ok(Existing {
+        kubernetes: String::new(),
+        is_installed: find("ConfigMap", CONFIG).is_some(),
+        overrides,
+        crds: Vec::new(),
+        anchors: parse_anchors(bundle.map(str::to_owned))?,
+    })
+}
+
+fn parse_overrides(yaml: &[u8]) -> anyhow::Result<Value> {
+    serde_yaml_ng::from_slice(yaml).with_context(|| format!("reading the values in Secret {OVERRIDES}"))
+}
+
+fn parse_anchors(bundle: Option<String>) -> anyhow::Result<Option<Vec<Certificate>>> {
+    let parsed = bundle.map(|pem| Certificate::parse_bundle(pem.as_bytes())).transpose();
+    parsed.with_context(|| format!("reading the trust anchors in ConfigMap {TRUST_ROOTS}"))
+}
+
+/// The Secret of what was given, and its key.
+pub(super) const OVERRIDES: &str = "linkerd-config-overrides";
+const CONFIG: &str = "linkerd-config";
+const TRUST_ROOTS: &str = "linkerd-identity-trust-roots";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_installed_is_read_from_manifests() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("all.yaml");
+        let yaml = "\
+apiVersion: v1
+kind: List
+items:
+- {kind: ConfigMap, apiVersion: v1, metadata: {name: linkerd-config, namespace: mesh}}
+- kind: Secret
+  apiVersion: v1
+  metadata: {name: linkerd-config-overrides, namespace: mesh}
+  data: {linkerd-config-overrides: Y29udHJvbGxlclJlcGxpY2FzOiAzCg==}
+";
+        std::fs::write(&path, yaml).unwrap();
+        let found = from_manifests(&path, "mesh").unwrap();
+        assert!(found.is_installed);
+        assert_eq!(found.overrides, Some(serde_json::json!({ "controllerReplicas": 3 })));
+        let elsewhere = from_manifests(&path, "linkerd").unwrap();
+        assert!(!elsewhere.is_installed && elsewhere.overrides.is_none());
+    }
+}

@@ -1,0 +1,280 @@
+//! Flags as values of the charts.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::PathBuf;
+
+use anyhow::Context as _;
+use serde_json::{Map, Value, json};
+
+use super::charts::Helm;
+
+/// Writes the flags that are one value each, and the table of where each value goes.
+macro_rules! value_flags {
+    ($($(#[doc = $doc:literal])* $flag:ident: $kind:ty => $pointer:literal;)*) => {
+        /// Flags that are one value of a chart each.
+        #[derive(clap::Args, Clone, Debug, Default)]
+        #[command(next_help_heading = "Values of the charts")]
+        struct Single {
+            $($(#[doc = $doc])* #[arg(long, value_name = "VALUE")] $flag: Option<$kind>,)*
+        }
+
+        impl Single {
+            fn put(&self, values: &mut Value) {
+                $(if let Some(value) = &self.$flag { put(values, $pointer, json!(value)); })*
+            }
+        }
+    };
+}
+
+value_flags! {
+    /// Pods of each component
+    controller_replicas: u32 => "controllerReplicas";
+    /// What the control plane logs: error, warn, info, debug, trace
+    controller_log_level: String => "controllerLogLevel";
+    /// The user that the control plane runs as
+    controller_uid: i64 => "controllerUID";
+    /// The group that the control plane runs as
+    controller_gid: i64 => "controllerGID";
+    /// The cluster's DNS domain
+    cluster_domain: String => "clusterDomain";
+    /// The networks of pods and services, comma-separated
+    cluster_networks: String => "clusterNetworks";
+    /// The domain of identities
+    identity_trust_domain: String => "identityTrustDomain";
+    /// How long certificates of proxies are good for, such as 24h
+    identity_issuance_lifetime: String => "identity.issuer.issuanceLifetime";
+    /// How far clocks may be apart, such as 20s
+    identity_clock_skew_allowance: String => "identity.issuer.clockSkewAllowance";
+    /// When images are pulled: Always, IfNotPresent, Never
+    image_pull_policy: String => "imagePullPolicy";
+    /// Who may connect to a port that no policy speaks of
+    default_inbound_policy: String => "proxy.defaultInboundPolicy";
+    /// The image of the proxy
+    proxy_image: String => "proxy.image.name";
+    /// The tag of the proxy's image
+    proxy_version: String => "proxy.image.version";
+    /// What proxies log
+    proxy_log_level: String => "proxy.logLevel";
+    /// The user that proxies run as
+    proxy_uid: i64 => "proxy.uid";
+    /// The group that proxies run as
+    proxy_gid: i64 => "proxy.gid";
+    /// CPU that is kept for a proxy
+    proxy_cpu_request: String => "proxy.resources.cpu.request";
+    /// CPU that a proxy may use
+    proxy_cpu_limit: String => "proxy.resources.cpu.limit";
+    /// Memory that is kept for a proxy
+    proxy_memory_request: String => "proxy.resources.memory.request";
+    /// Memory that a proxy may use
+    proxy_memory_limit: String => "proxy.resources.memory.limit";
+    /// Ports and ranges of pods that proxies leave alone
+    skip_inbound_ports: String => "proxyInit.ignoreInboundPorts";
+    /// Ports and ranges elsewhere that proxies leave alone
+    skip_outbound_ports: String => "proxyInit.ignoreOutboundPorts";
+}
+
+/// All flags that end up in values.
+#[derive(clap::Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Values of the charts")]
+pub(super) struct Flags {
+    /// Three replicas of everything, spread over nodes and zones, with resource requests
+    #[arg(long)]
+    ha: bool,
+    /// The trust anchors, a PEM bundle
+    #[arg(long, value_name = "FILE")]
+    identity_trust_anchors_file: Option<PathBuf>,
+    /// The issuer's certificate and the chain to its anchor, PEM
+    #[arg(long, value_name = "FILE", requires = "identity_issuer_key_file")]
+    identity_issuer_certificate_file: Option<PathBuf>,
+    /// The issuer's private key, PEM
+    #[arg(long, value_name = "FILE", requires = "identity_issuer_certificate_file")]
+    identity_issuer_key_file: Option<PathBuf>,
+    /// The issuer's Secret is yours, of type kubernetes.io/tls
+    #[arg(long, conflicts_with = "identity_issuer_certificate_file")]
+    identity_external_issuer: bool,
+    /// The ConfigMap of the trust anchors is yours
+    #[arg(long, conflicts_with = "identity_trust_anchors_file")]
+    identity_external_ca: bool,
+    /// Where images come from, such as registry.example.com/mesh
+    #[arg(long, value_name = "REGISTRY")]
+    registry: Option<String>,
+    /// Pods get their redirect rules from the CNI plugin
+    #[arg(long)]
+    linkerd_cni_enabled: bool,
+    /// Read endpoints from EndpointSlices (true unless told otherwise)
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    enable_endpoint_slices: Option<bool>,
+    /// Proxies speak HTTP/1 to each other where applications do
+    #[arg(long)]
+    disable_h2_upgrade: bool,
+    /// Accepted for scripts; nothing is ever reported
+    #[arg(long)]
+    disable_heartbeat: bool,
+    /// Ask for profiles of names outside of the cluster, too
+    #[arg(long)]
+    enable_external_profiles: bool,
+    #[command(flatten)]
+    single: Single,
+    /// Values from a file, as Helm takes them; may be repeated
+    #[arg(short = 'f', long = "values", value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// A value as Helm takes it, such as proxy.logLevel=debug; may be repeated
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
+    /// A value that is text in any case, such as podLabels.release=1
+    #[arg(long, value_name = "KEY=VALUE")]
+    set_string: Vec<String>,
+    /// A value that is the text of a file, such as identityTrustAnchorsPEM=ca.crt
+    #[arg(long, value_name = "KEY=FILE")]
+    set_file: Vec<String>,
+}
+
+/// All values that are given: those of before, files, flags, and `--set`, the later the stronger.
+///
+/// # Errors
+/// Files that cannot be read, and what Helm says of the rest.
+pub(super) fn merge(helm: &Helm, flags: &Flags, before: Option<&Value>) -> anyhow::Result<Value> {
+    let mut args: Vec<OsString> = Vec::new();
+    let mut values_file = |path: PathBuf| args.extend(["--values".into(), path.into_os_string()]);
+    let write = |name: &str, values: &Value| {
+        let path = helm.file(name);
+        let text = serde_yaml_ng::to_string(values).context("writing values")?;
+        fs::write(&path, text).with_context(|| format!("writing {path:?}"))?;
+        anyhow::Ok(path)
+    };
+    if let Some(before) = before {
+        values_file(write("values-of-before.yaml", before)?);
+    }
+    if flags.ha {
+        values_file(helm.high_availability());
+    }
+    flags.files.iter().for_each(|file| values_file(file.clone()));
+    values_file(write("values-of-flags.yaml", &flags.values()?)?);
+    for (flag, assignments) in [
+        ("--set", &flags.set),
+        ("--set-string", &flags.set_string),
+        ("--set-file", &flags.set_file),
+    ] {
+        for assignment in assignments {
+            args.extend([flag.into(), assignment.into()]);
+        }
+    }
+    helm.merge(&args)
+}
+
+impl Flags {
+    /// The values that flags stand for.
+    fn values(&self) -> anyhow::Result<Value> {
+        let mut values = Value::Object(Map::new());
+        let file = |path: &PathBuf| fs::read_to_string(path).with_context(|| format!("reading {path:?}"));
+        for (path, key) in [
+            (&self.identity_trust_anchors_file, "identityTrustAnchorsPEM"),
+            (&self.identity_issuer_certificate_file, "identity.issuer.tls.crtPEM"),
+            (&self.identity_issuer_key_file, "identity.issuer.tls.keyPEM"),
+        ] {
+            if let Some(path) = path {
+                put(&mut values, key, json!(file(path)?));
+            }
+        }
+        for (given, key, value) in [
+            (
+                self.identity_external_issuer,
+                "identity.issuer.scheme",
+                json!("kubernetes.io/tls"),
+            ),
+            (self.identity_external_ca, "identity.externalCA", json!(true)),
+            (self.linkerd_cni_enabled, "cniEnabled", json!(true)),
+            (self.disable_h2_upgrade, "enableH2Upgrade", json!(false)),
+            (self.disable_heartbeat, "disableHeartBeat", json!(true)),
+            (
+                self.enable_external_profiles,
+                "proxy.enableExternalProfiles",
+                json!(true),
+            ),
+        ] {
+            if given {
+                put(&mut values, key, value);
+            }
+        }
+        if let Some(enabled) = self.enable_endpoint_slices {
+            put(&mut values, "enableEndpointSlices", json!(enabled));
+        }
+        if let Some(registry) = &self.registry {
+            let registry = registry.trim_end_matches('/');
+            put(&mut values, "controllerImage", json!(format!("{registry}/controller")));
+            put(&mut values, "proxy.image.name", json!(format!("{registry}/proxy")));
+        }
+        self.single.put(&mut values);
+        Ok(values)
+    }
+}
+
+/// Sets a value by its dotted path.
+fn put(values: &mut Value, path: &str, value: Value) {
+    let place = path.split('.').fold(values, |values, key| &mut values[key]);
+    *place = value;
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+
+    #[derive(clap::Parser)]
+    struct Line {
+        #[command(flatten)]
+        flags: Flags,
+    }
+
+    fn values(line: &str) -> Value {
+        let words = std::iter::once("tulle").chain(line.split_whitespace());
+        Line::try_parse_from(words)
+            .unwrap_or_else(|err| panic!("{err}"))
+            .flags
+            .values()
+            .unwrap()
+    }
+
+    #[test]
+    fn each_flag_is_a_value() {
+        assert_eq!(values(""), json!({}));
+        assert_eq!(
+            values("--controller-replicas 3 --proxy-cpu-request 100m --proxy-cpu-limit 1 --disable-h2-upgrade"),
+            json!({
+                "controllerReplicas": 3,
+                "enableH2Upgrade": false,
+                "proxy": { "resources": { "cpu": { "request": "100m", "limit": "1" } } },
+            })
+        );
+        assert_eq!(
+            values("--registry r.example/mesh/ --proxy-image mine --enable-endpoint-slices=false"),
+            json!({
+                "controllerImage": "r.example/mesh/controller",
+                "proxy": { "image": { "name": "mine" } },
+                "enableEndpointSlices": false,
+            })
+        );
+        assert_eq!(
+            values("--identity-external-issuer --identity-external-ca --identity-trust-domain t.example"),
+            json!({
+                "identity": { "externalCA": true, "issuer": { "scheme": "kubernetes.io/tls" } },
+                "identityTrustDomain": "t.example",
+            })
+        );
+    }
+
+    #[test]
+    fn files_are_read_into_values() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ca.crt");
+        fs::write(&path, "PEM").unwrap();
+        assert_eq!(
+            values(&format!("--identity-trust-anchors-file {}", path.display())),
+            json!({ "identityTrustAnchorsPEM": "PEM" })
+        );
+        let words = ["tulle", "--identity-issuer-certificate-file", "crt.pem"];
+        assert!(Line::try_parse_from(words).is_err());
+    }
+}

@@ -1,0 +1,158 @@
+//! The cluster that commands look at: how it is reached, what is listed there, and what a refusal means.
+//!
+//! Nothing here knows what the commands want to say about the objects.
+
+pub(crate) mod forward;
+pub(crate) mod resource;
+
+use std::fmt::Debug;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use kube::api::ListParams;
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Api, Client, Config};
+use serde::de::DeserializeOwned;
+use tulle_control::kubernetes::connect;
+use tulle_core::addr::Addr;
+use tulle_core::telemetry;
+
+/// Which cluster, as whom, and where its control plane is.
+#[derive(clap::Args, Clone, Debug)]
+#[command(next_help_heading = "Cluster options")]
+pub(crate) struct Flags {
+    /// The namespace of the control plane
+    #[arg(
+        short = 'L',
+        long,
+        global = true,
+        env = "LINKERD_NAMESPACE",
+        value_name = "NAMESPACE",
+        default_value = "linkerd"
+    )]
+    pub(crate) linkerd_namespace: String,
+    /// The kubeconfig file; $KUBECONFIG or ~/.kube/config if not given
+    #[arg(long, global = true, value_name = "FILE")]
+    kubeconfig: Option<PathBuf>,
+    /// The context of the kubeconfig file
+    #[arg(long, global = true, value_name = "NAME")]
+    context: Option<String>,
+    /// The user to act as
+    #[arg(long = "as", global = true, value_name = "USER")]
+    as_user: Option<String>,
+    /// A group to act as a member of; may be repeated
+    #[arg(long = "as-group", global = true, value_name = "GROUP", requires = "as_user")]
+    as_groups: Vec<String>,
+    /// Ask the destination service here, instead of through a port forwarded by the cluster
+    #[arg(long, global = true, value_name = "HOST:PORT")]
+    pub(crate) api_addr: Option<Addr>,
+    /// Write each request to the cluster to standard error
+    #[arg(long, global = true)]
+    verbose: bool,
+}
+
+/// A cluster that can be asked.
+#[derive(Clone)]
+pub(crate) struct Cluster {
+    pub(crate) client: Client,
+    /// The namespace of the control plane.
+    pub(crate) control_plane: String,
+    /// The namespace of the kubeconfig's context.
+    pub(crate) namespace: String,
+}
+
+impl Flags {
+    /// A client for the cluster; nothing is sent yet.
+    ///
+    /// # Errors
+    /// No kubeconfig, or one that is not complete.
+    pub(crate) async fn connect(&self) -> anyhow::Result<Cluster> {
+        if self.verbose {
+            let _already_started = telemetry::init("warn,kube=debug", telemetry::Format::Plain);
+        }
+        let config = self.config().await.context(
+            "no cluster to talk to; give --kubeconfig FILE and --context NAME, or check `kubectl config view`",
+        )?;
+        let namespace = config.default_namespace.clone();
+        Ok(Cluster {
+            client: connect::builder(config)
+                .context("preparing a client for the cluster")?
+                .build(),
+            control_plane: self.linkerd_namespace.clone(),
+            namespace,
+        })
+    }
+
+    async fn config(&self) -> anyhow::Result<Config> {
+        let options = KubeConfigOptions {
+            context: self.context.clone(),
+            ..KubeConfigOptions::default()
+        };
+        let mut config = match &self.kubeconfig {
+            Some(path) => {
+                let file = Kubeconfig::read_from(path)?;
+                Config::from_custom_kubeconfig(file, &options).await?
+            }
+            None if self.context.is_some() => Config::from_kubeconfig(&options).await?,
+            None => Config::infer().await?,
+        };
+        if let Some(user) = &self.as_user {
+            config.auth_info.impersonate = Some(user.clone());
+        }
+        if !self.as_groups.is_empty() {
+            config.auth_info.impersonate_groups = Some(self.as_groups.clone());
+        }
+        Ok(config)
+    }
+}
+
+impl Cluster {
+    /// Everything of one kind, in pages, so that a big cluster is not one big answer.
+    ///
+    /// # Errors
+    /// What the API server said; see [`reason`].
+    pub(crate) async fn list<K>(&self, api: &Api<K>, params: &ListParams) -> Result<Vec<K>, kube::Error>
+    where
+        K: Clone + DeserializeOwned + Debug,
+    {
+        let mut params = params.clone().limit(PAGE);
+        let mut found = Vec::new();
+        loop {
+            let page = api.list(&params).await?;
+            found.extend(page.items);
+            match page.metadata.continue_ {
+                Some(token) if !token.is_empty() => params = params.continue_token(&token),
+                _ => return Ok(found),
+            }
+        }
+    }
+}
+
+/// What went wrong in one line, without the types it went through.
+pub(crate) fn reason(error: &kube::Error) -> String {
+    match error {
+        kube::Error::Api(status) if !status.message.is_empty() => status.message.clone(),
+        kube::Error::Service(source) => chain(source.as_ref()),
+        other => chain(other),
+    }
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let cause_text = cause.to_string();
+        // Some errors repeat their cause in their own text.
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        next = cause.source();
+    }
+    text
+}
+
+const PAGE: u32 = 500;
+
+/// An API server or a pod that does not answer is not worth more of a user's time.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(10);

@@ -1,0 +1,325 @@
+//! Resources as users name them, `deploy/web` or `deploy web`, and the pods behind them.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context as _, anyhow, bail};
+use k8s_openapi::api::apps::v1::{DaemonSet, Deployment, ReplicaSet, StatefulSet};
+use k8s_openapi::api::batch::v1::{CronJob, Job};
+use k8s_openapi::api::core::v1::{Container, Pod, ReplicationController, Service};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
+use kube::api::ListParams;
+use kube::core::NamespaceResourceScope;
+use kube::{Api, Resource as _, ResourceExt as _};
+use tulle_core::names::port;
+
+use super::{Cluster, reason};
+
+/// A workload, pods by selector, or a whole namespace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Named {
+    pub(crate) kind: Kind,
+    /// All of the kind if absent.
+    pub(crate) name: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    CronJob,
+    DaemonSet,
+    Deployment,
+    Job,
+    Namespace,
+    Pod,
+    ReplicaSet,
+    ReplicationController,
+    Service,
+    StatefulSet,
+}
+
+impl Named {
+    /// Reads `TYPE`, `TYPE/NAME` or `TYPE NAME`.
+    ///
+    /// # Errors
+    /// A type that has no pods, or more words.
+    pub(crate) fn parse(words: &[String]) -> anyhow::Result<Self> {
+        let (kind, name) = match words {
+            [one] => one
+                .split_once('/')
+                .map_or((one.as_str(), None), |(kind, name)| (kind, Some(name))),
+            [kind, name] => (kind.as_str(), Some(name.as_str())),
+            _ => bail!("expected a resource such as deploy/web, got {:?}", words.join(" ")),
+        };
+        if name.is_some_and(str::is_empty) {
+            bail!(
+                "the resource {:?} has no name; expected one such as deploy/web",
+                words.join(" ")
+            );
+        }
+        Ok(Self {
+            kind: Kind::parse(kind)?,
+            name: name.map(str::to_owned),
+        })
+    }
+
+    /// The pods that belong to it, the finished ones left out, sorted by name.
+    ///
+    /// # Errors
+    /// No such resource, and what the API server refuses.
+    pub(crate) async fn pods(&self, cluster: &Cluster, namespace: &str) -> anyhow::Result<Vec<Pod>> {
+        let all = || async {
+            let api: Api<Pod> = Api::namespaced(cluster.client.clone(), namespace);
+            let pods = cluster.list(&api, &ListParams::default()).await;
+            pods.map_err(|error| anyhow!("listing pods of {namespace}: {}", reason(&error)))
+        };
+        let mut pods = match (&self.kind, &self.name) {
+            (Kind::Pod, Some(name)) => vec![get::<Pod>(cluster, namespace, name).await?],
+            (Kind::Namespace, Some(name)) => {
+                let api: Api<Pod> = Api::namespaced(cluster.client.clone(), name);
+                let pods = cluster.list(&api, &ListParams::default()).await;
+                pods.map_err(|error| anyhow!("listing pods of {name}: {}", reason(&error)))?
+            }
+            (Kind::Pod | Kind::Namespace, None) => all().await?,
+            (kind, None) => {
+                let owner = kind.label();
+                let mut pods = all().await?;
+                pods.retain(|pod| owner.is_none_or(|label| pod.labels().contains_key(label)));
+                pods
+            }
+            (kind, Some(name)) => {
+                let selected = selector(cluster, namespace, *kind, name).await?;
+                let mut pods = all().await?;
+                pods.retain(|pod| match &selected {
+                    Selected::Labels(selector) => matches(selector, pod.labels()),
+                    Selected::Jobs(jobs) => {
+                        let owners = pod.owner_references();
+                        owners
+                            .iter()
+                            .any(|owner| owner.kind == "Job" && jobs.contains(&owner.name))
+                    }
+                });
+                pods
+            }
+        };
+        pods.retain(|pod| {
+            let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+            !matches!(phase, Some("Succeeded" | "Failed"))
+        });
+        pods.sort_by_key(|pod| pod.name_any());
+        Ok(pods)
+    }
+}
+
+impl Kind {
+    fn parse(text: &str) -> anyhow::Result<Self> {
+        Ok(match text.to_ascii_lowercase().as_str() {
+            "cj" | "cronjob" | "cronjobs" => Self::CronJob,
+            "ds" | "daemonset" | "daemonsets" => Self::DaemonSet,
+            "deploy" | "deployment" | "deployments" => Self::Deployment,
+            "job" | "jobs" => Self::Job,
+            "ns" | "namespace" | "namespaces" => Self::Namespace,
+            "po" | "pod" | "pods" => Self::Pod,
+            "rs" | "replicaset" | "replicasets" => Self::ReplicaSet,
+            "rc" | "replicationcontroller" | "replicationcontrollers" => Self::ReplicationController,
+            "svc" | "service" | "services" => Self::Service,
+            "sts" | "statefulset" | "statefulsets" => Self::StatefulSet,
+            _ => bail!(
+                "{text:?} is not a resource with pods; expected one of cj, deploy, ds, job, ns, po, rc, rs, sts, svc, \
+                 such as deploy/web"
+            ),
+        })
+    }
+
+    /// The label by which the injector names the owner of a pod.
+    fn label(self) -> Option<&'static str> {
+        Some(match self {
+            Self::CronJob => "linkerd.io/proxy-cronjob",
+            Self::DaemonSet => "linkerd.io/proxy-daemonset",
+            Self::Deployment => "linkerd.io/proxy-deployment",
+            Self::Job => "linkerd.io/proxy-job",
+            Self::ReplicaSet => "linkerd.io/proxy-replicaset",
+            Self::ReplicationController => "linkerd.io/proxy-replicationcontroller",
+            Self::StatefulSet => "linkerd.io/proxy-statefulset",
+            Self::Namespace | Self::Pod | Self::Service => return None,
+        })
+    }
+}
+
+/// How the pods of a workload are told from others.
+enum Selected {
+    Labels(LabelSelector),
+    /// Pods of a CronJob belong to its Jobs.
+    Jobs(Vec<String>),
+}
+
+async fn selector(cluster: &Cluster, namespace: &str, kind: Kind, name: &str) -> anyhow::Result<Selected> {
+    let labels = |labels: Option<BTreeMap<String, String>>| LabelSelector {
+        match_labels: labels,
+        match_expressions: None,
+    };
+    let selector = match kind {
+        Kind::DaemonSet => get::<DaemonSet>(cluster, namespace, name)
+            .await?
+            .spec
+            .map(|spec| spec.selector),
+        Kind::Deployment => get::<Deployment>(cluster, namespace, name)
+            .await?
+            .spec
+            .map(|spec| spec.selector),
+        Kind::ReplicaSet => get::<ReplicaSet>(cluster, namespace, name)
+            .await?
+            .spec
+            .map(|spec| spec.selector),
+        Kind::StatefulSet => get::<StatefulSet>(cluster, namespace, name)
+            .await?
+            .spec
+            .map(|spec| spec.selector),
+        Kind::Job => get::<Job>(cluster, namespace, name)
+            .await?
+            .spec
+            .and_then(|spec| spec.selector),
+        Kind::ReplicationController => {
+            let spec = get::<ReplicationController>(cluster, namespace, name).await?.spec;
+            spec.map(|spec| labels(spec.selector))
+        }
+        Kind::Service => {
+            let spec = get::<Service>(cluster, namespace, name).await?.spec;
+            spec.map(|spec| labels(spec.selector))
+        }
+        Kind::CronJob => {
+            let uid = get::<CronJob>(cluster, namespace, name).await?.metadata.uid;
+            let api: Api<Job> = Api::namespaced(cluster.client.clone(), namespace);
+            let mut jobs = cluster
+                .list(&api, &ListParams::default())
+                .await
+                .map_err(|error| anyhow!("listing jobs of {namespace}: {}", reason(&error)))?;
+            jobs.retain(|job| {
+                job.owner_references()
+                    .iter()
+                    .any(|owner| Some(&owner.uid) == uid.as_ref())
+            });
+            return Ok(Selected::Jobs(jobs.iter().map(|job| job.name_any()).collect()));
+        }
+        Kind::Namespace | Kind::Pod => None,
+    };
+    selector
+        .map(Selected::Labels)
+        .with_context(|| format!("{name} in {namespace} selects no pods"))
+}
+
+async fn get<K>(cluster: &Cluster, namespace: &str, name: &str) -> anyhow::Result<K>
+where
+    K: kube::Resource<Scope = NamespaceResourceScope, DynamicType = ()>
+        + Clone
+        + std::fmt::Debug
+        + serde::de::DeserializeOwned,
+{
+    let api: Api<K> = Api::namespaced(cluster.client.clone(), namespace);
+    let kind = K::kind(&()).to_ascii_lowercase();
+    api.get(name)
+        .await
+        .map_err(|error| anyhow!("getting {kind} {name} of namespace {namespace}: {}", reason(&error)))
+}
+
+/// Whether a selector selects these labels; an empty selector selects nothing, as that of a Service.
+pub(crate) fn matches(selector: &LabelSelector, labels: &BTreeMap<String, String>) -> bool {
+    let wanted = selector.match_labels.iter().flatten();
+    let expressions = selector.match_expressions.as_deref().unwrap_or_default();
+    let empty = selector.match_labels.as_ref().is_none_or(BTreeMap::is_empty) && expressions.is_empty();
+    !empty
+        && wanted.into_iter().all(|(key, value)| labels.get(key) == Some(value))
+        && expressions.iter().all(|expression| {
+            let value = labels.get(&expression.key);
+            let listed = value.is_some_and(|value| expression.values.iter().flatten().any(|v| v == value));
+            match expression.operator.as_str() {
+                "In" => listed,
+                "NotIn" => !listed,
+                "Exists" => value.is_some(),
+                "DoesNotExist" => value.is_none(),
+                _ => false,
+            }
+        })
+}
+
+/// The namespace of a pod, which every pod has.
+pub(crate) fn namespace(pod: &Pod) -> &str {
+    pod.meta().namespace.as_deref().unwrap_or("default")
+}
+
+/// The ports that a container declares, with their names.
+pub(crate) fn ports(container: &Container) -> impl Iterator<Item = (&str, u16)> {
+    container.ports.iter().flatten().filter_map(|port| {
+        let number = u16::try_from(port.container_port).ok()?;
+        Some((port.name.as_deref().unwrap_or_default(), number))
+    })
+}
+
+/// Where the proxy in this container serves metrics, and shows its certificate.
+pub(crate) fn admin_port(proxy: &Container) -> u16 {
+    let named = ports(proxy).find(|(name, _)| *name == "linkerd-admin");
+    named.map_or(port::ADMIN, |(_, port)| port)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> anyhow::Result<Named> {
+        Named::parse(&text.split(' ').map(str::to_owned).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn resources_are_named_as_kubectl_does() {
+        let web = Named {
+            kind: Kind::Deployment,
+            name: Some("web".to_owned()),
+        };
+        for text in ["deploy/web", "deployment/web", "Deployments/web", "deploy web"] {
+            assert_eq!(parse(text).unwrap(), web, "{text}");
+        }
+        assert_eq!(
+            parse("po").unwrap(),
+            Named {
+                kind: Kind::Pod,
+                name: None
+            }
+        );
+        for text in ["deploy/", "cm/web", "deploy web db", ""] {
+            assert!(parse(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_admin_port_is_the_one_of_that_name() {
+        let container = |ports| Container {
+            ports: serde_json::from_value(ports).unwrap(),
+            ..Container::default()
+        };
+        let annotated = serde_json::json!([
+            { "name": "linkerd-proxy", "containerPort": 4143 },
+            { "name": "linkerd-admin", "containerPort": 9191 },
+        ]);
+        assert_eq!(admin_port(&container(annotated)), 9191);
+        assert_eq!(admin_port(&container(serde_json::json!([]))), 4191);
+    }
+
+    #[test]
+    fn selectors_select_by_every_clause() {
+        let selector: LabelSelector = serde_json::from_value(serde_json::json!({
+            "matchLabels": { "app": "web" },
+            "matchExpressions": [
+                { "key": "tier", "operator": "In", "values": ["a", "b"] },
+                { "key": "old", "operator": "DoesNotExist" },
+            ],
+        }))
+        .unwrap();
+        let labels = |pairs: &[(&str, &str)]| pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
+        assert!(matches(&selector, &labels(&[("app", "web"), ("tier", "b")])));
+        assert!(!matches(&selector, &labels(&[("app", "web"), ("tier", "c")])));
+        assert!(!matches(&selector, &labels(&[("app", "web")])));
+        assert!(!matches(
+            &selector,
+            &labels(&[("app", "web"), ("tier", "b"), ("old", "")])
+        ));
+        assert!(!matches(&LabelSelector::default(), &labels(&[("app", "web")])));
+    }
+}

@@ -1,0 +1,127 @@
+//! `tulle metrics`, `tulle diagnostics proxy-metrics` and `controller-metrics`: the metrics pages of pods.
+
+mod obfuscate;
+
+use std::fmt::Write as _;
+use std::process::ExitCode;
+
+use k8s_openapi::api::core::v1::{Container, Pod};
+use kube::ResourceExt as _;
+
+use self::obfuscate::Obfuscation;
+use crate::kubernetes::resource::{self, Kind, Named};
+use crate::kubernetes::{self, Cluster, forward};
+use crate::runtime;
+
+/// Whose metrics to show.
+#[derive(clap::Args, Clone, Debug)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Proxies {
+    /// A workload, or all of a type: deploy/web, pod/web-1, deploy
+    #[arg(value_name = "TYPE/NAME", required = true, num_args = 1..=2)]
+    resource: Vec<String>,
+    /// The namespace of the workload; that of the kubeconfig's context if not given
+    #[arg(short, long, value_name = "NAMESPACE")]
+    namespace: Option<String>,
+    /// Replace names of your workloads, hosts and routes, so that the page can be shown to others
+    #[arg(long)]
+    obfuscate: bool,
+}
+
+/// Shows the metrics of proxies.
+pub(crate) fn proxies(args: &Proxies, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
+    let named = Named::parse(&args.resource)?;
+    runtime()?.block_on(async {
+        let cluster = flags.connect().await?;
+        let namespace = args.namespace.as_deref().unwrap_or(&cluster.namespace);
+        let pods = named.pods(&cluster, namespace).await?;
+        let obfuscation = args.obfuscate.then(Obfuscation::new);
+        let pages = pods.iter().filter_map(|pod| {
+            let proxy = containers(pod).find(|container| container.name == "linkerd-proxy")?;
+            Some(Page {
+                pod,
+                container: None,
+                port: resource::admin_port(proxy),
+            })
+        });
+        let pages: Vec<_> = pages.collect();
+        anyhow::ensure!(
+            !pages.is_empty(),
+            "{} of namespace {namespace} has no pod with a proxy",
+            args.resource.join(" ")
+        );
+        print(&cluster, &pages, obfuscation.as_ref()).await
+    })
+}
+
+/// Shows the metrics of the control plane's pods.
+pub(crate) fn controllers(flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
+    runtime()?.block_on(async {
+        let cluster = flags.connect().await?;
+        let all = Named {
+            kind: Kind::Pod,
+            name: None,
+        };
+        let mut pods = all.pods(&cluster, &cluster.control_plane).await?;
+        pods.retain(|pod| pod.labels().contains_key("linkerd.io/control-plane-component"));
+        let pages = pods.iter().flat_map(|pod| {
+            containers(pod).flat_map(move |container| {
+                let admin = resource::ports(container).filter(|(name, _)| name.ends_with("-admin"));
+                admin.map(move |(_, port)| Page {
+                    pod,
+                    container: Some(&container.name),
+                    port,
+                })
+            })
+        });
+        let pages: Vec<_> = pages.collect();
+        anyhow::ensure!(
+            !pages.is_empty(),
+            "namespace {} has no pod of a control plane; name another with -L",
+            cluster.control_plane
+        );
+        print(&cluster, &pages, None).await
+    })
+}
+
+/// One page of metrics.
+struct Page<'a> {
+    pod: &'a Pod,
+    container: Option<&'a str>,
+    port: u16,
+}
+
+fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
+    let spec = pod.spec.iter();
+    spec.flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers))
+}
+
+/// Prints each page under the name of its pod, and says which could not be had.
+async fn print(cluster: &Cluster, pages: &[Page<'_>], obfuscation: Option<&Obfuscation>) -> anyhow::Result<ExitCode> {
+    let mut code = ExitCode::SUCCESS;
+    for (number, page) in pages.iter().enumerate() {
+        let name = page.pod.name_any();
+        let mut heading = format!("#\n# POD {name} ({} of {})\n", number + 1, pages.len());
+        if let Some(container) = page.container {
+            let _ = writeln!(heading, "# CONTAINER {container}, port {}", page.port);
+        }
+        heading.push_str("#\n");
+        match forward::get(cluster, resource::namespace(page.pod), &name, page.port, "/metrics").await {
+            Ok(text) => {
+                let text = obfuscation.map_or_else(|| text.clone(), |obfuscation| obfuscation.apply(&text));
+                crate::print(&format!("{heading}{text}"))?;
+            }
+            Err(error) => {
+                crate::print(&heading)?;
+                eprintln!("tulle: {error:#}");
+                code = ExitCode::FAILURE;
+            }
+        }
+    }
+    Ok(code)
+}
+
+const EXAMPLES: &str = "\
+  tulle metrics deploy/web -n shop
+  tulle metrics pod/web-1 -n shop --obfuscate | gzip > metrics.gz
+  tulle metrics sts";

@@ -1,0 +1,305 @@
+//! `tulle profile`: ServiceProfiles, as a template to edit or from a description of the service's API.
+//!
+//! Makes text, and leaves it to `kubectl` to apply it.
+
+mod open_api;
+mod proto;
+
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context as _, bail, ensure};
+use clap::ValueEnum;
+use serde::Serialize;
+
+use crate::kubernetes;
+use crate::{config, runtime};
+
+/// Which profile to make, from what.
+#[derive(clap::Args, Clone, Debug)]
+#[command(after_help = EXAMPLES)]
+#[command(group = clap::ArgGroup::new("source").required(true).args(["template", "open_api", "proto"]))]
+pub(crate) struct Args {
+    /// Make a profile to edit
+    #[arg(long)]
+    template: bool,
+    /// Make a profile from an OpenAPI 2 or 3 description, YAML or JSON; - is standard input
+    #[arg(long, value_name = "FILE")]
+    open_api: Option<PathBuf>,
+    /// Make a profile from the services of a .proto file; - is standard input
+    #[arg(long, value_name = "FILE")]
+    proto: Option<PathBuf>,
+    /// The service that the profile is for
+    #[arg(value_name = "SERVICE")]
+    service: String,
+    /// The namespace of the service
+    #[arg(short, long, value_name = "NAMESPACE", default_value = "default")]
+    namespace: String,
+    /// Take the cluster's domain for cluster.local, without asking the control plane
+    #[arg(long)]
+    ignore_cluster: bool,
+    /// The form of the profile
+    #[arg(short, long, value_enum, default_value_t = Output::Yaml)]
+    output: Output,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, Eq, PartialEq)]
+enum Output {
+    Yaml,
+    Json,
+}
+
+pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
+    for (what, name) in [("service", &args.service), ("namespace", &args.namespace)] {
+        ensure!(
+            is_label(name),
+            "{name:?} is no name of a {what}; expected letters, digits and '-', such as web"
+        );
+    }
+    let domain = match args.ignore_cluster {
+        true => DOMAIN.to_owned(),
+        false => runtime()?.block_on(cluster_domain(flags))?,
+    };
+    let name = format!("{}.{}.svc.{domain}", args.service, args.namespace);
+    let routes = match (&args.open_api, &args.proto) {
+        (Some(path), _) => open_api::routes(&read(path)?).with_context(|| format!("reading OpenAPI from {path:?}"))?,
+        (_, Some(path)) => proto::routes(&read(path)?).with_context(|| format!("reading protobuf from {path:?}"))?,
+        (None, None) if args.template => {
+            ensure!(
+                args.output == Output::Yaml,
+                "a template has comments, which JSON has not; leave out -o json"
+            );
+            crate::print(&template(&name, &args.namespace))?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        (None, None) => bail!("one of --template, --open-api and --proto is needed"),
+    };
+    let profile = Profile {
+        api_version: "linkerd.io/v1alpha2",
+        kind: "ServiceProfile",
+        metadata: Metadata {
+            name,
+            namespace: args.namespace.clone(),
+        },
+        spec: Spec { routes },
+    };
+    crate::print(&show(&profile, args.output)?)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn show(profile: &Profile, output: Output) -> anyhow::Result<String> {
+    Ok(match output {
+        Output::Yaml => serde_yaml_ng::to_string(profile).context("writing YAML")?,
+        Output::Json => serde_json::to_string_pretty(profile).context("writing JSON")? + "\n",
+    })
+}
+
+async fn cluster_domain(flags: &kubernetes::Flags) -> anyhow::Result<String> {
+    let values = async { config::values(&flags.connect().await?).await };
+    let values = values
+        .await
+        .context("asking the control plane for the cluster's domain; with --ignore-cluster it is cluster.local")?;
+    Ok(values["clusterDomain"]
+        .as_str()
+        .filter(|domain| !domain.is_empty())
+        .unwrap_or(DOMAIN)
+        .to_owned())
+}
+
+fn read(path: &Path) -> anyhow::Result<String> {
+    if path == Path::new("-") {
+        let mut text = String::new();
+        std::io::stdin()
+            .read_to_string(&mut text)
+            .context("reading standard input")?;
+        return Ok(text);
+    }
+    std::fs::read_to_string(path).with_context(|| format!("reading {path:?}"))
+}
+
+fn is_label(text: &str) -> bool {
+    let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
+    (1..=63).contains(&text.len()) && text.bytes().all(inner) && !text.starts_with('-') && !text.ends_with('-')
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Profile {
+    api_version: &'static str,
+    kind: &'static str,
+    metadata: Metadata,
+    spec: Spec,
+}
+
+#[derive(Serialize)]
+struct Metadata {
+    name: String,
+    namespace: String,
+}
+
+#[derive(Serialize)]
+struct Spec {
+    routes: Vec<Route>,
+}
+
+/// A route of a profile, with the fields that are made from descriptions.
+#[derive(Debug, Default, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Route {
+    name: String,
+    condition: Condition,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    response_classes: Vec<ResponseClass>,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    is_retryable: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    timeout: Option<String>,
+}
+
+#[derive(Debug, Default, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Condition {
+    method: String,
+    path_regex: String,
+}
+
+#[derive(Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct ResponseClass {
+    condition: ResponseCondition,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    is_failure: bool,
+}
+
+#[derive(Debug, PartialEq, Serialize)]
+struct ResponseCondition {
+    status: StatusRange,
+}
+
+#[derive(Debug, PartialEq, Serialize)]
+struct StatusRange {
+    min: u16,
+    max: u16,
+}
+
+fn template(name: &str, namespace: &str) -> String {
+    format!(
+        r#"apiVersion: linkerd.io/v1alpha2
+kind: ServiceProfile
+metadata:
+  # The name under which clients ask for the service.
+  name: {name}
+  namespace: {namespace}
+spec:
+  # Requests belong to the first route whose condition they meet.
+  routes:
+  - # The label `route` of metrics.
+    name: GET /authors/{{id}}
+    # A path as a regular expression of all of it, a method, or conditions joined by all, any and not.
+    condition:
+      method: GET
+      pathRegex: /authors/[^/]*
+    # Whether failed requests may be sent again, within the budget below.
+    isRetryable: true
+    # How long a request and its retries may take.
+    timeout: 300ms
+    # What counts as a failure; without classes, statuses of 500 and more.
+    responseClasses:
+    - condition:
+        status:
+          min: 500
+          max: 599
+      isFailure: true
+
+  # How much load retries may add: a share of the requests, and so many a second in any case.
+  retryBudget:
+    retryRatio: 0.2
+    minRetriesPerSecond: 10
+    ttl: 10s
+
+  # To split the traffic, name services and their weights:
+  # dstOverrides:
+  # - authority: web-v2.{namespace}.svc.cluster.local
+  #   weight: 100m
+  # - authority: {name}
+  #   weight: 900m
+"#
+    )
+}
+
+const DOMAIN: &str = "cluster.local";
+
+const EXAMPLES: &str = "\
+  tulle profile --template web -n shop > web.yaml
+  tulle profile --open-api web.swagger.json web -n shop | kubectl apply -f -
+  tulle profile --proto web.proto web -n shop --ignore-cluster
+
+In OpenAPI, `x-linkerd-retryable: true` and `x-linkerd-timeout: 300ms` beside an operation set what they say.
+In protobuf, `option idempotency_level = NO_SIDE_EFFECTS` or `IDEMPOTENT` makes a method retryable.";
+
+#[cfg(test)]
+mod tests {
+    use serde::de::IntoDeserializer as _;
+    use tulle_control::resources::{self, Kind};
+
+    use super::*;
+
+    /// Reads a profile as the control plane does.
+    fn decode(yaml: &str) -> resources::Object {
+        let value: serde_json::Value = serde_yaml_ng::from_str(yaml).unwrap();
+        resources::decode(Kind::ServiceProfile, value.into_deserializer()).unwrap_or_else(|err| panic!("{err}: {yaml}"))
+    }
+
+    #[test]
+    fn the_template_is_a_profile_and_stays_one_when_its_comments_go() {
+        let template = template("web.shop.svc.cluster.local", "shop");
+        let object = decode(&template);
+        assert_eq!(&*object.meta().name.name, "web.shop.svc.cluster.local");
+        let all: Vec<_> = template
+            .lines()
+            .map(|line| match line.strip_prefix("  # ") {
+                Some(more) if more.starts_with("dstOverrides") || more.starts_with("- ") || more.starts_with("  ") => {
+                    format!("  {more}")
+                }
+                _ => line.to_owned(),
+            })
+            .collect();
+        let resources::Object::ServiceProfile(profile) = decode(&all.join("\n")) else {
+            panic!("not a profile");
+        };
+        assert_eq!(profile.overrides.len(), 2);
+    }
+
+    #[test]
+    fn what_is_written_is_what_the_control_plane_reads() {
+        let profile = Profile {
+            api_version: "linkerd.io/v1alpha2",
+            kind: "ServiceProfile",
+            metadata: Metadata {
+                name: "web.shop.svc.cluster.local".to_owned(),
+                namespace: "shop".to_owned(),
+            },
+            spec: Spec {
+                routes: vec![Route {
+                    name: "GET /".to_owned(),
+                    condition: Condition {
+                        method: "GET".to_owned(),
+                        path_regex: "/".to_owned(),
+                    },
+                    response_classes: vec![ResponseClass {
+                        condition: ResponseCondition {
+                            status: StatusRange { min: 500, max: 500 },
+                        },
+                        is_failure: true,
+                    }],
+                    is_retryable: true,
+                    timeout: Some("300ms".to_owned()),
+                }],
+            },
+        };
+        for output in [Output::Yaml, Output::Json] {
+            decode(&show(&profile, output).unwrap());
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! `tulle version`: what this command, the control plane and the proxies are.
+
+use std::collections::BTreeMap;
+use std::process::ExitCode;
+
+use anyhow::anyhow;
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::ListParams;
+use kube::{Api, ResourceExt as _};
+
+use crate::kubernetes::{self, reason};
+use crate::{config, runtime};
+
+/// Which versions to show.
+#[derive(clap::Args, Clone, Debug)]
+pub(crate) struct Args {
+    /// Show the numbers only
+    #[arg(long)]
+    short: bool,
+    /// Show the version of this command only, without asking a cluster
+    #[arg(long, conflicts_with = "proxy")]
+    client: bool,
+    /// Show which versions of the proxy run, and how many of each
+    #[arg(long)]
+    proxy: bool,
+    /// The namespace of the proxies (with --proxy); all if not given
+    #[arg(short, long, value_name = "NAMESPACE", requires = "proxy")]
+    namespace: Option<String>,
+}
+
+/// Shows what can be learned; a cluster that cannot be asked has unavailable versions.
+pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
+    let title = |text: &'static str| if args.short { "" } else { text };
+    println!("{}{CLIENT}", title("Client version: "));
+    if args.client {
+        return Ok(ExitCode::SUCCESS);
+    }
+    runtime()?.block_on(async {
+        let values = async { config::values(&flags.connect().await?).await };
+        let server = values.await;
+        let version = server
+            .as_ref()
+            .ok()
+            .and_then(|values| values["linkerdVersion"].as_str());
+        println!("{}{}", title("Server version: "), version.unwrap_or("unavailable"));
+        if let Err(error) = &server {
+            eprintln!("tulle: {error:#}");
+        }
+        if args.proxy {
+            print_proxies(args, flags).await?;
+        }
+        Ok(if server.is_ok() {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::FAILURE
+        })
+    })
+}
+
+async fn print_proxies(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()> {
+    let cluster = flags.connect().await?;
+    let api: Api<Pod> = match &args.namespace {
+        Some(namespace) => Api::namespaced(cluster.client.clone(), namespace),
+        None => Api::all(cluster.client.clone()),
+    };
+    let selector = format!("linkerd.io/control-plane-ns={}", cluster.control_plane);
+    let pods = cluster.list(&api, &ListParams::default().labels(&selector)).await;
+    let pods = pods.map_err(|error| anyhow!("listing the pods with {selector}: {}", reason(&error)))?;
+    let versions = proxy_versions(&pods);
+    if !args.short {
+        println!("Proxy versions:");
+    }
+    for (version, count) in &versions {
+        match args.short {
+            true => println!("{version}"),
+            false => println!("  {version} ({count} pods)"),
+        }
+    }
+    Ok(())
+}
+
+fn proxy_versions(pods: &[Pod]) -> BTreeMap<&str, usize> {
+    let mut versions = BTreeMap::new();
+    for pod in pods {
+        // Pods of the control plane have no proxy.
+        if let Some(version) = pod.annotations().get("linkerd.io/proxy-version")
+            && !pod.labels().contains_key("linkerd.io/control-plane-component")
+        {
+            *versions.entry(version.as_str()).or_default() += 1;
+        }
+    }
+    versions
+}
+
+/// The version of this command.
+pub(crate) const CLIENT: &str = env!("CARGO_PKG_VERSION");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn proxies_are_counted_by_version() {
+        let pod = |version: &str, component: Option<&str>| {
+            let mut pod = Pod::default();
+            pod.annotations_mut()
+                .insert("linkerd.io/proxy-version".to_owned(), version.to_owned());
+            if let Some(component) = component {
+                let label = "linkerd.io/control-plane-component";
+                pod.labels_mut().insert(label.to_owned(), component.to_owned());
+            }
+            pod
+        };
+        let pods = [
+            pod("1", None),
+            pod("2", None),
+            pod("1", None),
+            pod("9", Some("identity")),
+        ];
+        assert_eq!(proxy_versions(&pods), BTreeMap::from([("1", 2), ("2", 1)]));
+    }
+}

@@ -1,0 +1,44 @@
+//! What becomes of a ServiceProfile.
+
+use kube::core::DynamicObject;
+use serde_json::json;
+
+use crate::resources::meta::is_subdomain;
+use crate::resources::{self, Kind};
+use crate::webhook::review::{Answer, Request};
+
+pub(super) fn verdict(req: Request) -> Answer {
+    let Some(object) = req.object else {
+        return Answer::deny("there is no object to judge");
+    };
+    match check(object) {
+        Ok(()) => Answer::allow(),
+        Err(reason) => Answer::deny(reason),
+    }
+}
+
+fn check(object: DynamicObject) -> Result<(), String> {
+    let DynamicObject { metadata, mut data, .. } = object;
+    let name = metadata.name.unwrap_or_default();
+    let judge = || {
+        if !is_subdomain(&name) {
+            return Err("metadata.name is not a DNS name of lower-case letters, digits, `-` and `.`".to_owned());
+        }
+        let fields = data.as_object().ok_or("the object is no mapping")?;
+        if let Some(unknown) = fields.keys().find(|field| *field != "spec") {
+            return Err(format!("unknown field {unknown:?}, expected spec"));
+        }
+        Ok(())
+    };
+    judge()
+        .and_then(|()| {
+            let mut value = json!({"metadata": {"name": name}});
+            if let Some(spec) = data.get_mut("spec") {
+                value["spec"] = spec.take();
+            }
+            resources::decode(Kind::ServiceProfile, value)
+                .map(drop)
+                .map_err(|err| err.to_string())
+        })
+        .map_err(|reason| format!("ServiceProfile {name:?}: {reason}"))
+}

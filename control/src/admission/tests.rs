@@ -1,0 +1,747 @@
+use proptest::collection::{btree_map, vec};
+use proptest::prelude::*;
+use proptest::sample::select;
+use serde_json::{Value, json};
+
+use super::*;
+
+/// What a row of a table expects.
+#[derive(Clone, Copy)]
+enum Verdict {
+    Allowed,
+    /// With this in the reason.
+    Denied(&'static str),
+    /// Allowed, with this in the warning.
+    Warned(&'static str),
+}
+
+use Verdict::{Allowed, Denied, Warned};
+
+async fn review(api_version: &str, kind: &str, metadata: &str, spec: &str, handler: impl Handler) -> Answer {
+    let yaml = |text: &str| serde_yaml_ng::from_str::<Value>(text).unwrap();
+    let (group, version) = api_version.split_once('/').unwrap();
+    let mut object = json!({"apiVersion": api_version, "kind": kind, "metadata": yaml(metadata)});
+    if !spec.is_empty() {
+        object["spec"] = yaml(spec);
+    }
+    let req = json!({
+        "uid": "1", "operation": "CREATE", "userInfo": {}, "namespace": "shop",
+        "kind": {"group": group, "version": version, "kind": kind},
+        "resource": {"group": group, "version": version, "resource": "x"},
+        "object": object,
+    });
+    handler.review(serde_json::from_value(req).unwrap()).await.unwrap()
+}
+
+fn expect(row: &str, answer: &Answer, verdict: Verdict) {
+    match (verdict, answer.denied(), answer.warnings()) {
+        (Allowed, None, []) => {}
+        (Denied(text), Some(reason), _) if reason.contains(text) => {}
+        (Warned(text), None, [warning]) if warning.contains(text) => {}
+        _ => panic!("{row}\n{answer:?}"),
+    }
+}
+
+/// Judges specs of one kind.
+async fn policies<const N: usize>(api_version: &str, kind: &str, rows: [(&str, Verdict); N]) {
+    for (spec, verdict) in rows {
+        let answer = review(api_version, kind, "{name: x, namespace: shop}", spec, PolicyValidator).await;
+        expect(spec, &answer, verdict);
+    }
+}
+
+#[tokio::test]
+async fn authorization_policies() {
+    let server = "targetRef: {group: policy.linkerd.io, kind: Server, name: web}";
+    let rows = [
+        (format!("{{{server}, requiredAuthenticationRefs: []}}"), Allowed),
+        (
+            format!(
+                "{{{server}, requiredAuthenticationRefs: [{{kind: ServiceAccount, name: a}}, \
+                 {{group: policy.linkerd.io, kind: NetworkAuthentication, name: b}}]}}"
+            ),
+            Allowed,
+        ),
+        (format!("{{{server}}}"), Denied("requiredAuthenticationRefs")),
+        (
+            format!("{{{server}, requiredAuthenticationRefs: [{{kind: Secret, name: a}}]}}"),
+            Denied("accepted: MeshTLSAuthentication"),
+        ),
+    ];
+    for (spec, verdict) in rows {
+        policies("policy.linkerd.io/v1alpha1", "AuthorizationPolicy", [(&spec, verdict)]).await;
+    }
+    for (group, kind, name, verdict) in [
+        ("policy.linkerd.io", "server", "web", Allowed),
+        ("policy.linkerd.io", "HTTPRoute", "web", Allowed),
+        ("gateway.networking.k8s.io", "HTTPRoute", "web", Allowed),
+        ("gateway.networking.k8s.io", "GRPCRoute", "web", Allowed),
+        ("core", "Namespace", "shop", Allowed),
+        ("\"\"", "Namespace", "other", Denied("only its own, shop")),
+        (
+            "core",
+            "Service",
+            "web",
+            Denied("accepted: Server, Namespace, HTTPRoute, GRPCRoute"),
+        ),
+        (
+            "gateway.networking.k8s.io",
+            "TCPRoute",
+            "web",
+            Denied("accepted: Server"),
+        ),
+    ] {
+        let spec =
+            format!("{{targetRef: {{group: {group}, kind: {kind}, name: {name}}}, requiredAuthenticationRefs: []}}");
+        policies("policy.linkerd.io/v1alpha1", "AuthorizationPolicy", [(&spec, verdict)]).await;
+    }
+    let mesh = "{group: policy.linkerd.io, kind: MeshTLSAuthentication, name: m}";
+    let net = "{group: policy.linkerd.io, kind: NetworkAuthentication, name: n}";
+    let account = "{kind: ServiceAccount, name: s}";
+    for (refs, verdict) in [
+        (format!("{mesh}, {net}"), Allowed),
+        (format!("{account}, {net}"), Allowed),
+        (format!("{mesh}, {mesh}"), Denied("may name one")),
+        (format!("{account}, {account}"), Denied("may name one")),
+        (format!("{mesh}, {account}"), Denied("may name one")),
+        (format!("{net}, {net}"), Denied("may name one")),
+    ] {
+        let spec = format!("{{{server}, requiredAuthenticationRefs: [{refs}]}}");
+        policies("policy.linkerd.io/v1alpha1", "AuthorizationPolicy", [(&spec, verdict)]).await;
+    }
+}
+
+#[tokio::test]
+async fn authentications() {
+    let mesh_tls = [
+        ("identities: ['*']", Allowed),
+        (
+            "identities: ['*.shop.serviceaccount.identity.linkerd.cluster.local']",
+            Allowed,
+        ),
+        (
+            "identities: [web.shop.serviceaccount.identity.linkerd.cluster.local]",
+            Allowed,
+        ),
+        ("identities: ['spiffe://root.linkerd.cluster.local/vm']", Allowed),
+        ("identities: [Web]", Denied("\"Web\" is none of")),
+        ("identities: ['web.*']", Denied("is none of")),
+        ("identities: ['*web']", Denied("is none of")),
+        ("identities: ['http://x']", Denied("is none of")),
+        ("identities: []", Denied("exactly one of identities and identityRefs")),
+        ("{}", Denied("exactly one of")),
+        (
+            "{identities: ['*'], identityRefs: [{kind: ServiceAccount, name: a}]}",
+            Denied("exactly one of"),
+        ),
+        (
+            "identityRefs: [{kind: ServiceAccount, name: a, namespace: other}]",
+            Allowed,
+        ),
+        ("identityRefs: [{kind: Namespace, name: other}]", Allowed),
+        (
+            "identityRefs: [{kind: Namespace, name: other, namespace: x}]",
+            Denied("has no namespace"),
+        ),
+        (
+            "identityRefs: [{kind: Pod, name: a}]",
+            Denied("accepted: ServiceAccount, Namespace"),
+        ),
+    ];
+    policies("policy.linkerd.io/v1alpha1", "MeshTLSAuthentication", mesh_tls).await;
+    let networks = [
+        ("networks: [{cidr: 10.0.0.0/8, except: [10.1.0.0/16]}]", Allowed),
+        ("networks: [{cidr: 'fd00::/8'}]", Allowed),
+        ("networks: [{cidr: 10.0.0.1}]", Allowed),
+        ("networks: []", Denied("spec.networks is empty")),
+        ("{}", Denied("networks")),
+        ("networks: [{cidr: 10.0.0.0/33}]", Denied("neither a network")),
+        (
+            "networks: [{cidr: 10.0.0.0/8, except: [11.0.0.0/16]}]",
+            Denied("is not inside 10.0.0.0/8"),
+        ),
+        (
+            "networks: [{cidr: 10.0.0.0/8, except: [10.0.0.0/8]}]",
+            Denied("leaves nothing of"),
+        ),
+        (
+            "networks: [{cidr: 10.0.0.0/8, except: [0.0.0.0/0]}]",
+            Denied("is not inside"),
+        ),
+    ];
+    policies("policy.linkerd.io/v1alpha1", "NetworkAuthentication", networks).await;
+}
+
+#[tokio::test]
+async fn servers() {
+    for policy in [
+        "all-unauthenticated",
+        "all-authenticated",
+        "cluster-unauthenticated",
+        "cluster-authenticated",
+        "deny",
+        "audit",
+    ] {
+        let spec = format!("{{podSelector: {{}}, port: 80, accessPolicy: {policy}}}");
+        policies("policy.linkerd.io/v1beta3", "Server", [(&spec, Allowed)]).await;
+    }
+    for protocol in ["unknown", "HTTP/1", "HTTP/2", "gRPC", "opaque", "TLS"] {
+        let spec = format!("{{podSelector: {{}}, port: http, proxyProtocol: {protocol}}}");
+        policies("policy.linkerd.io/v1beta1", "Server", [(&spec, Allowed)]).await;
+    }
+    let rows = [
+        (
+            "{externalWorkloadSelector: {matchLabels: {app: db}}, port: 5432}",
+            Allowed,
+        ),
+        (
+            "{podSelector: {}, port: 80, accessPolicy: all}",
+            Denied("\"all\" is no default policy"),
+        ),
+        (
+            "{podSelector: {}, port: 80, proxyProtocol: http}",
+            Denied("unknown variant `http`"),
+        ),
+        (
+            "{podSelector: {matchExpressions: [{key: app, operator: Near, values: [a]}]}, port: 80}",
+            Denied("selector on app: Near"),
+        ),
+        ("{podSelector: {}}", Denied("port")),
+        ("{podSelector: {}, port: 0}", Denied("spec.port")),
+        (
+            "{podSelector: {}, externalWorkloadSelector: {}, port: 80}",
+            Denied("exactly one of"),
+        ),
+        ("{port: 80}", Denied("exactly one of")),
+        (
+            "{podSelector: {}, port: 80, proxyprotocol: HTTP/1}",
+            Denied("unknown field `proxyprotocol`"),
+        ),
+    ];
+    policies("policy.linkerd.io/v1beta3", "Server", rows).await;
+}
+
+#[tokio::test]
+async fn server_authorizations() {
+    let rows = [
+        ("{server: {name: web}, client: {unauthenticated: true}}", Allowed),
+        (
+            "{server: {selector: {}}, client: {meshTLS: {identities: ['*']}}}",
+            Allowed,
+        ),
+        (
+            "{server: {name: web}, client: {meshTLS: {serviceAccounts: [{name: a}]}}}",
+            Allowed,
+        ),
+        (
+            "{server: {name: web}, client: {meshTLS: {unauthenticatedTLS: true}}}",
+            Allowed,
+        ),
+        (
+            "{server: {name: web}, client: {networks: [{cidr: 10.0.0.0/8}], unauthenticated: true}}",
+            Allowed,
+        ),
+        ("{server: {name: web}, client: {}}", Allowed),
+        (
+            "{server: {name: web}, client: {unauthenticated: true, meshTLS: {identities: ['*']}}}",
+            Denied("one of unauthenticated and meshTLS"),
+        ),
+        (
+            "{server: {name: web}, client: {meshTLS: {unauthenticatedTLS: true, identities: ['*']}}}",
+            Denied("not both"),
+        ),
+        (
+            "{server: {name: web}, client: {meshTLS: {unauthenticatedTLS: true, serviceAccounts: [{name: a}]}}}",
+            Denied("not both"),
+        ),
+        (
+            "{server: {name: web}, client: {networks: [{cidr: 10.0.0.0/8, except: [10.0.0.0/8]}]}}",
+            Denied("leaves nothing of"),
+        ),
+        ("{server: {}, client: {}}", Denied("exactly one of name and selector")),
+        ("{server: {name: web}}", Denied("client")),
+    ];
+    policies("policy.linkerd.io/v1beta1", "ServerAuthorization", rows).await;
+}
+
+#[tokio::test]
+async fn rate_limits() {
+    let target = "targetRef: {group: policy.linkerd.io, kind: Server, name: web}";
+    for (limits, verdict) in [
+        (
+            "total: {requestsPerSecond: 10}, identity: {requestsPerSecond: 10}",
+            Allowed,
+        ),
+        ("identity: {requestsPerSecond: 10}", Allowed),
+        (
+            "total: {requestsPerSecond: 10}, overrides: [{requestsPerSecond: 5, clientRefs: [{kind: ServiceAccount, name: a}]}]",
+            Allowed,
+        ),
+        ("total: {requestsPerSecond: 0}", Denied("nonzero")),
+        ("identity: {requestsPerSecond: 0}", Denied("nonzero")),
+        ("overrides: [{requestsPerSecond: 0, clientRefs: []}]", Denied("nonzero")),
+        ("total: {requestsPerSecond: -1}", Denied("invalid value")),
+        (
+            "total: {requestsPerSecond: 10}, identity: {requestsPerSecond: 11}",
+            Denied("spec.identity of 11 is above the total of 10"),
+        ),
+        (
+            "total: {requestsPerSecond: 10}, overrides: [{requestsPerSecond: 11, clientRefs: []}]",
+            Denied("is above the total of 10"),
+        ),
+        (
+            "overrides: [{requestsPerSecond: 1, clientRefs: [{kind: Namespace, name: a}]}]",
+            Denied("accepted: ServiceAccount"),
+        ),
+    ] {
+        let spec = format!("{{{target}, {limits}}}");
+        policies(
+            "policy.linkerd.io/v1alpha1",
+            "HTTPLocalRateLimitPolicy",
+            [(&spec, verdict)],
+        )
+        .await;
+    }
+    let other = "{targetRef: {kind: Service, name: web}}";
+    let rows = [(other, Denied("accepted: Server"))];
+    policies("policy.linkerd.io/v1alpha1", "HTTPLocalRateLimitPolicy", rows).await;
+}
+
+#[tokio::test]
+async fn egress_networks() {
+    let rows = [
+        ("trafficPolicy: Allow", Allowed),
+        (
+            "{trafficPolicy: Deny, networks: [{cidr: 203.0.113.0/24, except: [203.0.113.1/32]}]}",
+            Allowed,
+        ),
+        ("{trafficPolicy: Deny, networks: []}", Denied("spec.networks is empty")),
+        ("trafficPolicy: Maybe", Denied("unknown variant `Maybe`")),
+        ("networks: [{cidr: 203.0.113.0/24}]", Denied("trafficPolicy")),
+        (
+            "{trafficPolicy: Deny, networks: [{cidr: 203.0.113.0/24, except: [203.0.113.0/24]}]}",
+            Denied("leaves nothing of"),
+        ),
+    ];
+    policies("policy.linkerd.io/v1alpha1", "EgressNetwork", rows).await;
+}
+
+/// Parts of a route.
+const SERVICE: &str = "parentRefs: [{group: core, kind: Service, name: web, port: 80}]";
+const EGRESS: &str = "parentRefs: [{group: policy.linkerd.io, kind: EgressNetwork, name: out}]";
+
+#[tokio::test]
+async fn http_routes_of_both_groups() {
+    for (rules, verdict) in [
+        (
+            "[{matches: [{path: {value: /a}}], backendRefs: [{name: web, port: 80}]}]",
+            Allowed,
+        ),
+        (
+            "[{matches: [{path: {type: Exact, value: a}}]}]",
+            Denied("path \"a\" does not start with /"),
+        ),
+        (
+            "[{matches: [{path: {type: RegularExpression, value: '('}}]}]",
+            Denied("regular expression"),
+        ),
+        (
+            "[{matches: [{headers: [{name: 'a b', value: x}]}]}]",
+            Denied("is not a header name"),
+        ),
+        ("[{matches: [{method: 'G T'}]}]", Denied("is not an HTTP method")),
+        (
+            "[{filters: [{type: RequestHeaderModifier, requestHeaderModifier: {set: [{name: a, value: \"x\\ny\"}]}}]}]",
+            Denied("is not a header value"),
+        ),
+        (
+            "[{filters: [{type: RequestRedirect, requestRedirect: {path: {type: ReplaceFullPath, replaceFullPath: a}}}]}]",
+            Denied("does not start with /"),
+        ),
+        (
+            "[{filters: [{type: RequestRedirect, requestRedirect: {path: {type: ReplacePrefixMatch, replacePrefixMatch: a}}}]}]",
+            Denied("does not start with /"),
+        ),
+        (
+            "[{filters: [{type: RequestRedirect, requestRedirect: {scheme: 'h ttp'}}]}]",
+            Denied("is not a URI scheme"),
+        ),
+        (
+            "[{filters: [{type: RequestRedirect, requestRedirect: {statusCode: 200}}]}]",
+            Denied("redirect status 200"),
+        ),
+        (
+            "[{timeouts: {request: 1s, backendRequest: 2s}}]",
+            Denied("timeouts.backendRequest of 2s is longer than timeouts.request of 1s"),
+        ),
+        ("[{timeouts: {request: 0s, backendRequest: 2s}}]", Allowed),
+    ] {
+        for api_version in ["policy.linkerd.io/v1beta3", "gateway.networking.k8s.io/v1"] {
+            let spec = format!("{{{SERVICE}, rules: {rules}}}");
+            let metadata = "{generateName: x-, namespace: shop}";
+            let answer = review(api_version, "HTTPRoute", metadata, &spec, PolicyValidator).await;
+            expect(&format!("{api_version} {spec}"), &answer, verdict);
+        }
+    }
+}
+
+#[tokio::test]
+async fn routes_differ_by_group() {
+    let backend = format!("{{{SERVICE}, rules: [{{backendRefs: [{{name: web}}]}}]}}");
+    let filter = format!("{{{SERVICE}, rules: [{{filters: [{{type: URLRewrite, urlRewrite: {{}}}}]}}]}}");
+    let negative = format!("{{{SERVICE}, rules: [{{timeouts: {{request: -1s}}}}]}}");
+    let shape = format!("{{{SERVICE}, rules: 7}}");
+    let see_other = format!(
+        "{{{SERVICE}, rules: [{{filters: [{{type: RequestRedirect, requestRedirect: {{statusCode: 303}}}}]}}]}}"
+    );
+    let policy = [
+        (&*backend, Allowed),
+        (&*filter, Denied("\"URLRewrite\" is none of")),
+        (&*negative, Denied("is not a duration")),
+        (&*shape, Denied("invalid type")),
+        (&*see_other, Denied("accepted: 301, 302")),
+    ];
+    policies("policy.linkerd.io/v1beta3", "HTTPRoute", policy).await;
+    let gateway = [
+        (&*backend, Denied("backendRef web is a Service and needs a port")),
+        (&*filter, Allowed),
+        (&*negative, Warned("does not serve it")),
+        (&*shape, Warned("cannot read this HTTPRoute")),
+        (&*see_other, Allowed),
+    ];
+    policies("gateway.networking.k8s.io/v1beta1", "HTTPRoute", gateway).await;
+}
+
+#[tokio::test]
+async fn grpc_routes() {
+    let rows = [
+        (
+            format!("{{{SERVICE}, rules: [{{matches: [{{method: {{service: a.B, method: c}}}}]}}]}}"),
+            Allowed,
+        ),
+        (
+            format!("{{{SERVICE}, rules: [{{backendRefs: [{{kind: Service, name: web}}]}}]}}"),
+            Denied("needs a port"),
+        ),
+        (
+            format!("{{{SERVICE}, rules: [{{matches: [{{headers: [{{name: '', value: x}}]}}]}}]}}"),
+            Denied("is not a header name"),
+        ),
+        (
+            format!("{{{SERVICE}, rules: [{{matches: [{{method: {{type: RegularExpression, service: a}}}}]}}]}}"),
+            Denied("type Exact only"),
+        ),
+        (
+            format!("{{{SERVICE}, rules: [{{matches: 7}}]}}"),
+            Warned("cannot read this GRPCRoute"),
+        ),
+    ];
+    for (spec, verdict) in rows {
+        policies("gateway.networking.k8s.io/v1", "GRPCRoute", [(&spec, verdict)]).await;
+    }
+}
+
+#[tokio::test]
+async fn tls_and_tcp_routes() {
+    for kind in ["TLSRoute", "TCPRoute"] {
+        let rows = [
+            (
+                format!("{{{SERVICE}, rules: [{{backendRefs: [{{name: web, port: 80}}]}}]}}"),
+                Allowed,
+            ),
+            (
+                format!("{{{SERVICE}, rules: []}}"),
+                Denied("spec.rules has 0 entries; exactly one is accepted"),
+            ),
+            (
+                format!("{{{SERVICE}, rules: [{{}}, {{}}]}}"),
+                Denied("spec.rules has 2 entries"),
+            ),
+            (
+                format!("{{{EGRESS}, rules: [{{}}]}}"),
+                Denied("is an EgressNetwork and needs a port"),
+            ),
+            (format!("{{{SERVICE}, rules: 7}}"), Warned("cannot read this T")),
+        ];
+        for (spec, verdict) in rows {
+            policies("gateway.networking.k8s.io/v1alpha2", kind, [(&spec, verdict)]).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn parents_and_annotations_of_routes() {
+    let routes = [
+        ("policy.linkerd.io/v1beta3", "HTTPRoute"),
+        ("gateway.networking.k8s.io/v1", "HTTPRoute"),
+        ("gateway.networking.k8s.io/v1", "GRPCRoute"),
+    ];
+    let server = "parentRefs: [{group: policy.linkerd.io, kind: Server, name: web}]";
+    let egress = EGRESS.replace("name: out", "name: out, port: 443");
+    for (api_version, kind) in routes {
+        policies(
+            api_version,
+            kind,
+            [(EGRESS, Denied("shop/out is an EgressNetwork and needs a port"))],
+        )
+        .await;
+        policies(api_version, kind, [(&*egress, Allowed), (server, Allowed)]).await;
+        for annotation in [
+            "retry.linkerd.io/http: 6xx",
+            "retry.linkerd.io/grpc: sometimes",
+            "timeout.linkerd.io/request: 1.5s",
+            "timeout.linkerd.io/response: -1s",
+            "timeout.linkerd.io/idle: soon",
+        ] {
+            let metadata = format!("{{name: x, namespace: shop, annotations: {{{annotation}}}}}");
+            for (parents, is_outbound) in [(SERVICE, true), (&*egress, true), (server, false)] {
+                let answer = review(api_version, kind, &metadata, &format!("{{{parents}}}"), PolicyValidator).await;
+                let key = annotation.split(':').next().unwrap();
+                let named = answer.denied().is_some_and(|reason| reason.starts_with(key));
+                assert_eq!(named, is_outbound, "{kind} {annotation} {parents}: {answer:?}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_is_not_judged() {
+    let answer = review("apps/v1", "Deployment", "{name: x}", "{}", PolicyValidator).await;
+    expect("", &answer, Denied("unsupported resource type: apps.v1.Deployment"));
+    // Neither a status nor labels of any form change a verdict, but a missing spec does.
+    let rows = [("", Denied("missing field `spec`"))];
+    policies("policy.linkerd.io/v1beta3", "Server", rows).await;
+    let deletion = json!({
+        "uid": "1", "operation": "DELETE", "userInfo": {}, "object": null,
+        "kind": {"group": "policy.linkerd.io", "version": "v1beta3", "kind": "Server"},
+        "resource": {"group": "policy.linkerd.io", "version": "v1beta3", "resource": "servers"},
+    });
+    let answer = PolicyValidator
+        .review(serde_json::from_value(deletion).unwrap())
+        .await
+        .unwrap();
+    expect("", &answer, Denied("no object"));
+}
+
+#[tokio::test]
+async fn service_profiles() {
+    let budget = |fields: &str| format!("retryBudget: {{{fields}}}");
+    let route = |fields: &str| format!("routes: [{{name: a, condition: {{method: GET}}, {fields}}}]");
+    let condition = |fields: &str| format!("routes: [{{name: a, condition: {fields}}}]");
+    let class = |fields: &str| route(&format!("responseClasses: [{fields}]"));
+    let rows = [
+        ("{}".to_owned(), Allowed),
+        ("routes: []".to_owned(), Allowed),
+        (route("isRetryable: true, timeout: 1.5s"), Allowed),
+        // 1: strict decoding.
+        ("rout: []".to_owned(), Denied("unknown field `rout`")),
+        (route("isretryable: true"), Denied("unknown field `isretryable`")),
+        (condition("{path: /a}"), Denied("unknown field `path`")),
+        (
+            class("{condition: {status: {minimum: 1}}}"),
+            Denied("unknown field `minimum`"),
+        ),
+        (route("isRetryable: 7"), Denied("invalid type")),
+        (condition("{not: [{method: GET}]}"), Denied("invalid")),
+        ("opaquePorts: ['80']".to_owned(), Denied("spec.opaquePorts is not read")),
+        // 3: routes.
+        ("routes: [null]".to_owned(), Denied("invalid type: null")),
+        (
+            "routes: [{condition: {method: GET}}]".to_owned(),
+            Denied("missing field `name`"),
+        ),
+        (
+            "routes: [{name: '', condition: {method: GET}}]".to_owned(),
+            Denied("name is empty"),
+        ),
+        // 4: conditions of requests.
+        ("routes: [{name: a}]".to_owned(), Denied("missing field `condition`")),
+        (condition("{}"), Denied("route \"a\": condition sets none of")),
+        (condition("{all: [null]}"), Denied("invalid type: null")),
+        (condition("{any: [null]}"), Denied("invalid type: null")),
+        (condition("{all: [{any: [{}]}]}"), Denied("sets none of")),
+        (condition("{not: {not: {}}}"), Denied("sets none of")),
+        (
+            condition("{not: {pathRegex: /a}, method: GET, all: [{method: GET}]}"),
+            Allowed,
+        ),
+        // 5: timeouts.
+        (route("timeout: ''"), Allowed),
+        (route("timeout: soon"), Denied("timeout: \"soon\" is not a duration")),
+        (route("timeout: '5'"), Denied("timeout")),
+        // 6: conditions of responses.
+        (class("null"), Denied("invalid type: null")),
+        (class("{isFailure: true}"), Denied("missing field `condition`")),
+        (class("{condition: {}}"), Denied("response condition sets none of")),
+        (
+            class("{condition: {not: {}}}"),
+            Denied("response condition sets none of"),
+        ),
+        (
+            class("{condition: {any: [{status: {min: 500}}, {not: {status: {max: 499}}}]}, isFailure: true}"),
+            Allowed,
+        ),
+        // 7: statuses.
+        (
+            class("{condition: {status: {min: 99}}}"),
+            Denied("99 is not in 100-599"),
+        ),
+        (
+            class("{condition: {status: {max: 600}}}"),
+            Denied("600 is not in 100-599"),
+        ),
+        (
+            class("{condition: {status: {min: 500, max: 400}}}"),
+            Denied("ends at 400, before its start 500"),
+        ),
+        (class("{condition: {status: {min: 0, max: 0}}}"), Allowed),
+        (
+            class("{condition: {all: [{status: {min: 1}}]}}"),
+            Denied("is not in 100-599"),
+        ),
+        // 8: retry budgets.
+        (budget("retryRatio: 0.2, minRetriesPerSecond: 10, ttl: 10s"), Allowed),
+        (
+            budget("retryRatio: -0.1, minRetriesPerSecond: 10, ttl: 10s"),
+            Denied("retryRatio -0.1 is negative"),
+        ),
+        (
+            budget("retryRatio: 0.2, minRetriesPerSecond: 10"),
+            Denied("missing field `ttl`"),
+        ),
+        (
+            budget("retryRatio: 0.2, minRetriesPerSecond: 10, ttl: soon"),
+            Denied("retryBudget.ttl"),
+        ),
+        // Traffic splits.
+        (
+            "dstOverrides: [{authority: a.b.svc.cluster.local, weight: 500m}, {authority: c, weight: 1}]".to_owned(),
+            Allowed,
+        ),
+        (
+            "dstOverrides: [{authority: a, weight: some}]".to_owned(),
+            Denied("weight \"some\""),
+        ),
+    ];
+    for version in ["linkerd.io/v1alpha1", "linkerd.io/v1alpha2"] {
+        for (spec, verdict) in &rows {
+            let metadata = "{name: web.shop.svc.cluster.local, namespace: shop}";
+            let answer = review(version, "ServiceProfile", metadata, spec, ProfileValidator).await;
+            expect(spec, &answer, *verdict);
+        }
+    }
+    // 2: names.
+    for (name, verdict) in [
+        ("web.shop.svc.cluster.local", Allowed),
+        ("www.example.com", Allowed),
+        ("Web", Denied("ServiceProfile \"Web\": metadata.name is not a DNS name")),
+        ("a_b", Denied("ServiceProfile \"a_b\"")),
+        ("a..b", Denied("metadata.name")),
+    ] {
+        let metadata = format!("{{name: {name}, namespace: shop}}");
+        let answer = review(
+            "linkerd.io/v1alpha2",
+            "ServiceProfile",
+            &metadata,
+            "{}",
+            ProfileValidator,
+        )
+        .await;
+        expect(name, &answer, verdict);
+    }
+}
+
+/// Field names of the kinds that are judged.
+const FIELDS: &[&str] = &[
+    "targetRef",
+    "requiredAuthenticationRefs",
+    "group",
+    "kind",
+    "name",
+    "namespace",
+    "identities",
+    "identityRefs",
+    "networks",
+    "cidr",
+    "except",
+    "podSelector",
+    "matchLabels",
+    "matchExpressions",
+    "port",
+    "proxyProtocol",
+    "accessPolicy",
+    "server",
+    "client",
+    "meshTLS",
+    "parentRefs",
+    "rules",
+    "matches",
+    "path",
+    "value",
+    "type",
+    "headers",
+    "filters",
+    "requestRedirect",
+    "backendRefs",
+    "weight",
+    "timeouts",
+    "request",
+    "total",
+    "overrides",
+    "requestsPerSecond",
+    "trafficPolicy",
+    "routes",
+    "condition",
+    "all",
+    "not",
+    "status",
+    "min",
+    "retryBudget",
+    "ttl",
+    "dstOverrides",
+    "hostnames",
+];
+
+fn any_json() -> impl Strategy<Value = Value> {
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        "[a-zA-Z*./:0-9%é-]{0,12}".prop_map(Value::from),
+    ];
+    leaf.prop_recursive(6, 64, 6, |inner| {
+        let fields = btree_map(select(FIELDS), inner.clone(), 0..6);
+        prop_oneof![
+            vec(inner, 0..4).prop_map(Value::from),
+            fields.prop_map(|fields| fields.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()),
+        ]
+    })
+}
+
+proptest! {
+    #[test]
+    fn no_object_panics(spec in any_json(), text in "[-a-z0-9,.*%é]{0,12}") {
+        let kinds = [
+            ("policy.linkerd.io", ["AuthorizationPolicy", "MeshTLSAuthentication", "NetworkAuthentication", "Server"]),
+            ("policy.linkerd.io", ["ServerAuthorization", "HTTPLocalRateLimitPolicy", "EgressNetwork", "HTTPRoute"]),
+            ("gateway.networking.k8s.io", ["HTTPRoute", "GRPCRoute", "TLSRoute", "TCPRoute"]),
+        ];
+        let annotations = json!({"retry.linkerd.io/http": text, "timeout.linkerd.io/request": text});
+        let request = |group: &str, kind: &str| {
+            let gvk = json!({"group": group, "version": "v1", "kind": kind});
+            let req = json!({
+                "uid": "1", "operation": "CREATE", "userInfo": {}, "kind": gvk,
+                "resource": {"group": group, "version": "v1", "resource": "x"},
+                "object": {"metadata": {"name": text, "annotations": annotations}, "spec": spec},
+            });
+            serde_json::from_value::<Request>(req).unwrap()
+        };
+        for (group, kinds) in kinds {
+            for kind in kinds {
+                policy::verdict(request(group, kind));
+            }
+        }
+        profile::verdict(request("linkerd.io", "ServiceProfile"));
+    }
+}

@@ -1,0 +1,215 @@
+//! gRPC methods whose answers are encoded where they are made, so that all who get the same share the bytes.
+//!
+//! tonic's own servers encode each message once for each stream, into a buffer that lives as long as the stream.
+//! A control plane has tens of thousands of streams, and most of them tell the same.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use bytes::{BufMut, Bytes, BytesMut};
+use futures_util::stream::{self, Stream};
+use http::header::CONTENT_TYPE;
+use http::{HeaderMap, HeaderValue, Request, Response};
+use http_body::{Body as HttpBody, Frame};
+use prost::Message;
+use tonic::body::Body;
+use tonic::codec::{Codec as _, Streaming};
+use tonic::metadata::GRPC_CONTENT_TYPE;
+use tonic::server::NamedService;
+use tonic::{Code, Status};
+use tulle_proto::codec::Codec;
+
+/// What a service answers to the calls of its methods.
+pub trait Methods: Clone + Send + Sync + 'static {
+    /// The name of the service with that of its package.
+    const SERVICE: &'static str;
+
+    /// Answers a call, or refuses a method that there is not.
+    fn call(self, method: &str, req: Request<Body>) -> impl Future<Output = Response<Body>> + Send;
+}
+
+/// A service that can be added to a server.
+#[derive(Clone, Debug)]
+pub struct Service<M>(pub(crate) M);
+
+impl<M: Methods> tower::Service<Request<Body>> for Service<M> {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, req: Request<Body>) -> Self::Future {
+        let methods = self.0.clone();
+        Box::pin(async move {
+            // Requests come here by the name of the service; the method is what follows.
+            let path = req.uri().path().to_owned();
+            let method = path.rsplit('/').next().unwrap_or_default();
+            Ok(methods.call(method, req).await)
+        })
+    }
+}
+
+impl<M: Methods> NamedService for Service<M> {
+    const NAME: &'static str = M::SERVICE;
+}
+
+/// Refuses a method that there is not.
+pub(crate) fn unimplemented() -> Response<Body> {
+    Status::unimplemented("").into_http()
+}
+
+/// Messages one after the other, as they are on the wire.
+pub(crate) fn encode<M: Message>(messages: &[M]) -> Bytes {
+    let length = messages.iter().map(|message| HEAD + message.encoded_len()).sum();
+    let mut bytes = BytesMut::with_capacity(length);
+    for message in messages {
+        bytes.put_u8(UNCOMPRESSED);
+        // Longer messages than this do not fit the memory of a control plane.
+        bytes.put_u32(u32::try_from(message.encoded_len()).unwrap_or(u32::MAX));
+        message
+            .encode(&mut bytes)
+            .expect("there is room for the length that was asked for");
+    }
+    bytes.freeze()
+}
+
+/// Answers a request of one message with a stream of encoded messages, which ends well when the stream ends.
+pub(crate) async fn stream<M, S>(req: Request<Body>, method: impl FnOnce(M) -> Result<S, Status>) -> Response<Body>
+where
+    M: Message + Default + 'static,
+    S: Stream<Item = Bytes> + Send + 'static,
+{
+    match message(req).await.and_then(method) {
+        Ok(messages) => respond(Box::pin(messages)),
+        Err(status) => status.into_http(),
+    }
+}
+
+/// Answers a request of one message with one encoded message.
+pub(crate) async fn unary<M>(req: Request<Body>, method: impl FnOnce(M) -> Result<Bytes, Status>) -> Response<Body>
+where
+    M: Message + Default + 'static,
+{
+    stream(req, |message| method(message).map(|bytes| stream::iter([bytes]))).await
+}
+
+/// The one message of a request.
+async fn message<M: Message + Default + 'static>(req: Request<Body>) -> Result<M, Status> {
+    let decoder = Codec::<M, M>::default().decoder();
+    let mut messages = Streaming::new_request(decoder, req.into_body(), None, None);
+    messages
+        .message()
+        .await?
+        .ok_or_else(|| Status::invalid_argument("the request has no message"))
+}
+
+fn respond(messages: Pin<Box<dyn Stream<Item = Bytes> + Send>>) -> Response<Body> {
+    let mut rsp = Response::new(Body::new(Messages {
+        messages,
+        progress: Progress::Open,
+    }));
+    rsp.headers_mut().insert(CONTENT_TYPE, GRPC_CONTENT_TYPE);
+    rsp
+}
+
+/// The body of a response.
+struct Messages {
+    messages: Pin<Box<dyn Stream<Item = Bytes> + Send>>,
+    progress: Progress,
+}
+
+#[derive(PartialEq, Eq)]
+enum Progress {
+    Open,
+    /// The trailers have been taken.
+    Ended,
+}
+
+impl HttpBody for Messages {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        if self.progress == Progress::Ended {
+            return Poll::Ready(None);
+        }
+        Poll::Ready(Some(Ok(match ready!(self.messages.as_mut().poll_next(cx)) {
+            Some(bytes) => Frame::data(bytes),
+            None => {
+                self.progress = Progress::Ended;
+                let ok = HeaderValue::from(Code::Ok as u16);
+                Frame::trailers(HeaderMap::from_iter([(Status::GRPC_STATUS, ok)]))
+            }
+        })))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.progress == Progress::Ended
+    }
+}
+
+/// What stands before each message: whether it is compressed, and its length.
+const HEAD: usize = 5;
+const UNCOMPRESSED: u8 = 0;
+
+#[cfg(test)]
+mod tests {
+    use http_body_util::BodyExt;
+    use tulle_proto::destination::GetDestination;
+
+    use super::*;
+
+    fn request(path: &str) -> GetDestination {
+        GetDestination {
+            path: path.to_owned(),
+            ..GetDestination::default()
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_encoded_here_is_decoded_by_others() {
+        let encoded = encode(&[request("a"), request(&"b".repeat(70_000))]);
+        let body = http_body_util::Full::new(encoded);
+        let decoder = Codec::<GetDestination, GetDestination>::default().decoder();
+        let mut messages = Streaming::new_request(decoder, body, None, None);
+        assert_eq!(messages.message().await.unwrap().unwrap().path, "a");
+        assert_eq!(messages.message().await.unwrap().unwrap().path.len(), 70_000);
+        assert!(messages.message().await.unwrap().is_none());
+    }
+
+    #[tokio::test]
+    async fn a_response_has_the_bytes_themselves_and_ends_with_its_status() {
+        let answer = encode(&[request("answer")]);
+        let asked = Request::new(Body::new(http_body_util::Full::new(encode(&[request("question")]))));
+        let rsp = unary(asked, |request: GetDestination| {
+            assert_eq!(request.path, "question");
+            Ok(answer.clone())
+        })
+        .await;
+        assert_eq!(rsp.headers()[CONTENT_TYPE], "application/grpc");
+        let mut body = rsp.into_body();
+        let data = body.frame().await.unwrap().unwrap().into_data().unwrap();
+        assert_eq!((data.as_ptr(), data.len()), (answer.as_ptr(), answer.len()));
+        let trailers = body.frame().await.unwrap().unwrap().into_trailers().unwrap();
+        assert_eq!(trailers["grpc-status"], "0");
+        assert!(body.is_end_stream() && body.frame().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn requests_without_a_message_and_refusals_are_answered_by_a_status() {
+        let refuse = |_: GetDestination| Err(Status::not_found("no such thing"));
+        for (body, code) in [
+            (Bytes::new(), Code::InvalidArgument),
+            (Bytes::from_static(&[0, 0, 0, 0, 9, 1]), Code::Internal),
+            (encode(&[request("a")]), Code::NotFound),
+        ] {
+            let rsp = unary(Request::new(Body::new(http_body_util::Full::new(body))), refuse).await;
+            let status = Status::from_header_map(rsp.headers()).unwrap();
+            assert_eq!(status.code(), code, "{status:?}");
+        }
+    }
+}

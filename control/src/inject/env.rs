@@ -1,0 +1,302 @@
+//! The variables of a sidecar, in the order in which Linkerd writes them: Kubernetes expands `$(name)` only of variables
+//! that stand above.
+
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use k8s_openapi::api::core::v1::{EnvVar, EnvVarSource, ObjectFieldSelector};
+use tulle_core::names::{annotation, label, port};
+
+use crate::inject::values::{Parameters, Values};
+use crate::inject::{Config, Mode, Subject, ports};
+use crate::resources::annotations::Annotations;
+
+/// Where the token is mounted that proves who the pod is, and its file.
+pub(super) const TOKEN_DIR: &str = "/var/run/secrets/tokens";
+pub(super) const TOKEN_NAME: &str = "linkerd-identity-token";
+/// Where every pod finds the token of its service account.
+pub(super) const SERVICE_ACCOUNT_DIR: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
+pub(super) const END_ENTITY_DIR: &str = "/var/run/linkerd/identity/end-entity";
+pub(super) const PODINFO_DIR: &str = "/var/run/linkerd/podinfo";
+
+/// All variables; `values` have the pod's annotations applied.
+pub(super) fn variables(
+    config: &Config,
+    values: &Values,
+    subject: &Subject<'_>,
+    annotations: &Annotations,
+    mode: Mode,
+) -> Vec<EnvVar> {
+    let mut env = Env(Vec::new());
+    workload(&mut env);
+    runtime(&mut env, values);
+    control_plane(&mut env, config, values);
+    traffic(&mut env, values, subject, mode);
+    tracing(&mut env, config, values, subject, annotations);
+    keep_alive(&mut env, "INBOUND", &values.proxy.inbound);
+    keep_alive(&mut env, "OUTBOUND", &values.proxy.outbound);
+    env.set("INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION", &values.proxy.opaque_ports);
+    identity(&mut env, config, values);
+    env.set_unless_empty("ACCESS_LOG", &values.proxy.access_log);
+    env.set_unless_empty("SHUTDOWN_GRACE_PERIOD", &values.proxy.shutdown_grace_period);
+    let added = values.proxy.additional_env.iter().chain(&values.proxy.experimental_env);
+    env.0.extend(added.cloned());
+    env.0
+}
+
+fn workload(env: &mut Env) {
+    env.field("_pod_name", "metadata.name");
+    env.field("_pod_ns", "metadata.namespace");
+    env.field("_pod_uid", "metadata.uid");
+    env.field("_pod_ip", "status.podIP");
+    env.field("_pod_nodeName", "spec.nodeName");
+    env.raw("_pod_containerName", super::PROXY_CONTAINER);
+}
+
+fn runtime(env: &mut Env, values: &Values) {
+    let proxy = &values.proxy;
+    let workers = &proxy.runtime.workers;
+    let cores = match proxy.cores.as_str() {
+        "" => &workers.minimum,
+        cores => cores,
+    };
+    env.set("CORES", cores);
+    env.set("CORES_MIN", cores);
+    env.set_unless_empty("CORES_MAX", &workers.maximum);
+    env.set_unless_empty("CORES_MAX_RATIO", &workers.maximum_cpu_ratio);
+    env.set_unless_empty(
+        "INBOUND_PORTS_REQUIRE_IDENTITY",
+        &proxy.require_identity_on_inbound_ports,
+    );
+    env.set_unless_empty("INBOUND_PORTS_REQUIRE_TLS", &proxy.require_tls_on_inbound_ports);
+    env.set("SHUTDOWN_ENDPOINT_ENABLED", proxy.enable_shutdown_endpoint);
+    match proxy.log_http_headers.as_str() {
+        "insecure" => env.set("LOG", &proxy.log_level),
+        // Headers may hold secrets: spans that carry them are not logged.
+        _ => env.set(
+            "LOG",
+            format!("{},[{{headers}}]=off,[{{request}}]=off", proxy.log_level),
+        ),
+    }
+    env.set("LOG_FORMAT", &proxy.log_format);
+}
+
+fn control_plane(env: &mut Env, config: &Config, values: &Values) {
+    let (proxy, streams) = (&values.proxy, &values.proxy.control.streams);
+    let service = |name: &str, port: u16| service_addr(config, values, name, port);
+    env.set(
+        "DESTINATION_SVC_ADDR",
+        service("linkerd-dst-headless", port::DESTINATION),
+    );
+    env.set("DESTINATION_PROFILE_NETWORKS", &values.cluster_networks);
+    env.set("POLICY_SVC_ADDR", service("linkerd-policy", port::POLICY));
+    env.set("POLICY_WORKLOAD", "{\"ns\":\"$(_pod_ns)\", \"pod\":\"$(_pod_name)\"}\n");
+    env.set("INBOUND_DEFAULT_POLICY", &proxy.default_inbound_policy);
+    env.set("POLICY_CLUSTER_NETWORKS", &values.cluster_networks);
+    env.set("CONTROL_STREAM_INITIAL_TIMEOUT", &streams.initial_timeout);
+    env.set("CONTROL_STREAM_IDLE_TIMEOUT", &streams.idle_timeout);
+    env.set("CONTROL_STREAM_LIFETIME", &streams.lifetime);
+}
+
+fn traffic(env: &mut Env, values: &Values, subject: &Subject<'_>, mode: Mode) {
+    let proxy = &values.proxy;
+    env.set("INBOUND_CONNECT_TIMEOUT", &proxy.inbound_connect_timeout);
+    env.set("OUTBOUND_CONNECT_TIMEOUT", &proxy.outbound_connect_timeout);
+    env.set(
+        "OUTBOUND_DISCOVERY_IDLE_TIMEOUT",
+        &proxy.outbound_discovery_cache_unused_timeout,
+    );
+    env.set(
+        "INBOUND_DISCOVERY_IDLE_TIMEOUT",
+        &proxy.inbound_discovery_cache_unused_timeout,
+    );
+    if proxy.disable_outbound_protocol_detect_timeout {
+        env.set("OUTBOUND_DETECT_TIMEOUT", "365d");
+    }
+    if proxy.disable_inbound_protocol_detect_timeout {
+        env.set("INBOUND_DETECT_TIMEOUT", "365d");
+    }
+    let all = |port: u16| match values.disable_ipv6 {
+        true => SocketAddr::from((Ipv4Addr::UNSPECIFIED, port)),
+        false => SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)),
+    };
+    env.set("CONTROL_LISTEN_ADDR", all(proxy.ports.control));
+    env.set("ADMIN_LISTEN_ADDR", all(proxy.ports.admin));
+    let outbound = SocketAddr::from((Ipv4Addr::LOCALHOST, proxy.ports.outbound));
+    env.set("OUTBOUND_LISTEN_ADDR", outbound);
+    match values.disable_ipv6 {
+        true => env.set("OUTBOUND_LISTEN_ADDRS", outbound),
+        false => {
+            let second = SocketAddr::from((Ipv6Addr::LOCALHOST, proxy.ports.outbound));
+            env.set("OUTBOUND_LISTEN_ADDRS", format!("{outbound},{second}"));
+        }
+    }
+    env.set("INBOUND_LISTEN_ADDR", all(proxy.ports.inbound));
+    env.field("LINKERD2_PROXY_INBOUND_IPS", "status.podIPs");
+    let containers = &subject.spec.containers;
+    env.set("INBOUND_PORTS", ports::inbound(containers));
+    let suffix = format!("svc.{}.", values.cluster_domain);
+    if proxy.is_gateway {
+        env.set("INBOUND_GATEWAY_SUFFIXES", &suffix);
+    }
+    if proxy.is_ingress || mode == Mode::Ingress {
+        env.set("INGRESS_MODE", true);
+    }
+    match proxy.enable_external_profiles {
+        true => env.set("DESTINATION_PROFILE_SUFFIXES", "."),
+        false => env.set("DESTINATION_PROFILE_SUFFIXES", &suffix),
+    }
+    env.set("INBOUND_ACCEPT_KEEPALIVE", "10000ms");
+    env.set("OUTBOUND_CONNECT_KEEPALIVE", "10000ms");
+    env.set("INBOUND_ACCEPT_USER_TIMEOUT", "30s");
+    env.set("OUTBOUND_CONNECT_USER_TIMEOUT", "30s");
+    env.set("OUTBOUND_METRICS_HOSTNAME_LABELS", proxy.metrics.hostname_labels);
+}
+
+fn tracing(env: &mut Env, config: &Config, values: &Values, subject: &Subject<'_>, annotations: &Annotations) {
+    let tracing = &values.proxy.tracing;
+    if !tracing.enabled {
+        return;
+    }
+    let collector = &tracing.collector;
+    env.set("TRACE_ATTRIBUTES_PATH", format!("{PODINFO_DIR}/labels"));
+    env.set("TRACE_ANNOTATIONS_PATH", format!("{PODINFO_DIR}/annotations"));
+    env.set("TRACE_PROTOCOL", "opentelemetry");
+    env.set("TRACE_SERVICE_NAME", trace_service_name(values, subject, annotations));
+    env.set("TRACE_COLLECTOR_SVC_ADDR", &collector.endpoint);
+    let account = &collector.mesh_identity;
+    let name = identity_of(config, values, &account.service_account_name, &account.namespace);
+    env.set("TRACE_COLLECTOR_SVC_NAME", name);
+    let mut attributes =
+        "k8s.pod.ip=$(_pod_ip)\nk8s.pod.uid=$(_pod_uid)\nk8s.container.name=$(_pod_containerName)\n".to_owned();
+    let of_chart = tracing.labels.iter().map(|(key, value)| (key.as_str(), value));
+    let of_pod = annotations
+        .iter()
+        .filter_map(|(key, value)| Some((key.strip_prefix(annotation::TRACE_RESOURCE_PREFIX)?, value)));
+    for (key, value) in of_chart.chain(of_pod) {
+        // One attribute a line: a value of several would smuggle in others.
+        let value = value.replace(['\n', '\r'], " ");
+        attributes.push_str(&format!("{key}={value}\n"));
+    }
+    env.set("TRACE_EXTRA_ATTRIBUTES", attributes);
+}
+
+/// What the workload calls itself, by the conventions of OpenTelemetry; else what the chart says.
+fn trace_service_name(values: &Values, subject: &Subject<'_>, annotations: &Annotations) -> String {
+    let labels = subject.metadata.and_then(|meta| meta.labels.as_ref());
+    let label = |key: &str| labels.and_then(|labels| labels.get(key));
+    let annotated = annotations.get(&format!("{}service.name", annotation::TRACE_RESOURCE_PREFIX));
+    let name = annotated
+        .or_else(|| label(label::APP_INSTANCE))
+        .or_else(|| label(label::APP_NAME));
+    name.unwrap_or(&values.proxy.tracing.trace_service_name).clone()
+}
+
+fn keep_alive(env: &mut Env, direction: &str, parameters: &Parameters) {
+    for (scope, protocols) in &parameters.0 {
+        for (protocol, parameters) in protocols {
+            for (parameter, value) in parameters {
+                let name = [scope, protocol, parameter].map(|part| screaming(part)).join("_");
+                let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+                env.set(&format!("{direction}_{name}"), value);
+            }
+        }
+    }
+}
+
+/// `keepAliveInterval` as variables are written: `KEEP_ALIVE_INTERVAL`.
+fn screaming(camel: &str) -> String {
+    let mut name = String::new();
+    for ch in camel.chars() {
+        if ch.is_ascii_uppercase() && !name.is_empty() {
+            name.push('_');
+        }
+        name.push(ch.to_ascii_uppercase());
+    }
+    name
+}
+
+fn identity(env: &mut Env, config: &Config, values: &Values) {
+    env.set(
+        "DESTINATION_CONTEXT",
+        "{\"ns\":\"$(_pod_ns)\", \"nodeName\":\"$(_pod_nodeName)\", \"pod\":\"$(_pod_name)\"}",
+    );
+    env.field("_pod_sa", "spec.serviceAccountName");
+    env.raw("_l5d_ns", &config.control_plane_namespace);
+    env.raw("_l5d_trustdomain", values.trust_domain());
+    env.set("IDENTITY_DIR", END_ENTITY_DIR);
+    env.set("IDENTITY_TRUST_ANCHORS", &values.identity_trust_anchors_pem);
+    let token = match values.identity.service_account_token_projection {
+        true => format!("{TOKEN_DIR}/{TOKEN_NAME}"),
+        false => format!("{SERVICE_ACCOUNT_DIR}/token"),
+    };
+    env.set("IDENTITY_TOKEN_FILE", token);
+    env.set(
+        "IDENTITY_SVC_ADDR",
+        service_addr(config, values, "linkerd-identity-headless", port::IDENTITY),
+    );
+    env.set(
+        "IDENTITY_LOCAL_NAME",
+        identity_of(config, values, "$(_pod_sa)", "$(_pod_ns)"),
+    );
+    let component = |name: &str| identity_of(config, values, name, &config.control_plane_namespace);
+    env.set("IDENTITY_SVC_NAME", component("linkerd-identity"));
+    env.set("DESTINATION_SVC_NAME", component("linkerd-destination"));
+    env.set("POLICY_SVC_NAME", component("linkerd-destination"));
+    let tap = &values.proxy.tap;
+    if tap.enabled {
+        env.set(
+            "TAP_SVC_NAME",
+            identity_of(config, values, &tap.service_account_name, &tap.namespace),
+        );
+    }
+}
+
+/// The final dot keeps resolvers from trying search domains.
+fn service_addr(config: &Config, values: &Values, name: &str, port: u16) -> String {
+    let (namespace, domain) = (&config.control_plane_namespace, &values.cluster_domain);
+    format!("{name}.{namespace}.svc.{domain}.:{port}")
+}
+
+fn identity_of(config: &Config, values: &Values, service_account: &str, namespace: &str) -> String {
+    let (control_plane, domain) = (&config.control_plane_namespace, values.trust_domain());
+    format!("{service_account}.{namespace}.serviceaccount.identity.{control_plane}.{domain}")
+}
+
+struct Env(Vec<EnvVar>);
+
+impl Env {
+    /// A variable of the proxy; the name goes without its prefix.
+    fn set(&mut self, name: &str, value: impl ToString) {
+        self.raw(&format!("LINKERD2_PROXY_{name}"), value);
+    }
+
+    fn set_unless_empty(&mut self, name: &str, value: &str) {
+        if !value.is_empty() {
+            self.set(name, value);
+        }
+    }
+
+    fn raw(&mut self, name: &str, value: impl ToString) {
+        self.0.push(EnvVar {
+            name: name.to_owned(),
+            value: Some(value.to_string()),
+            ..EnvVar::default()
+        });
+    }
+
+    /// A variable that the kubelet fills from the pod.
+    fn field(&mut self, name: &str, path: &str) {
+        let field_ref = ObjectFieldSelector {
+            field_path: path.to_owned(),
+            ..ObjectFieldSelector::default()
+        };
+        self.0.push(EnvVar {
+            name: name.to_owned(),
+            value_from: Some(EnvVarSource {
+                field_ref: Some(field_ref),
+                ..EnvVarSource::default()
+            }),
+            ..EnvVar::default()
+        });
+    }
+}

@@ -1,0 +1,128 @@
+//! The labels and annotations that a pod gets, injected or not.
+
+use std::collections::BTreeMap;
+
+use aws_lc_rs::digest;
+use tulle_core::names::{annotation, label};
+
+use crate::inject::values::Values;
+use crate::inject::{Config, Origin, Subject, containers, ports};
+use crate::resources::annotations::Annotations;
+
+/// What is added to a pod's metadata.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Metadata {
+    pub(super) labels: BTreeMap<String, String>,
+    pub(super) annotations: Annotations,
+}
+
+/// The annotations of the namespace that this pod has not, but shall have.
+pub(super) fn inherited(subject: &Subject<'_>) -> Annotations {
+    let inherited = subject.namespace_annotations.iter().filter(|(key, _)| {
+        let is_absent = subject.annotations().is_none_or(|pod| !pod.contains_key(*key));
+        is_absent && is_inheritable(key)
+    });
+    inherited.map(|(key, value)| (key.clone(), value.clone())).collect()
+}
+
+/// What an injected pod gets; `values` have its annotations applied.
+pub(super) fn of_injected(config: &Config, values: &Values, subject: &Subject<'_>) -> Metadata {
+    let mut annotations = inherited(subject);
+    annotations.extend(opaque_ports(config, subject));
+    let created_by = match config.origin {
+        Origin::Webhook => "proxy-injector",
+        Origin::CommandLine => "cli",
+    };
+    let version = config.values.version();
+    annotations.extend([
+        (
+            annotation::CREATED_BY.to_owned(),
+            format!("linkerd/{created_by} {version}"),
+        ),
+        (
+            annotation::PROXY_VERSION.to_owned(),
+            containers::version(values, &values.proxy.image).to_owned(),
+        ),
+        (
+            annotation::TRUST_ROOT_SHA256.to_owned(),
+            sha256(&values.identity_trust_anchors_pem),
+        ),
+    ]);
+    let mut labels = BTreeMap::from([
+        (
+            label::CONTROL_PLANE_NS.to_owned(),
+            config.control_plane_namespace.clone(),
+        ),
+        (label::WORKLOAD_NS.to_owned(), subject.namespace.to_owned()),
+    ]);
+    if let Some(owner) = &subject.owner
+        && (OWNER_KINDS.contains(&owner.kind.as_str())
+            || (owner.kind == "cronjob" && config.origin == Origin::CommandLine))
+    {
+        labels.insert(
+            format!("{}{}", label::PROXY_OWNER_PREFIX, owner.kind),
+            label_value(&owner.name).to_owned(),
+        );
+    }
+    Metadata { labels, annotations }
+}
+
+/// What a pod gets that is not injected: nothing but opaque ports, which its clients' proxies read.
+pub(super) fn of_skipped(config: &Config, subject: &Subject<'_>) -> Metadata {
+    Metadata {
+        labels: BTreeMap::new(),
+        annotations: opaque_ports(config, subject).into_iter().collect(),
+    }
+}
+
+/// The opaque-ports annotation, where the pod has none: of its namespace, or of what it exposes.
+fn opaque_ports(config: &Config, subject: &Subject<'_>) -> Option<(String, String)> {
+    let key = annotation::OPAQUE_PORTS;
+    if subject.annotations().is_some_and(|pod| pod.contains_key(key)) {
+        return None;
+    }
+    let of_namespace = subject.namespace_annotations.get(key).cloned();
+    let of_containers = || ports::opaque_of_containers(&config.values.proxy.opaque_ports, &subject.spec.containers);
+    of_namespace.or_else(of_containers).map(|ports| (key.to_owned(), ports))
+}
+
+fn is_inheritable(key: &str) -> bool {
+    let is_ours = key == annotation::INJECT
+        || key == annotation::DISABLE_TAP
+        || key.starts_with("config.linkerd.io/")
+        || key == annotation::ALPHA_ENABLE_NATIVE_SIDECAR
+        || key == annotation::ALPHA_WAIT_BEFORE_EXIT_SECONDS;
+    is_ours && !NOT_INHERITED.contains(&key)
+}
+
+/// A label's value has at most 63 characters, a name up to 253.
+fn label_value(name: &str) -> &str {
+    let end = name.char_indices().nth(63).map_or(name.len(), |(at, _)| at);
+    name[..end].trim_end_matches(|ch: char| !ch.is_ascii_alphanumeric())
+}
+
+fn sha256(text: &str) -> String {
+    let digest = digest::digest(&digest::SHA256, text.as_bytes());
+    digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Owners that label a pod.
+const OWNER_KINDS: [&str; 6] = [
+    "deployment",
+    "replicationcontroller",
+    "replicaset",
+    "job",
+    "daemonset",
+    "statefulset",
+];
+
+/// Read on pods only, or meant for the namespace itself.
+const NOT_INHERITED: [&str; 7] = [
+    annotation::ADMISSION_WEBHOOKS,
+    annotation::DEBUG_IMAGE,
+    annotation::DEBUG_IMAGE_VERSION,
+    annotation::DEBUG_IMAGE_PULL_POLICY,
+    annotation::CLOSE_WAIT_TIMEOUT,
+    annotation::PROXY_CPU_RATIO_LIMIT,
+    annotation::ENABLE_GATEWAY,
+];

@@ -1,0 +1,200 @@
+//! Injection: from a pod, its namespace and the mesh's values to a decision and a JSON patch.
+//!
+//! Nothing here asks anybody or waits: the webhook and the command line both call it, and get the same.
+//! What is wrong in an annotation becomes a warning; the pod gets its sidecar all the same.
+
+mod containers;
+mod decision;
+mod env;
+mod metadata;
+mod overrides;
+mod patch;
+mod ports;
+pub mod values;
+
+#[cfg(test)]
+mod tests;
+
+use json_patch::Patch;
+use k8s_openapi::api::core::v1::{PodSpec, ServicePort};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use tulle_core::names::annotation;
+
+pub use self::decision::{AnnotatedAt, Decision, Mode, Reason, joined};
+use self::metadata::Metadata;
+use self::patch::Additions;
+use self::values::Values;
+use crate::resources::annotations::Annotations;
+
+/// What is the same for all pods.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    pub values: Values,
+    pub control_plane_namespace: String,
+    pub origin: Origin,
+}
+
+/// Who injects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// The webhook, into pods as the API server completed them.
+    Webhook,
+    /// The command line, into manifests as users write them.
+    CommandLine,
+}
+
+/// What may be injected: a pod, or the template of a workload's pods.
+#[derive(Clone, Debug)]
+pub struct Subject<'a> {
+    /// Where the template stands in the object that is patched; empty for a pod.
+    pub root: &'a [&'a str],
+    pub metadata: Option<&'a ObjectMeta>,
+    pub spec: &'a PodSpec,
+    pub namespace: &'a str,
+    pub namespace_annotations: &'a Annotations,
+    /// The workload that pods belong to in the end.
+    pub owner: Option<Workload>,
+}
+
+/// A workload: its kind in lower case, and its name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Workload {
+    pub kind: String,
+    pub name: String,
+}
+
+/// What becomes of a subject.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    pub decision: Decision,
+    pub annotated_at: Option<AnnotatedAt>,
+    /// Empty when nothing changes.
+    pub patch: Patch,
+    /// Sentences about annotations that were ignored.
+    pub warnings: Vec<String>,
+}
+
+/// Decides on a pod and makes its patch; a pod without a sidecar may still be told which of its ports are opaque.
+pub fn pod(config: &Config, subject: &Subject<'_>) -> Outcome {
+    let decision = decision::decide(config, subject);
+    let annotated_at = decision::annotated_at(subject);
+    let mut warnings = misspelt(subject);
+    let patch = match decision {
+        Decision::Skip(_) => {
+            let mut patch = Additions::below(subject.root);
+            patch.metadata(subject.metadata, &metadata::of_skipped(config, subject));
+            patch.into_patch()
+        }
+        Decision::Inject(mode) => {
+            let mut annotations = metadata::inherited(subject);
+            annotations.extend(subject.annotations().cloned().unwrap_or_default());
+            let mut values = config.values.clone();
+            let containers = &subject.spec.containers;
+            warnings.extend(overrides::apply(
+                &mut values,
+                subject.namespace_annotations,
+                &annotations,
+                containers,
+            ));
+            let added = metadata::of_injected(config, &values, subject);
+            patch::injection(config, &values, subject, &added, &annotations, mode)
+        }
+    };
+    Outcome {
+        decision,
+        annotated_at,
+        patch,
+        warnings,
+    }
+}
+
+/// Tells whether the injector would use this value of an annotation.
+///
+/// # Errors
+/// Why not, and what it would use.
+pub fn check_annotation(key: &str, value: &str) -> Result<(), String> {
+    let mut values = Values::default();
+    // Whether it is on is known to the cluster only.
+    values.proxy_init.run_as_root = true;
+    let annotations = Annotations::from([(key.to_owned(), value.to_owned())]);
+    // Names of ports are known to the pod only.
+    if key == annotation::OPAQUE_PORTS {
+        return Ok(());
+    }
+    let warnings = overrides::apply(&mut values, &Annotations::new(), &annotations, &[]);
+    warnings.into_iter().next().map_or(Ok(()), Err)
+}
+
+/// Decides on a pod, without a patch.
+pub fn decide(config: &Config, subject: &Subject<'_>) -> Decision {
+    decision::decide(config, subject)
+}
+
+/// The patch of a Service: only its opaque ports, of its namespace or of what it exposes, where it names none.
+pub fn service(
+    config: &Config,
+    metadata: Option<&ObjectMeta>,
+    ports: &[ServicePort],
+    namespace_annotations: &Annotations,
+) -> Patch {
+    let existing = metadata.and_then(|meta| meta.annotations.as_ref());
+    if existing.is_some_and(|annotations| annotations.contains_key(annotation::OPAQUE_PORTS)) {
+        return Patch::default();
+    }
+    let of_namespace = namespace_annotations.get(annotation::OPAQUE_PORTS).cloned();
+    let opaque = of_namespace.or_else(|| ports::opaque_of_service(&config.values.proxy.opaque_ports, ports));
+    let added = Metadata {
+        annotations: Annotations::from_iter(opaque.map(|ports| (annotation::OPAQUE_PORTS.to_owned(), ports))),
+        ..Metadata::default()
+    };
+    let mut patch = Additions::below(&[]);
+    patch.metadata(metadata, &added);
+    patch.into_patch()
+}
+
+/// Warns of the annotation that users write instead of the one that injects.
+fn misspelt(subject: &Subject<'_>) -> Vec<String> {
+    let (wrong, right) = (annotation::INJECTED_TYPO, annotation::INJECT);
+    let at = [
+        ("pod", subject.annotations()),
+        ("namespace", Some(subject.namespace_annotations)),
+    ];
+    let found = at
+        .into_iter()
+        .filter(|(_, annotations)| annotations.is_some_and(|all| all.contains_key(wrong)));
+    found
+        .map(|(what, _)| format!("the {what}'s annotation {wrong} injects nothing; the key is {right}"))
+        .collect()
+}
+
+impl Subject<'_> {
+    fn annotations(&self) -> Option<&Annotations> {
+        self.metadata.and_then(|meta| meta.annotations.as_ref())
+    }
+
+    /// Whether containers expose UDP ports, which no proxy sees.
+    pub fn has_udp_ports(&self) -> bool {
+        let mut ports = self
+            .spec
+            .containers
+            .iter()
+            .flat_map(|container| container.ports.iter().flatten());
+        ports.any(|port| port.protocol.as_deref() == Some("UDP"))
+    }
+}
+
+/// Every volume that injection may add.
+pub const VOLUMES: [&str; 4] = [
+    "linkerd-proxy-init-xtables-lock",
+    containers::END_ENTITY_VOLUME,
+    containers::TOKEN_VOLUME,
+    containers::PODINFO_VOLUME,
+];
+/// The container of the sidecar.
+pub const PROXY_CONTAINER: &str = "linkerd-proxy";
+/// The container that redirects.
+pub const INIT_CONTAINER: &str = "linkerd-init";
+/// The container that proves redirection where a CNI plugin redirects.
+pub const VALIDATOR_CONTAINER: &str = "linkerd-network-validator";
+/// The container with network tools.
+pub const DEBUG_CONTAINER: &str = "linkerd-debug";

@@ -1,0 +1,330 @@
+//! What annotations change in the values, one pod at a time.
+//!
+//! A value that cannot be used is told and ignored: the chart's value stays, and the pod still gets its sidecar.
+
+use std::str::FromStr;
+use std::time::Duration;
+
+use ipnet::IpNet;
+use k8s_openapi::api::core::v1::{Container, EnvVar};
+use tracing_subscriber::EnvFilter;
+use tulle_core::names::annotation;
+use tulle_core::ports::PortSet;
+
+use crate::inject::ports;
+use crate::inject::values::Values;
+use crate::resources::annotations::Annotations;
+use crate::resources::go_duration;
+
+/// What would be accepted, to follow the value that was not.
+type Expected = &'static str;
+
+/// Applies the annotations of a pod, those it inherited from its namespace among them.
+///
+/// Returns what was wrong, one sentence each.
+pub(super) fn apply(
+    values: &mut Values,
+    namespace: &Annotations,
+    pod: &Annotations,
+    containers: &[Container],
+) -> Vec<String> {
+    let mut warnings = Vec::new();
+    // Variables of the namespace lie below those of the pod, also where the pod has a list of its own.
+    if let Some(text) = namespace.get(annotation::PROXY_ADDITIONAL_ENV) {
+        warn(
+            &mut warnings,
+            annotation::PROXY_ADDITIONAL_ENV,
+            text,
+            add_env(values, text),
+        );
+    }
+    // In this order alpha names come first and stable ones last, so that the stable ones win.
+    for (key, text) in pod {
+        if key == annotation::OPAQUE_PORTS {
+            let (ports, unknown) = ports::resolve(text, containers);
+            values.proxy.opaque_ports = ports;
+            warnings.extend(unknown.iter().map(|part| {
+                format!("{key}: {part:?} is neither a port, nor a range of ports, nor the name of a container's port")
+            }));
+            continue;
+        }
+        warn(&mut warnings, key, text, set(values, key, text.trim()));
+    }
+    warnings.dedup();
+    warnings
+}
+
+fn warn(warnings: &mut Vec<String>, key: &str, text: &str, outcome: Result<(), Expected>) {
+    if let Err(expected) = outcome {
+        warnings.push(format!("{key}: {text:?} is ignored; expected {expected}"));
+    }
+}
+
+/// Applies one annotation; those of others change nothing.
+fn set(values: &mut Values, key: &str, text: &str) -> Result<(), Expected> {
+    let proxy = &mut values.proxy;
+    match key {
+        annotation::PROXY_IMAGE => proxy.image.name = non_empty(text)?,
+        annotation::PROXY_VERSION_OVERRIDE => proxy.image.version = non_empty(text)?,
+        annotation::IMAGE_PULL_POLICY => proxy.image.pull_policy = pull_policy(text)?,
+        annotation::DEBUG_IMAGE => values.debug_container.image.name = non_empty(text)?,
+        annotation::DEBUG_IMAGE_VERSION => values.debug_container.image.version = non_empty(text)?,
+        annotation::DEBUG_IMAGE_PULL_POLICY => values.debug_container.image.pull_policy = pull_policy(text)?,
+        annotation::ENABLE_DEBUG_SIDECAR => values.debug_container.enabled = boolean(text)?,
+        annotation::INBOUND_PORT => proxy.ports.inbound = port(text)?,
+        annotation::OUTBOUND_PORT => proxy.ports.outbound = port(text)?,
+        annotation::ADMIN_PORT => proxy.ports.admin = port(text)?,
+        annotation::CONTROL_PORT => proxy.ports.control = port(text)?,
+        annotation::SKIP_INBOUND_PORTS => values.proxy_init.ignore_inbound_ports = port_list(text)?,
+        annotation::SKIP_OUTBOUND_PORTS => values.proxy_init.ignore_outbound_ports = port_list(text)?,
+        annotation::SKIP_SUBNETS => values.proxy_init.skip_subnets = subnets(text)?,
+        annotation::REQUIRE_IDENTITY_INBOUND_PORTS => proxy.require_identity_on_inbound_ports = port_list(text)?,
+        annotation::PROXY_CPU_REQUEST => {
+            proxy.runtime.workers.minimum = whole_cores(text)?;
+            // The deprecated setting would win over the annotation.
+            proxy.cores.clear();
+            text.clone_into(&mut proxy.resources.cpu.request);
+        }
+        annotation::PROXY_CPU_LIMIT => {
+            proxy.runtime.workers.maximum = whole_cores(text)?;
+            text.clone_into(&mut proxy.resources.cpu.limit);
+        }
+        annotation::PROXY_CPU_RATIO_LIMIT => proxy.runtime.workers.maximum_cpu_ratio = ratio(text)?,
+        annotation::PROXY_MEMORY_REQUEST => proxy.resources.memory.request = quantity(text)?,
+        annotation::PROXY_MEMORY_LIMIT => proxy.resources.memory.limit = quantity(text)?,
+        annotation::PROXY_EPHEMERAL_STORAGE_REQUEST => proxy.resources.ephemeral_storage.request = quantity(text)?,
+        annotation::PROXY_EPHEMERAL_STORAGE_LIMIT => proxy.resources.ephemeral_storage.limit = quantity(text)?,
+        annotation::PROXY_UID => proxy.uid = uid(text)?,
+        annotation::PROXY_GID => proxy.gid = gid(text)?,
+        annotation::PROXY_ADMIN_SHUTDOWN => proxy.enable_shutdown_endpoint = enabled(text)?,
+        annotation::PROXY_LOG_LEVEL => proxy.log_level = log_level(text)?,
+        annotation::PROXY_LOG_FORMAT => proxy.log_format = one_of(text, &["plain", "json"], "plain or json")?,
+        annotation::PROXY_LOG_HTTP_HEADERS => {
+            proxy.log_http_headers = one_of(text, &["off", "insecure"], "off or insecure")?;
+        }
+        annotation::ACCESS_LOG => proxy.access_log = access_log(text)?,
+        annotation::DEFAULT_INBOUND_POLICY => {
+            proxy.default_inbound_policy = one_of(text, &POLICIES, POLICIES_EXPECTED)?;
+        }
+        annotation::PROXY_METRICS_HOSTNAME_LABELS => proxy.metrics.hostname_labels = boolean(text)?,
+        annotation::PROXY_OUTBOUND_CONNECT_TIMEOUT => proxy.outbound_connect_timeout = millis(text)?,
+        annotation::PROXY_INBOUND_CONNECT_TIMEOUT => proxy.inbound_connect_timeout = millis(text)?,
+        annotation::PROXY_OUTBOUND_DISCOVERY_CACHE_TIMEOUT => {
+            proxy.outbound_discovery_cache_unused_timeout = seconds(text)?;
+        }
+        annotation::PROXY_INBOUND_DISCOVERY_CACHE_TIMEOUT => {
+            proxy.inbound_discovery_cache_unused_timeout = seconds(text)?;
+        }
+        annotation::PROXY_DISABLE_OUTBOUND_DETECT_TIMEOUT => {
+            proxy.disable_outbound_protocol_detect_timeout = boolean(text)?;
+        }
+        annotation::PROXY_DISABLE_INBOUND_DETECT_TIMEOUT => {
+            proxy.disable_inbound_protocol_detect_timeout = boolean(text)?;
+        }
+        annotation::ENABLE_EXTERNAL_PROFILES => proxy.enable_external_profiles = boolean(text)?,
+        annotation::ENABLE_GATEWAY => proxy.is_gateway = boolean(text)?,
+        annotation::CLOSE_WAIT_TIMEOUT => {
+            let timeout = duration(text)?;
+            if !values.proxy_init.run_as_root {
+                return Err("the value proxyInit.runAsRoot to be true: only root may set this timeout");
+            }
+            values.proxy_init.close_wait_timeout_secs = timeout.as_secs();
+        }
+        annotation::PROXY_AWAIT => proxy.awaits = enabled(text)?,
+        annotation::SHUTDOWN_GRACE_PERIOD => proxy.shutdown_grace_period = millis(text)?,
+        annotation::PROXY_ENABLE_NATIVE_SIDECAR
+        | annotation::BETA_ENABLE_NATIVE_SIDECAR
+        | annotation::ALPHA_ENABLE_NATIVE_SIDECAR => proxy.native_sidecar = boolean(text)?,
+        annotation::ALPHA_WAIT_BEFORE_EXIT_SECONDS => {
+            // The API takes such numbers as 32 bits.
+            let n_seconds: u32 = text.parse().map_err(|_| "a number of seconds")?;
+            proxy.wait_before_exit_seconds = n_seconds.into();
+        }
+        annotation::PROXY_ADDITIONAL_ENV => add_env(values, text)?,
+        annotation::DISABLE_TAP => proxy.tap.enabled &= !boolean(text)?,
+        _ => {}
+    }
+    Ok(())
+}
+
+/// Adds variables; one that is there already gets the new value in its place.
+fn add_env(values: &mut Values, text: &str) -> Result<(), Expected> {
+    const EXPECTED: Expected = r#"a JSON list of variables such as [{"name": "A", "value": "b"}]"#;
+    let added: Vec<EnvVar> = serde_json::from_str(text).map_err(|_| EXPECTED)?;
+    if added.iter().any(|var| var.name.is_empty()) {
+        return Err(EXPECTED);
+    }
+    for var in added {
+        let env = &mut values.proxy.additional_env;
+        match env.iter_mut().find(|other| other.name == var.name) {
+            Some(other) => *other = var,
+            None => env.push(var),
+        }
+    }
+    Ok(())
+}
+
+fn non_empty(text: &str) -> Result<String, Expected> {
+    // The API server would refuse an image with blanks, and the pod with it.
+    match text.is_empty() || text.contains(char::is_whitespace) {
+        true => Err("a name without blanks"),
+        false => Ok(text.to_owned()),
+    }
+}
+
+fn one_of(text: &str, allowed: &[&str], expected: Expected) -> Result<String, Expected> {
+    allowed.contains(&text).then(|| text.to_owned()).ok_or(expected)
+}
+
+fn pull_policy(text: &str) -> Result<String, Expected> {
+    one_of(
+        text,
+        &["Always", "Never", "IfNotPresent"],
+        "Always, Never or IfNotPresent",
+    )
+}
+
+/// As Go reads booleans.
+fn boolean(text: &str) -> Result<bool, Expected> {
+    match text {
+        "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
+        "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
+        _ => Err("true or false"),
+    }
+}
+
+fn enabled(text: &str) -> Result<bool, Expected> {
+    match text {
+        "enabled" => Ok(true),
+        "disabled" => Ok(false),
+        _ => Err("enabled or disabled"),
+    }
+}
+
+fn port(text: &str) -> Result<u16, Expected> {
+    text.parse()
+        .ok()
+        .filter(|port| *port > 0)
+        .ok_or("a port from 1 to 65535")
+}
+
+fn port_list(text: &str) -> Result<String, Expected> {
+    PortSet::from_str(text).map_err(|_| "ports and ranges of them, such as 25,8000-8100")?;
+    Ok(trimmed_list(text))
+}
+
+fn subnets(text: &str) -> Result<String, Expected> {
+    let is_network = |part: &str| part.trim().parse::<IpNet>().is_ok();
+    match text.split(',').all(is_network) {
+        true => Ok(trimmed_list(text)),
+        false => Err("networks such as 10.0.0.0/8,fd00::/8"),
+    }
+}
+
+fn trimmed_list(text: &str) -> String {
+    text.split(',').map(str::trim).collect::<Vec<_>>().join(",")
+}
+
+fn quantity(text: &str) -> Result<String, Expected> {
+    amount(text)
+        .map(|_| text.to_owned())
+        .ok_or("a quantity such as 100m, 0.5 or 64Mi")
+}
+
+/// How many cores a quantity of CPU needs, rounded up, and at least one.
+fn whole_cores(text: &str) -> Result<String, Expected> {
+    let cores = amount(text).ok_or("a quantity of CPU such as 100m or 2")?;
+    Ok(cores.ceil().max(1.0).to_string())
+}
+
+/// The number that a Kubernetes quantity stands for; nothing negative.
+fn amount(text: &str) -> Option<f64> {
+    let digits = text.trim_end_matches(|ch: char| !ch.is_ascii_digit() && ch != '.');
+    let scale = match text.strip_prefix(digits)? {
+        "" => 1.0,
+        "n" => 1e-9,
+        "u" => 1e-6,
+        "m" => 1e-3,
+        "k" => 1e3,
+        "M" => 1e6,
+        "G" => 1e9,
+        "T" => 1e12,
+        "P" => 1e15,
+        "E" => 1e18,
+        "Ki" => 1024.0,
+        "Mi" => 1024f64.powi(2),
+        "Gi" => 1024f64.powi(3),
+        "Ti" => 1024f64.powi(4),
+        "Pi" => 1024f64.powi(5),
+        "Ei" => 1024f64.powi(6),
+        _ => return None,
+    };
+    // Rust takes names such as `inf` for numbers, too.
+    let is_number = digits.starts_with(|ch: char| ch.is_ascii_digit() || ch == '.');
+    let number: f64 = digits.parse().ok().filter(|_| is_number)?;
+    Some(number * scale)
+}
+
+fn ratio(text: &str) -> Result<String, Expected> {
+    match text.parse::<f64>() {
+        Ok(ratio) if 0.0 < ratio && ratio < 1.0 => Ok(text.to_owned()),
+        _ => Err("a number above 0 and below 1"),
+    }
+}
+
+/// The proxy never runs as root.
+fn uid(text: &str) -> Result<i64, Expected> {
+    match text.parse::<u32>() {
+        Ok(uid) if (1..=MAX_ID).contains(&uid) => Ok(uid.into()),
+        _ => Err("a user id from 1 to 2147483647"),
+    }
+}
+
+fn gid(text: &str) -> Result<i64, Expected> {
+    match (text, text.parse::<u32>()) {
+        ("-1", _) => Ok(-1),
+        (_, Ok(gid)) if gid <= MAX_ID => Ok(gid.into()),
+        _ => Err("a group id from 0 to 2147483647, or -1 for none"),
+    }
+}
+
+fn log_level(text: &str) -> Result<String, Expected> {
+    match EnvFilter::try_new(text) {
+        Ok(_) if !text.is_empty() => Ok(text.to_owned()),
+        _ => Err("levels such as warn,linkerd=debug"),
+    }
+}
+
+fn access_log(text: &str) -> Result<String, Expected> {
+    match text {
+        "apache" | "json" => Ok(text.to_owned()),
+        "" | "none" => Ok(String::new()),
+        _ => Err("apache, json or none"),
+    }
+}
+
+fn duration(text: &str) -> Result<Duration, Expected> {
+    go_duration::parse(text).map_err(|_| "a duration such as 100ms, 1.5s or 1h30m")
+}
+
+fn millis(text: &str) -> Result<String, Expected> {
+    duration(text).map(|duration| format!("{}ms", duration.as_millis()))
+}
+
+fn seconds(text: &str) -> Result<String, Expected> {
+    duration(text).map(|duration| format!("{}s", duration.as_secs()))
+}
+
+/// What the API server takes as a user or group.
+const MAX_ID: u32 = i32::MAX.unsigned_abs();
+
+const POLICIES: [&str; 6] = [
+    "all-unauthenticated",
+    "all-authenticated",
+    "cluster-unauthenticated",
+    "cluster-authenticated",
+    "deny",
+    "audit",
+];
+const POLICIES_EXPECTED: Expected = "all-unauthenticated, all-authenticated, cluster-unauthenticated, \
+     cluster-authenticated, deny or audit";

@@ -1,0 +1,184 @@
+use super::*;
+
+fn reasons(case: &Case) -> String {
+    match case.outcome().decision {
+        Decision::Inject(Mode::Usual) => "inject".to_owned(),
+        Decision::Inject(Mode::Ingress) => "ingress".to_owned(),
+        Decision::Skip(reasons) => joined(&reasons),
+    }
+}
+
+#[test]
+fn annotations_of_namespace_and_pod_decide_together() {
+    const AT_NAMESPACE: &str = "invalid_inject_annotation_at_ns";
+    const AT_WORKLOAD: &str = "invalid_inject_annotation_at_workload";
+    const DISABLED: &str = "injection_disable_annotation_present";
+    const ABSENT: &str = "injection_enable_annotation_absent";
+    for (namespace, pod, expected) in [
+        (None, None, ABSENT),
+        (None, Some("enabled"), "inject"),
+        (None, Some("ingress"), "ingress"),
+        (None, Some("disabled"), ABSENT),
+        (None, Some("yes"), AT_WORKLOAD),
+        (Some("enabled"), None, "inject"),
+        (Some("enabled"), Some(""), "inject"),
+        (Some("enabled"), Some("enabled"), "inject"),
+        (Some("enabled"), Some("ingress"), "ingress"),
+        (Some("enabled"), Some("disabled"), DISABLED),
+        (Some("enabled"), Some("true"), AT_WORKLOAD),
+        (Some("ingress"), None, "ingress"),
+        (Some("ingress"), Some("enabled"), "inject"),
+        (Some("ingress"), Some("disabled"), DISABLED),
+        (Some("disabled"), None, ABSENT),
+        (Some("disabled"), Some("enabled"), "inject"),
+        (Some("disabled"), Some("disabled"), ABSENT),
+        (Some("on"), None, AT_NAMESPACE),
+        (Some("on"), Some("enabled"), AT_NAMESPACE),
+    ] {
+        let mut case = Case::pod("metadata: {annotations: null}");
+        case = case.namespace(&Vec::from_iter(namespace.map(|value| (annotation::INJECT, value))));
+        case = case.annotate(&Vec::from_iter(pod.map(|value| (annotation::INJECT, value))));
+        assert_eq!(reasons(&case), expected, "namespace {namespace:?}, pod {pod:?}");
+    }
+}
+
+#[test]
+fn what_the_pod_is_made_of_can_keep_the_sidecar_out() {
+    let image = |image: &str| format!("spec: {{containers: [{{name: a, image: '{image}'}}]}}");
+    let init = |name: &str, image: &str| format!("spec: {{initContainers: [{{name: {name}, image: '{image}'}}]}}");
+    const EXISTS: &str = "sidecar_already_exists";
+    for (yaml, expected) in [
+        ("spec: {hostNetwork: true}".to_owned(), "host_network_enabled"),
+        (image("cr.l5d.io/linkerd/proxy:edge-1"), EXISTS),
+        (image("ghcr.io/tulle-mesh/proxy:1"), EXISTS),
+        (image("gcr.io/istio-release/proxyv2:1.2"), EXISTS),
+        (image("example.test/linkerd/proxy:1"), "inject"),
+        ("spec: {containers: [{name: linkerd-proxy}]}".to_owned(), EXISTS),
+        ("spec: {containers: [{name: istio-proxy}]}".to_owned(), EXISTS),
+        (init("linkerd-proxy", "x"), EXISTS),
+        (init("linkerd-init", "x"), EXISTS),
+        (init("istio-init", "x"), EXISTS),
+        (init("a", "cr.l5d.io/linkerd/proxy:edge-1"), EXISTS),
+        (init("a", "cr.l5d.io/linkerd/proxy-init:v2"), EXISTS),
+        (init("a", "gcr.io/istio-release/proxy_init:1"), EXISTS),
+        (init("a", "x"), "inject"),
+        // With a projected token nobody needs that of the service account.
+        ("spec: {automountServiceAccountToken: false}".to_owned(), "inject"),
+        (
+            "{metadata: {annotations: null}, spec: {hostNetwork: true, containers: [{name: linkerd-proxy}]}}"
+                .to_owned(),
+            "host_network_enabled,sidecar_already_exists,injection_enable_annotation_absent",
+        ),
+    ] {
+        assert_eq!(reasons(&Case::pod(&yaml)), expected, "{yaml}");
+    }
+}
+
+#[test]
+fn without_a_projected_token_the_pod_needs_that_of_its_service_account() {
+    const OFF: &str = "identity: {serviceAccountTokenProjection: false}";
+    const LACKS: &str = "disabled_automount_service_account_token_account";
+    let bare = "spec: {containers: [{name: app, image: a}]}";
+    assert_eq!(reasons(&Case::pod("").values(OFF)), "inject");
+    assert_eq!(reasons(&Case::pod(bare).values(OFF)), LACKS);
+    let unmounted = "spec: {automountServiceAccountToken: false}";
+    assert_eq!(reasons(&Case::pod(unmounted).values(OFF)), LACKS);
+    // In a manifest nothing is mounted yet.
+    let mut case = Case::pod(bare).values(OFF);
+    case.config.origin = Origin::CommandLine;
+    assert_eq!(reasons(&case), "inject");
+}
+
+#[test]
+fn metrics_learn_whose_annotation_decided() {
+    let inject = [(annotation::INJECT, "enabled")];
+    let bare = "metadata: {annotations: null}";
+    assert_eq!(Case::pod(bare).outcome().annotated_at, None);
+    assert_eq!(
+        Case::pod(bare).namespace(&inject).outcome().annotated_at,
+        Some(AnnotatedAt::Namespace)
+    );
+    assert_eq!(
+        Case::pod("").namespace(&inject).outcome().annotated_at,
+        Some(AnnotatedAt::Workload)
+    );
+}
+
+#[test]
+fn the_misspelt_annotation_injects_nothing_and_names_the_right_one() {
+    let typo = [("linkerd.io/injected", "enabled")];
+    let bare = "metadata: {annotations: null}";
+    for (case, whose) in [
+        (Case::pod(bare).annotate(&typo), "pod"),
+        (Case::pod(bare).namespace(&typo), "namespace"),
+    ] {
+        let outcome = case.outcome();
+        assert_eq!(outcome.decision, Decision::Skip(vec![Reason::NotEnabled]));
+        let [warning] = &outcome.warnings[..] else {
+            panic!("{outcome:?}");
+        };
+        assert!(
+            warning.contains(whose) && warning.ends_with("the key is linkerd.io/inject"),
+            "{warning}"
+        );
+    }
+}
+
+#[test]
+fn a_skipped_pod_still_learns_its_opaque_ports() {
+    let bare = "metadata: {annotations: null}";
+    let opaque = |case: Case| {
+        let injected = case.patched(&case.outcome());
+        injected.annotation(annotation::OPAQUE_PORTS).map(str::to_owned)
+    };
+    let namespace = [(annotation::OPAQUE_PORTS, "9000")];
+    assert_eq!(opaque(Case::pod(bare)).as_deref(), Some("3306"));
+    assert_eq!(opaque(Case::pod(bare).namespace(&namespace)).as_deref(), Some("9000"));
+    let own = Case::pod(bare)
+        .annotate(&[(annotation::OPAQUE_PORTS, "1")])
+        .namespace(&namespace);
+    assert!(own.outcome().patch.0.is_empty());
+    let plain = Case::pod("{metadata: {annotations: null}, spec: {containers: [{name: a}]}}");
+    assert!(plain.outcome().patch.0.is_empty());
+}
+
+#[test]
+fn a_service_gets_nothing_but_its_opaque_ports() {
+    let namespace = [(annotation::OPAQUE_PORTS, "9000")];
+    for (yaml, namespace, expected) in [
+        ("spec: {ports: [{port: 80}]}", &[][..], None),
+        ("spec: {ports: [{port: 3306}]}", &[], Some("3306")),
+        (
+            "spec: {ports: [{port: 3307, targetPort: 3306}, {port: 25}]}",
+            &[],
+            Some("3307,25"),
+        ),
+        // The port does not count where it leads elsewhere, and a name leads nowhere yet.
+        ("spec: {ports: [{port: 3306, targetPort: 80}]}", &[], None),
+        ("spec: {ports: [{port: 3306, targetPort: db}]}", &[], None),
+        ("spec: {ports: [{port: 80}]}", &namespace, Some("9000")),
+        ("spec: {type: ExternalName}", &[], None),
+        (
+            "{metadata: {annotations: {config.linkerd.io/opaque-ports: ''}}, spec: {ports: [{port: 25}]}}",
+            &namespace,
+            None,
+        ),
+    ] {
+        let patch = service_patch(yaml, namespace, "");
+        let written = patch.0.last().map(|last| serde_json::to_value(last).unwrap());
+        let value = written.as_ref().map(|last| last["value"].as_str().unwrap());
+        assert_eq!(value, expected, "{yaml}");
+    }
+    let patch = service_patch(
+        "spec: {ports: [{port: 8005}]}",
+        &[],
+        "proxy: {opaquePorts: '8000-8010'}",
+    );
+    assert_eq!(
+        serde_json::to_value(patch).unwrap(),
+        parse(
+            "[{op: add, path: /metadata/annotations, value: {}}, \
+             {op: add, path: /metadata/annotations/config.linkerd.io~1opaque-ports, value: '8005'}]"
+        )
+    );
+}

@@ -1,0 +1,454 @@
+//! The configuration of injection: the part of the chart's values that shapes a sidecar, with the chart's defaults.
+//!
+//! It is read from the key `values` of ConfigMap `linkerd-config`, or is the defaults where there is no cluster.
+
+mod defaults;
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::{Capabilities, EnvVar, SecurityContext};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer};
+use serde_json::Value;
+
+use self::defaults::{DEBUG_IMAGE, PROXY_IMAGE};
+use crate::resources::labels::Selector;
+
+/// Values that cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ValuesError {
+    #[error("decoding values; expected the YAML of the chart's values")]
+    Decode(#[source] serde_yaml_ng::Error),
+    #[error("decoding values; expected values of the chart tulle-control-plane")]
+    Shape(#[source] serde_json::Error),
+    #[error("proxyInit.iptablesMode {0:?} is none of: nft, legacy, native")]
+    IptablesMode(String),
+}
+
+/// Names and defaults are those of the chart.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Values {
+    pub linkerd_version: String,
+    pub cluster_domain: String,
+    /// CIDRs, comma separated.
+    pub cluster_networks: String,
+    #[serde(rename = "identityTrustAnchorsPEM")]
+    pub identity_trust_anchors_pem: String,
+    /// The cluster domain when empty; see [`Values::trust_domain`].
+    pub identity_trust_domain: String,
+    pub identity: Identity,
+    #[serde(rename = "disableIPv6")]
+    pub disable_ipv6: bool,
+    pub cni_enabled: bool,
+    pub image_pull_policy: String,
+    pub proxy: Proxy,
+    pub proxy_init: ProxyInit,
+    pub network_validator: NetworkValidator,
+    pub debug_container: DebugContainer,
+    pub proxy_injector: ProxyInjector,
+}
+
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Identity {
+    pub service_account_token_projection: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Proxy {
+    pub image: Image,
+    pub log_level: String,
+    pub log_format: String,
+    #[serde(rename = "logHTTPHeaders")]
+    pub log_http_headers: String,
+    /// `apache` or `json`; no access log when empty.
+    pub access_log: String,
+    pub ports: Ports,
+    pub uid: i64,
+    /// Negative: none.
+    pub gid: i64,
+    /// Deprecated in favour of `runtime.workers.minimum`.
+    #[serde(deserialize_with = "text")]
+    pub cores: String,
+    pub runtime: Runtime,
+    pub resources: Resources,
+    #[serde(rename = "await")]
+    pub awaits: bool,
+    pub native_sidecar: bool,
+    pub wait_before_exit_seconds: u64,
+    pub shutdown_grace_period: String,
+    #[serde(deserialize_with = "text")]
+    pub opaque_ports: String,
+    pub default_inbound_policy: String,
+    #[serde(deserialize_with = "text")]
+    pub require_identity_on_inbound_ports: String,
+    #[serde(rename = "requireTLSOnInboundPorts", deserialize_with = "text")]
+    pub require_tls_on_inbound_ports: String,
+    pub enable_external_profiles: bool,
+    pub enable_shutdown_endpoint: bool,
+    pub is_gateway: bool,
+    pub is_ingress: bool,
+    pub outbound_connect_timeout: String,
+    pub inbound_connect_timeout: String,
+    pub outbound_discovery_cache_unused_timeout: String,
+    pub inbound_discovery_cache_unused_timeout: String,
+    pub disable_outbound_protocol_detect_timeout: bool,
+    pub disable_inbound_protocol_detect_timeout: bool,
+    pub control: Control,
+    /// Scope, then protocol, then parameter: each becomes a variable.
+    pub inbound: Parameters,
+    pub outbound: Parameters,
+    pub liveness_probe: Probe,
+    pub readiness_probe: Probe,
+    pub startup_probe: StartupProbe,
+    pub metrics: Metrics,
+    pub tracing: Tracing,
+    pub tap: Tap,
+    pub additional_env: Vec<EnvVar>,
+    pub experimental_env: Vec<EnvVar>,
+    /// Replaces the sidecar's security context.
+    pub security_context: Option<SecurityContext>,
+    /// Replaces the capabilities in the sidecar's security context.
+    pub capabilities: Option<Capabilities>,
+}
+
+/// Values by scope, protocol and parameter, such as `server.http2.keepAliveInterval`.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(transparent)]
+pub struct Parameters(pub BTreeMap<String, BTreeMap<String, BTreeMap<String, Value>>>);
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Image {
+    pub name: String,
+    /// The version of the mesh when empty.
+    #[serde(deserialize_with = "text")]
+    pub version: String,
+    /// `imagePullPolicy` of the chart when empty.
+    pub pull_policy: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct Ports {
+    pub admin: u16,
+    pub control: u16,
+    pub inbound: u16,
+    pub outbound: u16,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct Runtime {
+    pub workers: Workers,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Workers {
+    #[serde(deserialize_with = "text")]
+    pub minimum: String,
+    #[serde(deserialize_with = "text")]
+    pub maximum: String,
+    #[serde(rename = "maximumCPURatio", deserialize_with = "text")]
+    pub maximum_cpu_ratio: String,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "kebab-case")]
+pub struct Resources {
+    pub cpu: Constraints,
+    pub memory: Constraints,
+    pub ephemeral_storage: Constraints,
+}
+
+/// Quantities; none when empty.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct Constraints {
+    #[serde(deserialize_with = "text")]
+    pub request: String,
+    #[serde(deserialize_with = "text")]
+    pub limit: String,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct Control {
+    pub streams: Streams,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Streams {
+    pub initial_timeout: String,
+    pub idle_timeout: String,
+    pub lifetime: String,
+}
+
+/// In seconds.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Probe {
+    /// The probe's own default when absent: 10 for liveness, 2 for readiness.
+    pub initial_delay_seconds: Option<i32>,
+    pub timeout_seconds: i32,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct StartupProbe {
+    pub initial_delay_seconds: i32,
+    pub period_seconds: i32,
+    pub failure_threshold: i32,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Metrics {
+    pub hostname_labels: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Tracing {
+    #[serde(alias = "enable")]
+    pub enabled: bool,
+    pub trace_service_name: String,
+    /// Attributes of every trace.
+    pub labels: BTreeMap<String, String>,
+    pub collector: Collector,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Collector {
+    pub endpoint: String,
+    pub mesh_identity: ServiceAccount,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct ServiceAccount {
+    pub service_account_name: String,
+    pub namespace: String,
+}
+
+/// Who may tap a proxy.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Tap {
+    pub enabled: bool,
+    pub service_account_name: String,
+    pub namespace: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct ProxyInit {
+    pub iptables_mode: IptablesMode,
+    #[serde(deserialize_with = "text")]
+    pub ignore_inbound_ports: String,
+    #[serde(deserialize_with = "text")]
+    pub ignore_outbound_ports: String,
+    #[serde(deserialize_with = "text")]
+    pub skip_subnets: String,
+    pub close_wait_timeout_secs: u64,
+    pub log_level: String,
+    pub log_format: String,
+    pub privileged: bool,
+    pub run_as_root: bool,
+    pub run_as_user: i64,
+    pub run_as_group: i64,
+    pub xt_mount_path: MountPath,
+}
+
+/// How the init container redirects.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub enum IptablesMode {
+    #[default]
+    Nft,
+    Legacy,
+    /// Netlink nftables, without iptables' programs.
+    Native,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct MountPath {
+    pub mount_path: String,
+    pub name: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct NetworkValidator {
+    pub log_level: String,
+    pub log_format: String,
+    /// Chosen by the address family when empty, as is `listen_addr`.
+    pub connect_addr: String,
+    pub listen_addr: String,
+    pub timeout: String,
+    pub security_context: Option<SecurityContext>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct DebugContainer {
+    pub image: Image,
+    /// Adds the container; set by an annotation.
+    #[serde(skip)]
+    pub enabled: bool,
+}
+
+/// Which objects the webhook is asked about.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct ProxyInjector {
+    pub namespace_selector: Option<Selector>,
+    pub object_selector: Option<Selector>,
+}
+
+impl Values {
+    /// Reads the YAML of a values file; what is absent or null has its default.
+    ///
+    /// # Errors
+    /// What is not YAML, and values of a wrong type.
+    pub fn from_yaml(text: &str) -> Result<Self, ValuesError> {
+        let mut value: Value = serde_yaml_ng::from_str(text).map_err(ValuesError::Decode)?;
+        drop_nulls(&mut value);
+        if value.is_null() {
+            return Ok(Self::default());
+        }
+        let mut values: Self = serde_json::from_value(value).map_err(ValuesError::Shape)?;
+        // A file may set the version of an image alone.
+        let images = [
+            (&mut values.proxy.image, PROXY_IMAGE),
+            (&mut values.debug_container.image, DEBUG_IMAGE),
+        ];
+        for (image, name) in images.into_iter().filter(|(image, _)| image.name.is_empty()) {
+            name.clone_into(&mut image.name);
+        }
+        Ok(values)
+    }
+
+    pub fn trust_domain(&self) -> &str {
+        match self.identity_trust_domain.as_str() {
+            "" => &self.cluster_domain,
+            domain => domain,
+        }
+    }
+
+    /// The version that images have unless told otherwise.
+    pub fn version(&self) -> &str {
+        match self.linkerd_version.as_str() {
+            "" => env!("CARGO_PKG_VERSION"),
+            version => version,
+        }
+    }
+}
+
+/// Charts write `key: null` where there is nothing.
+fn drop_nulls(value: &mut Value) {
+    match value {
+        Value::Object(map) => {
+            map.retain(|_, value| !value.is_null());
+            map.values_mut().for_each(drop_nulls);
+        }
+        Value::Array(list) => list.iter_mut().for_each(drop_nulls),
+        _ => {}
+    }
+}
+
+/// A string, a number or a boolean: YAML makes numbers of what users mean as text.
+fn text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    match Value::deserialize(from)? {
+        Value::String(text) => Ok(text),
+        Value::Number(number) => Ok(number.to_string()),
+        Value::Bool(flag) => Ok(flag.to_string()),
+        other => Err(D::Error::custom(format!("{other} is no text and no number"))),
+    }
+}
+
+impl TryFrom<String> for IptablesMode {
+    type Error = ValuesError;
+
+    fn try_from(text: String) -> Result<Self, ValuesError> {
+        match text.as_str() {
+            "nft" => Ok(Self::Nft),
+            "legacy" => Ok(Self::Legacy),
+            "native" => Ok(Self::Native),
+            _ => Err(ValuesError::IptablesMode(text)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn absent_values_have_the_defaults_of_the_chart() {
+        assert_eq!(Values::from_yaml("").unwrap(), Values::default());
+        assert_eq!(Values::from_yaml("proxy: null").unwrap(), Values::default());
+        let values = Values::from_yaml("proxy: {cores: null, ports: {inbound: 14143}}").unwrap();
+        assert_eq!((values.proxy.ports.inbound, values.proxy.ports.admin), (14143, 4191));
+        assert_eq!(values.proxy.inbound, Parameters::keep_alive());
+    }
+
+    #[test]
+    fn the_chart_and_this_room_have_the_same_defaults() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../charts/tulle-control-plane/values.yaml");
+        let mut values = Values::from_yaml(&std::fs::read_to_string(path).unwrap()).unwrap();
+        // The chart writes out what this room and the webhook configuration agree on.
+        values.proxy_injector = ProxyInjector::default();
+        let probes = (
+            values.proxy.liveness_probe.initial_delay_seconds,
+            values.proxy.readiness_probe.initial_delay_seconds,
+        );
+        assert_eq!(probes, (Some(10), Some(2)));
+        values.proxy.liveness_probe.initial_delay_seconds = None;
+        values.proxy.readiness_probe.initial_delay_seconds = None;
+        assert_eq!(values, Values::default());
+    }
+
+    #[test]
+    fn numbers_are_taken_where_text_is_meant() {
+        let yaml = "{proxy: {cores: 2, opaquePorts: 25, image: {version: 1.5}, resources: {cpu: {limit: 2}}}}";
+        let proxy = Values::from_yaml(yaml).unwrap().proxy;
+        assert_eq!(
+            (
+                proxy.cores.as_str(),
+                proxy.opaque_ports.as_str(),
+                proxy.image.version.as_str()
+            ),
+            ("2", "25", "1.5")
+        );
+        assert_eq!(proxy.resources.cpu.limit, "2");
+    }
+
+    #[test]
+    fn values_that_cannot_be_used_are_refused_with_the_reason() {
+        for (yaml, reason) in [
+            ("proxyInit: {iptablesMode: plain}", "nft, legacy, native"),
+            ("proxy: {ports: {inbound: 70000}}", "70000"),
+            ("proxy: {uid: root}", "root"),
+            ("proxy: {cores: [1]}", "no number"),
+            ("[1", "YAML"),
+        ] {
+            let error = anyhow::Error::new(Values::from_yaml(yaml).unwrap_err());
+            assert!(format!("{error:#}").contains(reason), "{yaml}: {error:#}");
+        }
+    }
+
+    #[test]
+    fn the_trust_domain_is_the_cluster_domain_unless_set() {
+        let domain = |yaml| Values::from_yaml(yaml).unwrap().trust_domain().to_owned();
+        assert_eq!(domain("clusterDomain: example.org"), "example.org");
+        assert_eq!(domain("identityTrustDomain: mesh.test"), "mesh.test");
+    }
+}

@@ -1,0 +1,81 @@
+//! Routes of connections that are not looked into, as messages: by server name, or opaque.
+
+use tulle_proto::opaque_route::{Forbidden, Invalid};
+use tulle_proto::outbound::{OpaqueRoute, TlsRoute, opaque_route, tls_route};
+use tulle_proto::tls_route::{SniMatch, sni_match};
+
+use crate::model::outbound::{self as model, Distribution, StreamRoute, StreamVerdict};
+use crate::model::route::{Filter, HostMatch};
+use crate::policy::translate::metadata;
+use crate::policy::translate::outbound::backend;
+
+/// Writes the translation of a route for one of the two families of messages, which are alike but for their names.
+macro_rules! stream_rule {
+    ($route:expr, $family:ident) => {{
+        use $family::distribution::{Empty, FirstAvailable, Kind, RandomAvailable};
+        use $family::filter::Kind as FilterKind;
+        let route_backend = |sent: &model::Backend| {
+            let failure = |filter: &Filter| match filter {
+                Filter::FailStream { message } => Some($family::Filter {
+                    kind: Some(FilterKind::Invalid(Invalid {
+                        message: message.clone(),
+                    })),
+                }),
+                _ => None,
+            };
+            $family::RouteBackend {
+                backend: Some(backend(sent)),
+                filters: sent.filters.iter().filter_map(failure).collect(),
+            }
+        };
+        let (kind, filters) = match &$route.verdict {
+            StreamVerdict::Forbidden => {
+                let forbidden = $family::Filter {
+                    kind: Some(FilterKind::Forbidden(Forbidden {})),
+                };
+                (Kind::Empty(Empty {}), vec![forbidden])
+            }
+            StreamVerdict::Forward(Distribution::FirstAvailable(first)) => {
+                let backends = vec![route_backend(first)];
+                (Kind::FirstAvailable(FirstAvailable { backends }), Vec::new())
+            }
+            StreamVerdict::Forward(Distribution::Weighted(backends)) => {
+                let weighted = |(sent, weight): &(model::Backend, u32)| $family::WeightedRouteBackend {
+                    backend: Some(route_backend(sent)),
+                    weight: *weight,
+                };
+                let backends = backends.iter().map(weighted).collect();
+                (Kind::RandomAvailable(RandomAvailable { backends }), Vec::new())
+            }
+        };
+        $family::Rule {
+            backends: Some($family::Distribution { kind: Some(kind) }),
+            filters,
+        }
+    }};
+}
+
+pub(super) fn opaque_route(route: &StreamRoute) -> OpaqueRoute {
+    OpaqueRoute {
+        metadata: Some(metadata(&route.reference)),
+        rules: vec![stream_rule!(route, opaque_route)],
+    }
+}
+
+pub(super) fn tls_route(route: &StreamRoute) -> TlsRoute {
+    TlsRoute {
+        metadata: Some(metadata(&route.reference)),
+        snis: route.snis.iter().map(sni).collect(),
+        rules: vec![stream_rule!(route, tls_route)],
+    }
+}
+
+fn sni(host: &HostMatch) -> SniMatch {
+    let matched = match host {
+        HostMatch::Exact(name) => sni_match::Match::Exact(name.clone()),
+        HostMatch::Suffix(labels) => sni_match::Match::Suffix(sni_match::Suffix {
+            reverse_labels: labels.clone(),
+        }),
+    };
+    SniMatch { r#match: Some(matched) }
+}

@@ -1,0 +1,165 @@
+//! Certificates of webhooks: each is its own authority, as the API server trusts exactly what the bundle lists.
+
+use std::fmt;
+use std::time::Duration;
+
+use rcgen::{CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, KeyPair, KeyUsagePurpose};
+use rustls::pki_types::pem::{self, PemObject};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::sign::CertifiedKey;
+use time::OffsetDateTime;
+
+use crate::tls;
+
+/// A certificate with its chain, and its private key.
+#[derive(PartialEq)]
+pub(super) struct Pair {
+    chain: Vec<CertificateDer<'static>>,
+    key: PrivateKeyDer<'static>,
+    /// As they were read, because Secrets are compared and written back unchanged.
+    pub(super) certificate_pem: String,
+    pub(super) key_pem: String,
+    pub(super) not_before: OffsetDateTime,
+    pub(super) not_after: OffsetDateTime,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Error {
+    #[error("making a certificate")]
+    Make(#[source] rcgen::Error),
+    #[error("the {what} is not usable PEM")]
+    Pem {
+        what: &'static str,
+        #[source]
+        source: pem::Error,
+    },
+    #[error("the {what} is not text")]
+    Text { what: &'static str },
+    #[error("there is no certificate; expected PEM")]
+    Empty,
+    #[error("the certificate cannot be read")]
+    Certificate(#[source] x509_parser::error::X509Error),
+    #[error("the private key is not the key of the certificate")]
+    Key(#[source] rustls::Error),
+    #[error("the certificate is not for {name}")]
+    Name { name: String },
+    #[error("a lifetime of {0:?} ends after the year 9999")]
+    Lifetime(Duration),
+}
+
+impl Pair {
+    /// A new self-signed ECDSA P-256 certificate for this name, good for this long from now.
+    pub(super) fn make(name: &str, lifetime: Duration) -> Result<Self, Error> {
+        let now = OffsetDateTime::now_utc();
+        let end = || {
+            let lifetime = time::Duration::try_from(lifetime).ok()?;
+            now.checked_add(lifetime)
+        };
+        let mut params = CertificateParams::new([name.to_owned()]).map_err(Error::Make)?;
+        params.distinguished_name = DistinguishedName::new();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.not_before = now - CLOCK_SKEW;
+        params.not_after = end().ok_or(Error::Lifetime(lifetime))?;
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        let key = KeyPair::generate().map_err(Error::Make)?;
+        let certificate = params.self_signed(&key).map_err(Error::Make)?;
+        Self::parse(certificate.pem().as_bytes(), key.serialize_pem().as_bytes())
+    }
+
+    /// Reads PEM, and checks that the halves belong together.
+    pub(super) fn parse(certificate_pem: &[u8], key_pem: &[u8]) -> Result<Self, Error> {
+        let chain = certificates(certificate_pem)?;
+        let key = PrivateKeyDer::from_pem_slice(key_pem).map_err(|source| Error::Pem {
+            what: "private key",
+            source,
+        })?;
+        let leaf = chain.first().ok_or(Error::Empty)?;
+        let (not_before, not_after) = validity(leaf)?;
+        let certified = CertifiedKey::from_der(chain.clone(), key.clone_key(), &tls::provider()).map_err(Error::Key)?;
+        certified.keys_match().map_err(Error::Key)?;
+        Ok(Self {
+            certificate_pem: text("certificate", certificate_pem)?,
+            key_pem: text("private key", key_pem)?,
+            chain,
+            key,
+            not_before,
+            not_after,
+        })
+    }
+
+    /// # Errors
+    /// A certificate that the API server would not take for this name.
+    pub(super) fn check_name(&self, name: &str) -> Result<(), Error> {
+        let wrong = || Error::Name { name: name.to_owned() };
+        let leaf = self.chain.first().ok_or(Error::Empty)?;
+        let (_, parsed) = x509_parser::parse_x509_certificate(leaf).map_err(|err| Error::Certificate(err.into()))?;
+        let names = parsed.subject_alternative_name().map_err(Error::Certificate)?;
+        let is_it = |general: &x509_parser::extensions::GeneralName<'_>| matches!(general, x509_parser::extensions::GeneralName::DNSName(dns) if dns.eq_ignore_ascii_case(name));
+        let found = names.is_some_and(|names| names.value.general_names.iter().any(is_it));
+        found.then_some(()).ok_or_else(wrong)
+    }
+
+    pub(super) fn chain(&self) -> Vec<CertificateDer<'static>> {
+        self.chain.clone()
+    }
+
+    pub(super) fn key(&self) -> PrivateKeyDer<'static> {
+        self.key.clone_key()
+    }
+}
+
+impl fmt::Debug for Pair {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pair({} to {})", self.not_before, self.not_after)
+    }
+}
+
+/// All certificates of a PEM bundle.
+pub(super) fn certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, Error> {
+    let certs = CertificateDer::pem_slice_iter(pem).collect::<Result<Vec<_>, _>>();
+    certs.map_err(|source| Error::Pem {
+        what: "certificate",
+        source,
+    })
+}
+
+/// From when to when a certificate is good.
+pub(super) fn validity(cert: &CertificateDer<'_>) -> Result<(OffsetDateTime, OffsetDateTime), Error> {
+    let (_, parsed) = x509_parser::parse_x509_certificate(cert).map_err(|err| Error::Certificate(err.into()))?;
+    let validity = parsed.validity();
+    Ok((validity.not_before.to_datetime(), validity.not_after.to_datetime()))
+}
+
+fn text(what: &'static str, pem: &[u8]) -> Result<String, Error> {
+    String::from_utf8(pem.to_vec()).map_err(|_| Error::Text { what })
+}
+
+/// How long the API server's clock may be behind ours.
+const CLOCK_SKEW: Duration = Duration::from_secs(300);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pair_is_read_as_it_was_made() {
+        let made = Pair::make("web.linkerd.svc", Duration::from_secs(3600)).unwrap();
+        let read = Pair::parse(made.certificate_pem.as_bytes(), made.key_pem.as_bytes()).unwrap();
+        assert_eq!(made, read);
+        assert!(read.check_name("Web.linkerd.svc").is_ok());
+        assert!(matches!(read.check_name("other.linkerd.svc"), Err(Error::Name { .. })));
+        assert_eq!(read.not_after - read.not_before, Duration::from_secs(3600) + CLOCK_SKEW);
+        assert!(!format!("{read:?}").contains("PRIVATE"));
+    }
+
+    #[test]
+    fn halves_that_do_not_belong_together_are_refused() {
+        let [one, other] = [(); 2].map(|()| Pair::make("web", Duration::from_secs(60)).unwrap());
+        let parse = |cert: &str, key: &str| Pair::parse(cert.as_bytes(), key.as_bytes()).unwrap_err();
+        assert!(matches!(parse(&one.certificate_pem, &other.key_pem), Error::Key(_)));
+        assert!(matches!(parse("", &one.key_pem), Error::Empty));
+        assert!(matches!(parse(&one.certificate_pem, "x"), Error::Pem { .. }));
+        assert!(matches!(Pair::make("web", Duration::MAX), Err(Error::Lifetime(_))));
+    }
+}

@@ -1,0 +1,446 @@
+//! Keeps a webhook's certificate in a Secret, and the bundle of its webhook configuration in step.
+//!
+//! All replicas do the same, without a leader: a Secret is written only over the version that was read,
+//! and whoever comes second starts again from what the first wrote.
+//! The Secret belongs to the webhook configuration, so that it goes with it; without a configuration nothing is
+//! written, because nobody calls.
+//! A Secret that does not belong to it is somebody else's: it is shown as it is, and so is one that cert-manager feeds;
+//! their bundles are not ours either.
+//!
+//! Permissions: Secrets in the namespace of the control plane `create`, and by name `list`, `watch`, `update`;
+//! `mutatingwebhookconfigurations` or `validatingwebhookconfigurations` by name `list`, `watch`, `patch`.
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use k8s_openapi::ByteString;
+use k8s_openapi::api::core::v1::Secret;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
+use kube::api::{Patch, PatchParams, PostParams};
+use kube::core::{ApiResource, DynamicObject, GroupVersionKind};
+use kube::runtime::WatchStreamExt;
+use kube::runtime::watcher::{self, watch_object};
+use kube::{Api, Client, ResourceExt};
+use serde_json::{Value, json};
+use time::OffsetDateTime;
+use tokio::time::{Instant, sleep};
+use tracing::{debug, info, warn};
+use tulle_core::backoff::Backoff;
+use tulle_core::drain::Watch;
+use tulle_core::names::label;
+use tulle_core::ready::Latch;
+
+use super::certificate::{self, Pair};
+use super::creds::Creds;
+use super::rotation::{Situation, State, Times};
+
+/// Whose certificate is kept, and where.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub namespace: String,
+    /// The Service of the webhook.
+    pub service: &'static str,
+    /// The name that the API server calls, and that the certificate is for.
+    pub server_name: String,
+    pub secret: &'static str,
+    pub configuration: Configuration,
+    pub times: Times,
+}
+
+/// Which webhook configuration calls this webhook.
+#[derive(Clone, Copy, Debug)]
+pub enum Configuration {
+    Mutating(&'static str),
+    Validating(&'static str),
+}
+
+/// Keeps the certificate of one webhook.
+pub struct Keeper {
+    config: Config,
+    creds: Arc<Creds>,
+    secrets: Api<Secret>,
+    configurations: Api<DynamicObject>,
+    kind: ApiResource,
+    /// `None` until it was looked for, `Some(None)` while it is not there.
+    secret: Option<Option<Secret>>,
+    configuration: Option<Option<DynamicObject>>,
+    held: Option<State>,
+    shown: Option<Arc<Pair>>,
+    /// Since when the API server has had which bundle.
+    published: Option<(String, Instant)>,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error("making the certificate")]
+    Certificate(#[source] certificate::Error),
+    #[error("the Secret is not usable; expected tls.crt and tls.key, PEM, from whoever keeps it")]
+    Given(#[source] certificate::Error),
+    #[error("installing the certificate")]
+    Install(#[source] rustls::Error),
+    #[error("writing Secret {name}")]
+    Secret {
+        name: &'static str,
+        #[source]
+        source: Box<kube::Error>,
+    },
+    #[error("writing the bundle of {name}")]
+    Bundle {
+        name: &'static str,
+        #[source]
+        source: Box<kube::Error>,
+    },
+}
+
+impl Config {
+    /// The certificate of the proxy injector.
+    pub fn proxy_injector(namespace: String) -> Self {
+        let configuration = Configuration::Mutating("linkerd-proxy-injector-webhook-config");
+        Self::new(
+            namespace,
+            "linkerd-proxy-injector",
+            "linkerd-proxy-injector-k8s-tls",
+            configuration,
+        )
+    }
+
+    /// The certificate of the ServiceProfile validator.
+    pub fn sp_validator(namespace: String) -> Self {
+        let configuration = Configuration::Validating("linkerd-sp-validator-webhook-config");
+        Self::new(
+            namespace,
+            "linkerd-sp-validator",
+            "linkerd-sp-validator-k8s-tls",
+            configuration,
+        )
+    }
+
+    /// The certificate of the policy validator.
+    pub fn policy_validator(namespace: String) -> Self {
+        let configuration = Configuration::Validating("linkerd-policy-validator-webhook-config");
+        Self::new(
+            namespace,
+            "linkerd-policy-validator",
+            "linkerd-policy-validator-k8s-tls",
+            configuration,
+        )
+    }
+
+    fn new(namespace: String, service: &'static str, secret: &'static str, configuration: Configuration) -> Self {
+        Self {
+            server_name: format!("{service}.{namespace}.svc"),
+            namespace,
+            service,
+            secret,
+            configuration,
+            times: Times::default(),
+        }
+    }
+}
+
+impl Configuration {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Mutating(name) | Self::Validating(name) => name,
+        }
+    }
+
+    fn kind(self) -> ApiResource {
+        let kind = match self {
+            Self::Mutating(_) => "MutatingWebhookConfiguration",
+            Self::Validating(_) => "ValidatingWebhookConfiguration",
+        };
+        ApiResource::from_gvk(&GroupVersionKind::gvk("admissionregistration.k8s.io", "v1", kind))
+    }
+}
+
+impl Keeper {
+    pub fn new(client: Client, config: Config, creds: Arc<Creds>) -> Self {
+        let kind = config.configuration.kind();
+        Self {
+            secrets: Api::namespaced(client.clone(), &config.namespace),
+            configurations: Api::all_with(client, &kind),
+            kind,
+            config,
+            creds,
+            secret: None,
+            configuration: None,
+            held: None,
+            shown: None,
+            published: None,
+        }
+    }
+
+    /// Keeps it until the drain; the latch goes when the API server can call, or nobody wants it to.
+    pub async fn run(mut self, latch: Latch, drain: Watch) {
+        let mut latch = Some(latch);
+        let mut retries = RETRIES.steps();
+        let secrets = watch_object(self.secrets.clone(), self.config.secret);
+        let mut secrets = pin!(secrets.default_backoff());
+        let name = self.config.configuration.name();
+        let configurations = watch_object(self.configurations.clone(), name);
+        let mut configurations = pin!(configurations.default_backoff());
+        loop {
+            let wait = match self.reconcile(&mut latch).await {
+                Ok(wait) => {
+                    retries.reset();
+                    wait
+                }
+                Err(err) => {
+                    let webhook = self.config.service;
+                    // Another replica wrote first; the watch brings what it wrote.
+                    match err.is_conflict() {
+                        true => debug!(webhook, "another replica was first"),
+                        false => warn!(
+                            webhook,
+                            error = &err as &dyn std::error::Error,
+                            "keeping a certificate failed"
+                        ),
+                    }
+                    retries.next_delay()
+                }
+            };
+            // All branches only wait, and a stream that is not polled to its end loses nothing.
+            tokio::select! {
+                () = drain.signaled() => return,
+                Some(seen) = secrets.next() => update(&mut self.secret, seen, self.config.secret),
+                Some(seen) = configurations.next() => update(&mut self.configuration, seen, name),
+                () = sleep(wait) => {}
+            }
+        }
+    }
+
+    /// Brings Secret, bundle and what is shown in line, as far as possible now; returns when to look again.
+    async fn reconcile(&mut self, latch: &mut Option<Latch>) -> Result<Duration, Error> {
+        let (Some(secret), Some(configuration)) = (self.secret.clone(), self.configuration.clone()) else {
+            return Ok(IDLE);
+        };
+        let Some(configuration) = configuration else {
+            latch.take();
+            return Ok(IDLE);
+        };
+        if self.is_given(secret.as_ref(), &configuration) {
+            if let Some(secret) = &secret {
+                self.show_given(secret)?;
+                latch.take();
+            }
+            return Ok(IDLE);
+        }
+        let state = self.store(secret, &configuration).await?;
+        self.publish(&state, configuration).await?;
+        let wait = self.show(&state)?;
+        latch.take();
+        self.held = Some(state);
+        Ok(wait)
+    }
+
+    /// Whether the certificate is none of our making.
+    fn is_given(&self, secret: Option<&Secret>, configuration: &DynamicObject) -> bool {
+        let is_fed = |key: &String| key.starts_with("cert-manager.io/inject-ca-from");
+        let is_foreign = |secret: &Secret| !secret.owner_references().iter().any(|owner| self.is_owner(owner));
+        configuration.annotations().keys().any(is_fed) || secret.is_some_and(is_foreign)
+    }
+
+    fn is_owner(&self, owner: &OwnerReference) -> bool {
+        owner.kind == self.kind.kind && owner.name == self.config.configuration.name()
+    }
+
+    /// Shows a certificate that somebody else keeps.
+    fn show_given(&mut self, secret: &Secret) -> Result<(), Error> {
+        let entry = |key: &str| {
+            let bytes = secret.data.as_ref().and_then(|data| data.get(key));
+            bytes.map(|bytes| bytes.0.as_slice()).unwrap_or_default()
+        };
+        let pair = Pair::parse(entry("tls.crt"), entry("tls.key")).map_err(Error::Given)?;
+        if self.shown.as_ref().is_some_and(|shown| **shown == pair) {
+            return Ok(());
+        }
+        self.creds.install(&pair).map_err(Error::Install)?;
+        info!(webhook = self.config.service, until = %pair.not_after, "showing a certificate that is given");
+        self.shown = Some(Arc::new(pair));
+        Ok(())
+    }
+
+    /// Decides what the Secret should hold, and writes it if it holds something else.
+    async fn store(&mut self, secret: Option<Secret>, configuration: &DynamicObject) -> Result<State, Error> {
+        let webhook = self.config.service;
+        let name = self.config.server_name.clone();
+        let stored = secret.as_ref().and_then(|secret| {
+            let data = secret.data.clone().unwrap_or_default();
+            State::from_data(&data, &name)
+                .inspect_err(|err| {
+                    warn!(
+                        webhook,
+                        error = err as &dyn std::error::Error,
+                        "the Secret is not usable"
+                    )
+                })
+                .ok()
+        });
+        let published_for = stored.as_ref().and_then(|stored| {
+            let (bundle, at) = self.published.as_ref()?;
+            (*bundle == stored.bundle_pem()).then(|| at.elapsed())
+        });
+        let situation = Situation {
+            stored: stored.clone(),
+            held: self.held.clone(),
+            shown: self.shown.as_deref(),
+            published_for,
+            now: OffsetDateTime::now_utc(),
+        };
+        let state = State::decide(situation, &name, &self.config.times).map_err(Error::Certificate)?;
+        let owner = self.owner(configuration);
+        // An owner that was made anew has another uid, and the Secret would be collected with the old one.
+        let is_owned = secret
+            .as_ref()
+            .is_some_and(|secret| secret.owner_references().contains(&owner));
+        if stored.as_ref() == Some(&state) && is_owned {
+            return Ok(state);
+        }
+        info!(webhook, until = %state.current.not_after, has_next = state.next.is_some(), "writing a certificate");
+        let written = match secret {
+            Some(mut secret) => {
+                secret.data = Some(state.to_data());
+                secret.metadata.owner_references = Some(vec![owner]);
+                secret.metadata.managed_fields = None;
+                let params = PostParams::default();
+                self.secrets.replace(self.config.secret, &params, &secret).await
+            }
+            None => {
+                let secret = self.new_secret(&state, owner);
+                self.secrets.create(&PostParams::default(), &secret).await
+            }
+        };
+        let written = written.map_err(|source| Error::Secret {
+            name: self.config.secret,
+            source: Box::new(source),
+        })?;
+        self.secret = Some(Some(written));
+        Ok(state)
+    }
+
+    fn owner(&self, configuration: &DynamicObject) -> OwnerReference {
+        OwnerReference {
+            api_version: self.kind.api_version.clone(),
+            kind: self.kind.kind.clone(),
+            name: configuration.name_any(),
+            uid: configuration.uid().unwrap_or_default(),
+            ..OwnerReference::default()
+        }
+    }
+
+    fn new_secret(&self, state: &State, owner: OwnerReference) -> Secret {
+        let namespace = &self.config.namespace;
+        Secret {
+            metadata: ObjectMeta {
+                name: Some(self.config.secret.to_owned()),
+                namespace: Some(namespace.clone()),
+                labels: Some([(label::CONTROL_PLANE_NS.to_owned(), namespace.clone())].into()),
+                owner_references: Some(vec![owner]),
+                ..ObjectMeta::default()
+            },
+            type_: Some("kubernetes.io/tls".to_owned()),
+            data: Some(state.to_data()),
+            ..Secret::default()
+        }
+    }
+
+    /// Makes the API server trust what the state says, and remembers since when.
+    async fn publish(&mut self, state: &State, configuration: DynamicObject) -> Result<(), Error> {
+        let bundle = state.bundle_pem();
+        let wanted = json!(ByteString(bundle.clone().into_bytes()));
+        let webhooks = configuration.data.get("webhooks").and_then(Value::as_array);
+        let webhooks = webhooks.map(Vec::as_slice).unwrap_or_default();
+        let is_right = |webhook: &Value| webhook.pointer("/clientConfig/caBundle") == Some(&wanted);
+        if webhooks.iter().all(is_right) {
+            let since = match self.published.take() {
+                Some((published, since)) if published == bundle => since,
+                _ => Instant::now(),
+            };
+            self.published = Some((bundle, since));
+            return Ok(());
+        }
+        self.published = None;
+        let name = self.config.configuration.name();
+        info!(
+            webhook = self.config.service,
+            configuration = name,
+            "writing the bundle"
+        );
+        // Lists are merged by the names of webhooks, and the version makes sure that they are those we saw.
+        let webhooks: Vec<Value> = webhooks
+            .iter()
+            .map(|webhook| json!({"name": webhook.get("name"), "clientConfig": {"caBundle": wanted}}))
+            .collect();
+        let patch = json!({
+            "metadata": {"resourceVersion": configuration.resource_version()},
+            "webhooks": webhooks,
+        });
+        let patched = self
+            .configurations
+            .patch(name, &PatchParams::default(), &Patch::Strategic(patch))
+            .await
+            .map_err(|source| Error::Bundle {
+                name,
+                source: Box::new(source),
+            })?;
+        self.configuration = Some(Some(patched));
+        self.published = Some((bundle, Instant::now()));
+        Ok(())
+    }
+
+    /// Shows the certificate of the state as soon as the API server trusts it; returns when to look again.
+    fn show(&mut self, state: &State) -> Result<Duration, Error> {
+        let now = OffsetDateTime::now_utc();
+        let is_shown = self.shown.as_ref().is_some_and(|shown| **shown == *state.current);
+        let is_good = self.shown.as_ref().is_some_and(|shown| now < shown.not_after);
+        let known_for = self
+            .published
+            .as_ref()
+            .map_or(Duration::ZERO, |(_, since)| since.elapsed());
+        let unsettled = self.config.times.settle.saturating_sub(known_for);
+        let due = Duration::try_from(state.due_at() - now)
+            .unwrap_or(Duration::ZERO)
+            .min(IDLE);
+        if !is_shown && (!is_good || unsettled.is_zero()) {
+            self.creds.install(&state.current).map_err(Error::Install)?;
+            self.shown = Some(state.current.clone());
+            info!(webhook = self.config.service, until = %state.current.not_after, "showing a certificate");
+        } else if !is_shown || (state.next.is_some() && !unsettled.is_zero()) {
+            return Ok(unsettled.min(due).max(SOON));
+        }
+        Ok(due.max(SOON))
+    }
+}
+
+impl Error {
+    /// Whether somebody else wrote in between.
+    fn is_conflict(&self) -> bool {
+        match self {
+            Self::Secret { source, .. } | Self::Bundle { source, .. } => {
+                matches!(&**source, kube::Error::Api(status) if status.code == 409)
+            }
+            Self::Certificate(_) | Self::Given(_) | Self::Install(_) => false,
+        }
+    }
+}
+
+/// Takes what a watch saw; a watch that fails goes on by itself, and what was known stays.
+fn update<T>(known: &mut Option<Option<T>>, seen: Result<Option<T>, watcher::Error>, name: &str) {
+    match seen {
+        Ok(seen) => *known = Some(seen),
+        Err(err) => warn!(name, error = &err as &dyn std::error::Error, "watching failed"),
+    }
+}
+
+const RETRIES: Backoff = Backoff {
+    min: Duration::from_millis(200),
+    max: Duration::from_secs(30),
+    jitter: 0.5,
+};
+/// Everything is looked at anew this often at the latest, although watches report changes.
+const IDLE: Duration = Duration::from_secs(3600);
+/// A time that is due already is looked at this much later, so that no mistake spins.
+const SOON: Duration = Duration::from_millis(100);

@@ -1,0 +1,347 @@
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use http::Request as HttpRequest;
+use hyper::client::conn::http1::{SendRequest, handshake};
+use proptest::prelude::*;
+use rustls::pki_types::ServerName;
+use rustls::version::{TLS12, TLS13};
+use rustls::{ClientConfig, RootCertStore, SupportedProtocolVersion};
+use serde_json::{Value, json};
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+use tokio_rustls::TlsConnector;
+use tulle_core::drain::{self, Signal};
+use tulle_core::metrics::Registry;
+use tulle_core::ready::Readiness;
+
+use super::certificate::Pair;
+use super::mounted::{Mounted, Paths};
+use super::*;
+
+const NAME: &str = "linkerd-sp-validator.linkerd.svc";
+
+/// Does what an annotation of the object says.
+#[derive(Clone, Default)]
+struct Obedient {
+    n_reviews: Arc<AtomicUsize>,
+    go_on: Arc<Notify>,
+}
+
+impl Handler for Obedient {
+    async fn review(&self, req: Request) -> Result<Answer, Failure> {
+        self.n_reviews.fetch_add(1, Ordering::SeqCst);
+        let object = req.object.ok_or("there is no object")?;
+        match object.metadata.name.as_deref() {
+            Some("deny") => Ok(Answer::deny("it is named so")),
+            Some("warn") => Ok(Answer::allow().warn("odd").warn("very odd")),
+            Some("patch") => {
+                let patch = json!([{"op": "add", "path": "/x", "value": 1}]);
+                Ok(Answer::allow().patch(serde_json::from_value(patch)?))
+            }
+            Some("wait") => {
+                self.go_on.notified().await;
+                Ok(Answer::allow())
+            }
+            _ => Ok(Answer::allow().patch(serde_json::from_value(json!([]))?)),
+        }
+    }
+}
+
+struct Rig {
+    addr: SocketAddr,
+    pair: Pair,
+    creds: Arc<Creds>,
+    handler: Obedient,
+    registry: Registry,
+    signal: Signal,
+    drain: Watch,
+    serving: JoinHandle<()>,
+}
+
+impl Rig {
+    async fn start() -> Self {
+        let pair = Pair::make(NAME, Duration::from_secs(600)).unwrap();
+        let creds = Arc::new(Creds::new());
+        creds.install(&pair).unwrap();
+        let (registry, handler) = (Registry::new(), Obedient::default());
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let addr = listener.local_addr().unwrap();
+        let (signal, drain) = drain::channel();
+        let server = Server::new("test", creds.clone(), handler.clone(), HttpMetrics::new(&registry));
+        let serving = tokio::spawn(server.serve(listener, drain.clone()));
+        Self {
+            addr,
+            pair,
+            creds,
+            handler,
+            registry,
+            signal,
+            drain,
+            serving,
+        }
+    }
+
+    async fn connect(&self, versions: &[&'static SupportedProtocolVersion]) -> io::Result<SendRequest<Full<Bytes>>> {
+        let mut roots = RootCertStore::empty();
+        roots.add(self.pair.chain().remove(0)).unwrap();
+        let config = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::aws_lc_rs::default_provider()))
+            .with_protocol_versions(versions)
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let tcp = TcpStream::connect(self.addr).await?;
+        let name = ServerName::try_from(NAME).unwrap();
+        let tls = TlsConnector::from(Arc::new(config)).connect(name, tcp).await?;
+        let (sender, connection) = handshake(TokioIo::new(tls)).await.map_err(io::Error::other)?;
+        tokio::spawn(connection);
+        Ok(sender)
+    }
+
+    async fn send(&self, method: Method, path: &str, body: impl Into<Bytes>) -> (StatusCode, Bytes) {
+        let mut sender = self.connect(&[&TLS13]).await.unwrap();
+        let req = HttpRequest::builder().method(method).uri(path).header("host", NAME);
+        let rsp = sender
+            .send_request(req.body(Full::new(body.into())).unwrap())
+            .await
+            .unwrap();
+        let status = rsp.status();
+        (status, rsp.into_body().collect().await.unwrap().to_bytes())
+    }
+
+    async fn review(&self, version: &str, object: &str) -> Value {
+        let (status, body) = self.send(Method::POST, "/", review(version, object)).await;
+        assert_eq!(status, StatusCode::OK);
+        serde_json::from_slice(&body).unwrap()
+    }
+}
+
+fn review(version: &str, object: &str) -> String {
+    format!(
+        r#"{{"apiVersion":"{version}","kind":"AdmissionReview","request":{{"uid":"u-1",
+            "kind":{{"group":"","version":"v1","kind":"Service"}},
+            "resource":{{"group":"","version":"v1","resource":"services"}},
+            "operation":"CREATE","userInfo":{{"username":"me"}},"object":{object}}}}}"#
+    )
+}
+
+fn named(name: &str) -> String {
+    json!({"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}}).to_string()
+}
+
+#[tokio::test]
+async fn answers_come_in_the_version_of_the_review() {
+    let rig = Rig::start().await;
+    for version in ["admission.k8s.io/v1", "admission.k8s.io/v1beta1"] {
+        let check = async |name: &str, response: Value| {
+            let expected = json!({"apiVersion": version, "kind": "AdmissionReview", "response": response});
+            assert_eq!(rig.review(version, &named(name)).await, expected);
+        };
+        check("web", json!({"uid": "u-1", "allowed": true})).await;
+        let status = json!({"status": "Failure", "message": "it is named so", "code": 400});
+        check("deny", json!({"uid": "u-1", "allowed": false, "status": status})).await;
+        check(
+            "warn",
+            json!({"uid": "u-1", "allowed": true, "warnings": ["odd", "very odd"]}),
+        )
+        .await;
+        // The patch in base64: [{"op":"add","path":"/x","value":1}]
+        let patch = "W3sib3AiOiJhZGQiLCJwYXRoIjoiL3giLCJ2YWx1ZSI6MX1d";
+        check(
+            "patch",
+            json!({"uid": "u-1", "allowed": true, "patchType": "JSONPatch", "patch": patch}),
+        )
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn a_handler_that_fails_refuses_the_object_with_its_reason() {
+    let rig = Rig::start().await;
+    let answer = rig.review("admission.k8s.io/v1", "null").await;
+    assert_eq!(answer.pointer("/response/allowed"), Some(&json!(false)));
+    assert_eq!(
+        answer.pointer("/response/status/message"),
+        Some(&json!("there is no object"))
+    );
+}
+
+#[tokio::test]
+async fn an_object_that_cannot_be_read_is_refused_and_the_next_one_is_served() {
+    let rig = Rig::start().await;
+    let deep = format!(
+        r#"{{"metadata":{{"name":"x"}},"spec":{}{}}}"#,
+        "[".repeat(5000),
+        "]".repeat(5000)
+    );
+    for object in [deep.as_str(), r#"{"metadata":7}"#, "[]"] {
+        let answer = rig.review("admission.k8s.io/v1", object).await;
+        assert_eq!(answer.pointer("/response/uid"), Some(&json!("u-1")));
+        assert_eq!(answer.pointer("/response/allowed"), Some(&json!(false)));
+        let message = answer
+            .pointer("/response/status/message")
+            .and_then(Value::as_str)
+            .unwrap();
+        assert!(message.starts_with("the object cannot be read: "), "{message}");
+    }
+    assert_eq!(rig.handler.n_reviews.load(Ordering::SeqCst), 0);
+    let large = json!({"metadata": {"name": "web", "annotations": {"x": "y".repeat(5 << 20)}}}).to_string();
+    let answer = rig.review("admission.k8s.io/v1", &large).await;
+    assert_eq!(answer.pointer("/response/allowed"), Some(&json!(true)));
+}
+
+#[tokio::test]
+async fn what_is_no_review_gets_a_status_that_says_why() {
+    let rig = Rig::start().await;
+    let check = async |method: Method, path: &str, body: String, code: u16, text: &str| {
+        let (status, body) = rig.send(method, path, body).await;
+        let body = String::from_utf8(body.to_vec()).unwrap();
+        assert_eq!(status.as_u16(), code, "{body}");
+        assert!(body.starts_with(text), "{body}");
+    };
+    let good = || review("admission.k8s.io/v1", &named("web"));
+    check(Method::POST, "/", String::new(), 200, "").await;
+    check(Method::GET, "/", good(), 404, "there is nothing at this path").await;
+    check(Method::POST, "/other", good(), 404, "there is nothing at this path").await;
+    check(
+        Method::POST,
+        "/",
+        "hello".to_owned(),
+        400,
+        "the body is not an AdmissionReview",
+    )
+    .await;
+    check(Method::POST, "/", good()[..200].to_owned(), 400, "the body is not").await;
+    check(
+        Method::POST,
+        "/",
+        good().replace("u-1\"", "u-1\", \"uid\": 7"),
+        400,
+        "the body is not",
+    )
+    .await;
+    check(
+        Method::POST,
+        "/",
+        good().replace("io/v1", "io/v7"),
+        400,
+        "admission.k8s.io/v7 AdmissionReview",
+    )
+    .await;
+    check(
+        Method::POST,
+        "/",
+        "x".repeat(MAX_BODY + 1),
+        413,
+        "the body is larger than 10485760",
+    )
+    .await;
+    let page = rig.registry.render();
+    for line in [
+        r#"http_server_requests_total{code="400",method="post"} 4"#,
+        r#"http_server_requests_total{code="404",method="get"} 1"#,
+        r#"http_server_request_latency_seconds_bucket{code="413",method="post",le="50"} 1"#,
+        r#"http_server_response_size_bytes_count{code="200",method="post"} 1"#,
+    ] {
+        assert!(page.contains(line), "{line} is not in\n{page}");
+    }
+}
+
+#[tokio::test]
+async fn tls_is_1_3_or_nothing() {
+    let rig = Rig::start().await;
+    assert!(rig.connect(&[&TLS13]).await.is_ok());
+    let err = rig.connect(&[&TLS12]).await.unwrap_err();
+    assert!(err.to_string().contains("ProtocolVersion"), "{err}");
+}
+
+#[tokio::test]
+async fn a_drain_lets_reviews_end() {
+    let mut rig = Rig::start().await;
+    let mut sender = rig.connect(&[&TLS13]).await.unwrap();
+    let body = review("admission.k8s.io/v1", &named("wait"));
+    let req = HttpRequest::post("/")
+        .header("host", NAME)
+        .body(Full::new(body.into()))
+        .unwrap();
+    let response = tokio::spawn(sender.send_request(req));
+    while rig.handler.n_reviews.load(Ordering::SeqCst) == 0 {
+        tokio::task::yield_now().await;
+    }
+    let mut idle = rig.connect(&[&TLS13]).await.unwrap();
+    let draining = tokio::spawn(std::mem::replace(&mut rig.signal, drain::channel().0).drain());
+    rig.drain.signaled().await;
+    rig.handler.go_on.notify_one();
+    assert_eq!(response.await.unwrap().unwrap().status(), StatusCode::OK);
+    // Whoever has not heard yet is served once more, over connections old and new.
+    let body = review("admission.k8s.io/v1", &named("web"));
+    let req = HttpRequest::post("/")
+        .header("host", NAME)
+        .body(Full::new(body.clone().into()))
+        .unwrap();
+    let rsp = idle.send_request(req).await.unwrap();
+    assert_eq!(
+        (rsp.status(), &rsp.headers()["connection"]),
+        (StatusCode::OK, &HeaderValue::from_static("close"))
+    );
+    assert_eq!(rig.send(Method::POST, "/", body).await.0, StatusCode::OK);
+    draining.await.unwrap();
+    rig.serving.await.unwrap();
+    assert!(TcpStream::connect(rig.addr).await.is_err());
+}
+
+#[tokio::test]
+async fn a_mounted_certificate_is_shown_and_swapped_while_a_bad_one_changes_nothing() {
+    let mut rig = Rig::start().await;
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    // As Kubernetes mounts Secrets: files are links through `..data`, which is swapped.
+    let mount = |version: &str, pair: &Pair, key: &str| {
+        std::fs::create_dir(at(version)).unwrap();
+        std::fs::write(at(version).join("tls.crt"), &pair.certificate_pem).unwrap();
+        std::fs::write(at(version).join("tls.key"), key).unwrap();
+        std::os::unix::fs::symlink(version, at("..tmp")).unwrap();
+        std::fs::rename(at("..tmp"), at("..data")).unwrap();
+    };
+    let [first, second] = [(); 2].map(|()| Pair::make(NAME, Duration::from_secs(600)).unwrap());
+    mount("..1", &first, &first.key_pem);
+    for name in ["tls.crt", "tls.key"] {
+        std::os::unix::fs::symlink(format!("..data/{name}"), at(name)).unwrap();
+    }
+    let paths = Paths {
+        certificate: at("tls.crt"),
+        key: at("tls.key"),
+    };
+    let readiness = Readiness::new();
+    let mounted = Mounted::watch(paths, rig.creds.clone()).unwrap();
+    tokio::spawn(mounted.run(readiness.latch("certificate"), rig.drain.clone()));
+    let mut shows = async |pair: Pair| {
+        rig.pair = pair;
+        timeout(Duration::from_secs(20), async {
+            while rig.connect(&[&TLS13]).await.is_err() {
+                sleep(Duration::from_millis(10)).await;
+            }
+        })
+        .await
+        .unwrap();
+    };
+    let again = |pair: &Pair| Pair::parse(pair.certificate_pem.as_bytes(), pair.key_pem.as_bytes()).unwrap();
+    shows(again(&first)).await;
+    assert!(readiness.is_ready());
+    mount("..2", &second, &first.key_pem);
+    shows(again(&first)).await;
+    mount("..3", &second, &second.key_pem);
+    shows(second).await;
+}
+
+proptest! {
+    #[test]
+    fn no_body_panics(at in 0usize..400, bytes in proptest::collection::vec(any::<u8>(), 0..20)) {
+        let mut body = review("admission.k8s.io/v1", &named("web")).into_bytes();
+        let at = at.min(body.len());
+        let end = (at + bytes.len()).min(body.len());
+        body.splice(at..end, bytes);
+        if let Ok(review) = Review::parse(&body) {
+            Answer::allow().to_json(&review.id).unwrap();
+        }
+    }
+}

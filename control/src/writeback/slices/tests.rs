@@ -1,0 +1,637 @@
+//! Plans as tables, what holds for every plan, and which services a change concerns.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::discovery::v1::Endpoint;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::reconcile::MAX_ENDPOINTS;
+use super::*;
+use crate::resources;
+use crate::resources::service::{EndpointSlice as Pruned, Service};
+use crate::resources::workload::ExternalWorkload;
+
+fn service(spec: Value) -> Arc<Service> {
+    let manifest = json!({
+        "metadata": {
+            "name": "web", "namespace": "shop", "uid": "svc-uid",
+            "labels": {"team": "a", "endpointslice.kubernetes.io/managed-by": "me"},
+        },
+        "spec": spec,
+    });
+    match resources::decode(Kind::Service, manifest).unwrap() {
+        Object::Service(service) => service,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn plain_service() -> Arc<Service> {
+    service(json!({
+        "clusterIP": "10.96.0.7", "selector": {"app": "web"}, "ipFamilies": ["IPv4"],
+        "ports": [{"name": "http", "port": 80, "targetPort": 8080}],
+    }))
+}
+
+struct Workload {
+    name: String,
+    ips: Vec<String>,
+    ports: Value,
+    ready: bool,
+    labels: Value,
+    version: String,
+}
+
+/// A ready workload that serves port 8080.
+fn workload(name: &str, ip: &str) -> Workload {
+    Workload {
+        name: name.to_owned(),
+        ips: vec![ip.to_owned()],
+        ports: json!([{"name": "web", "port": 8080}]),
+        ready: true,
+        labels: json!({"app": "web"}),
+        version: "1".to_owned(),
+    }
+}
+
+impl Workload {
+    fn build(&self) -> Arc<ExternalWorkload> {
+        let ips: Vec<Value> = self.ips.iter().map(|ip| json!({"ip": ip})).collect();
+        let manifest = json!({
+            "metadata": {
+                "name": self.name, "namespace": "shop", "labels": self.labels, "uid": format!("{}-uid", self.name),
+                "resourceVersion": self.version,
+            },
+            "spec": {
+                "meshTLS": {"identity": "spiffe://root/x", "serverName": "x"},
+                "ports": self.ports, "workloadIPs": ips,
+            },
+            "status": {"conditions": [{"type": "Ready", "status": if self.ready { "True" } else { "False" }}]},
+        });
+        match resources::decode(Kind::ExternalWorkload, manifest).unwrap() {
+            Object::ExternalWorkload(workload) => workload,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn build(workloads: &[Workload]) -> Vec<Arc<ExternalWorkload>> {
+    workloads.iter().map(Workload::build).collect()
+}
+
+fn many(range: std::ops::Range<usize>) -> Vec<Workload> {
+    let one = |n: usize| workload(&format!("w{n:04}"), &format!("192.0.{}.{}", 2 + n / 250, 1 + n % 250));
+    range.map(one).collect()
+}
+
+/// The slices of a cluster.
+#[derive(Clone, Default)]
+struct Slices {
+    held: Vec<Arc<EndpointSlice>>,
+    n_made: usize,
+}
+
+impl Slices {
+    /// Does what the API server does with a plan.
+    fn carry_out(&mut self, plan: Plan) {
+        for mut slice in plan.create {
+            assert!(slice.metadata.name.is_none());
+            self.n_made += 1;
+            let name = format!("{}{:03}", slice.metadata.generate_name.take().unwrap(), self.n_made);
+            slice.metadata.uid = Some(format!("{name}-uid"));
+            slice.metadata.name = Some(name);
+            slice.metadata.resource_version = Some("1".to_owned());
+            self.held.push(Arc::new(slice));
+        }
+        for slice in plan.update {
+            let same = |held: &Arc<EndpointSlice>| held.metadata.name == slice.metadata.name;
+            let index = self.held.iter().position(same).expect("it was there");
+            assert_eq!(
+                self.held[index].metadata.resource_version,
+                slice.metadata.resource_version
+            );
+            assert_eq!(
+                self.held[index].address_type, slice.address_type,
+                "which cannot be changed"
+            );
+            self.held[index] = Arc::new(slice);
+        }
+        for slice in plan.delete {
+            self.held.retain(|held| held.metadata.name != slice.metadata.name);
+        }
+    }
+
+    fn reconcile(&mut self, service: &Service, workloads: &[Workload]) -> [usize; 3] {
+        let workloads = build(workloads);
+        let plan = reconcile(service, &workloads, &self.held);
+        let n_writes = [plan.create.len(), plan.update.len(), plan.delete.len()];
+        self.carry_out(plan);
+        let again = reconcile(service, &workloads, &self.held);
+        assert!(again.is_empty(), "a second plan does something: {again:?}");
+        n_writes
+    }
+
+    fn sizes(&self) -> Vec<usize> {
+        let mut sizes: Vec<usize> = self.held.iter().map(|slice| slice.endpoints.len()).collect();
+        sizes.sort_unstable();
+        sizes
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.held
+            .iter()
+            .map(|slice| slice.metadata.name.clone().unwrap())
+            .collect()
+    }
+}
+
+fn target(endpoint: &Endpoint) -> String {
+    endpoint.target_ref.as_ref().unwrap().name.clone().unwrap()
+}
+
+#[test]
+fn a_workload_becomes_an_endpoint_in_a_slice_of_ours() {
+    let mut slices = Slices::default();
+    let mut tagged = workload("vm-1", "192.0.2.1");
+    tagged.labels = json!({"app": "web", "topology.kubernetes.io/zone": "north"});
+    assert_eq!(slices.reconcile(&plain_service(), &[tagged]), [1, 0, 0]);
+    let slice = json!(*slices.held[0]);
+    let expected = json!({
+        "addressType": "IPv4", "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
+        "metadata": {
+            "name": "linkerd-external-web-001", "namespace": "shop", "uid": "linkerd-external-web-001-uid",
+            "resourceVersion": "1",
+            "labels": {
+                "team": "a", "kubernetes.io/service-name": "web",
+                "endpointslice.kubernetes.io/managed-by": "linkerd-external-workloads-controller",
+            },
+            "ownerReferences": [{
+                "apiVersion": "v1", "kind": "Service", "name": "web", "uid": "svc-uid",
+                "controller": true, "blockOwnerDeletion": true,
+            }],
+        },
+        "ports": [{"name": "http", "port": 8080, "protocol": "TCP"}],
+        "endpoints": [{
+            "addresses": ["192.0.2.1"],
+            "conditions": {"ready": true, "serving": true, "terminating": false},
+            "targetRef": {"kind": "ExternalWorkload", "namespace": "shop", "name": "vm-1", "uid": "vm-1-uid"},
+            "zone": "north",
+        }],
+    });
+    assert_eq!(slice, expected, "{slice:#}");
+}
+
+#[test]
+fn workloads_that_are_not_ready_are_listed_and_those_without_addresses_are_not() {
+    let mut slices = Slices::default();
+    let mut unready = workload("a", "192.0.2.1");
+    unready.ready = false;
+    let mut nowhere = workload("b", "192.0.2.2");
+    nowhere.ips.clear();
+    let other_family = workload("c", "2001:db8::1");
+    let refused = workload("d", "127.0.0.1");
+    slices.reconcile(&plain_service(), &[unready, nowhere, other_family, refused]);
+    assert_eq!(slices.sizes(), [1]);
+    let conditions = slices.held[0].endpoints[0].conditions.clone().unwrap();
+    assert_eq!(
+        (conditions.ready, conditions.serving, conditions.terminating),
+        (Some(false), Some(false), Some(false))
+    );
+}
+
+#[test]
+fn ports_resolve_by_name_or_number_and_protocol_and_group_the_endpoints() {
+    let service = service(json!({
+        "clusterIP": "10.96.0.7", "selector": {"app": "web"}, "ipFamilies": ["IPv4"],
+        "ports": [
+            {"name": "http", "port": 80, "targetPort": "web", "appProtocol": "http"},
+            {"name": "dns", "port": 53, "protocol": "UDP"},
+        ],
+    }));
+    let with = |name: &str, ip: &str, ports: Value| Workload {
+        ports,
+        ..workload(name, ip)
+    };
+    let workloads = [
+        with(
+            "both",
+            "192.0.2.1",
+            json!([{"name": "web", "port": 8080}, {"port": 53, "protocol": "UDP"}]),
+        ),
+        with(
+            "tcp53",
+            "192.0.2.2",
+            json!([{"name": "web", "port": 8080}, {"port": 53}]),
+        ),
+        with("other", "192.0.2.3", json!([{"name": "web", "port": 9090}])),
+        with(
+            "same",
+            "192.0.2.4",
+            json!([{"name": "web", "port": 8080}, {"port": 22}]),
+        ),
+        with("none", "192.0.2.5", json!([])),
+    ];
+    let mut slices = Slices::default();
+    assert_eq!(slices.reconcile(&service, &workloads), [4, 0, 0]);
+    let groups: BTreeMap<String, Vec<String>> = slices
+        .held
+        .iter()
+        .map(|slice| {
+            let ports = slice.ports.iter().flatten();
+            let shown: Vec<String> = ports
+                .map(|port| {
+                    let app = port.app_protocol.as_deref().unwrap_or("-");
+                    format!(
+                        "{}={}/{}/{app}",
+                        port.name.clone().unwrap(),
+                        port.port.unwrap(),
+                        port.protocol.clone().unwrap()
+                    )
+                })
+                .collect();
+            (shown.join(","), slice.endpoints.iter().map(target).collect())
+        })
+        .collect();
+    let strings = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+    assert_eq!(
+        groups,
+        BTreeMap::from([
+            ("dns=53/UDP/-,http=8080/TCP/http".to_owned(), strings(&["both"])),
+            ("http=8080/TCP/http".to_owned(), strings(&["same", "tcp53"])),
+            ("http=9090/TCP/http".to_owned(), strings(&["other"])),
+            (String::new(), strings(&["none"])),
+        ])
+    );
+}
+
+#[test]
+fn each_family_of_the_service_has_slices_of_its_own() {
+    let dual = |families: Value| {
+        service(
+            json!({"clusterIP": "10.96.0.7", "selector": {"app": "web"}, "ipFamilies": families,
+            "ports": [{"port": 8080}]}),
+        )
+    };
+    let mut both = workload("a", "192.0.2.1");
+    both.ips.push("2001:db8::1".to_owned());
+    let types = |slices: &Slices| {
+        let mut types: Vec<String> = slices.held.iter().map(|slice| slice.address_type.clone()).collect();
+        types.sort_unstable();
+        types
+    };
+    let mut slices = Slices::default();
+    slices.reconcile(&dual(json!([])), &[both]);
+    assert_eq!(types(&slices), ["IPv4", "IPv6"], "none named stands for both");
+    let mut both = workload("a", "192.0.2.1");
+    both.ips.push("2001:db8::1".to_owned());
+    assert_eq!(slices.reconcile(&dual(json!(["IPv6"])), &[both]), [0, 0, 1]);
+    assert_eq!(types(&slices), ["IPv6"]);
+}
+
+#[test]
+fn headless_services_have_hostnames_and_may_have_no_ports() {
+    let headless = service(json!({"clusterIP": "None", "selector": {"app": "web"}, "ipFamilies": ["IPv4"]}));
+    let mut slices = Slices::default();
+    slices.reconcile(
+        &headless,
+        &[workload("vm-1", "192.0.2.1"), workload("vm.2", "192.0.2.2")],
+    );
+    let slice = &slices.held[0];
+    assert_eq!(
+        slice.metadata.labels.as_ref().unwrap()["service.kubernetes.io/headless"],
+        ""
+    );
+    assert_eq!(slice.ports.as_deref(), Some(&[][..]));
+    let hostnames: Vec<_> = slice
+        .endpoints
+        .iter()
+        .map(|endpoint| endpoint.hostname.as_deref())
+        .collect();
+    assert_eq!(hostnames, [Some("vm-1"), None], "a name with a dot is no hostname");
+}
+
+#[test]
+fn slices_are_packed_to_a_hundred_and_gaps_are_filled() {
+    let service = plain_service();
+    let mut slices = Slices::default();
+    assert_eq!(slices.reconcile(&service, &many(0..250)), [3, 0, 0]);
+    assert_eq!(slices.sizes(), [50, 100, 100]);
+    // Sixty of the first hundred go: one slice is written.
+    assert_eq!(slices.reconcile(&service, &many(60..250)), [0, 1, 0]);
+    assert_eq!(slices.sizes(), [40, 50, 100]);
+    // Thirty come: they fit best into the fuller of the two.
+    assert_eq!(slices.reconcile(&service, &many(60..280)), [0, 1, 0]);
+    assert_eq!(slices.sizes(), [40, 80, 100]);
+    // One goes and seventy come: the slice that is written anyway is filled first, the rest fits into one more.
+    assert_eq!(slices.reconcile(&service, &many(61..350)), [0, 2, 0]);
+    assert_eq!(slices.sizes(), [89, 100, 100]);
+    // Of a hundred and twenty none fits: new slices.
+    assert_eq!(slices.reconcile(&service, &many(61..470)), [2, 0, 0]);
+    assert_eq!(slices.sizes(), [20, 89, 100, 100, 100]);
+    // Of a hundred and ten a hundred fill a new slice, and ten the gap that they fit best.
+    assert_eq!(slices.reconcile(&service, &many(61..580)), [1, 1, 0]);
+    assert_eq!(slices.sizes(), [20, 99, 100, 100, 100, 100]);
+    assert_eq!(slices.reconcile(&service, &[]), [0, 0, 6]);
+}
+
+#[test]
+fn a_slice_that_goes_lends_its_name_to_one_that_comes() {
+    let narrow = plain_service();
+    let mut slices = Slices::default();
+    slices.reconcile(&narrow, &many(0..150));
+    let before = slices.names();
+    let moved: Vec<Workload> = many(0..150)
+        .into_iter()
+        .map(|workload| Workload {
+            ports: json!([{"name": "web", "port": 8080}, {"name": "more", "port": 1}]),
+            ..workload
+        })
+        .collect();
+    assert_eq!(
+        slices.reconcile(&narrow, &moved),
+        [0, 0, 0],
+        "ports that nobody asks for"
+    );
+    let wider = service(json!({
+        "clusterIP": "10.96.0.7", "selector": {"app": "web"}, "ipFamilies": ["IPv4"],
+        "ports": [{"name": "http", "port": 80, "targetPort": 8080}, {"name": "more", "port": 1}],
+    }));
+    assert_eq!(slices.reconcile(&wider, &moved), [0, 2, 0]);
+    let mut after = slices.names();
+    after.sort_unstable();
+    assert_eq!(after, before);
+    assert_eq!(slices.sizes(), [50, 100]);
+}
+
+#[test]
+fn slices_of_another_owner_go_and_lend_no_name() {
+    let service = plain_service();
+    let mut slices = Slices::default();
+    slices.reconcile(&service, &many(0..1));
+    let mut foreign = (*slices.held[0]).clone();
+    foreign.metadata.owner_references.as_mut().unwrap()[0].uid = "the service before".to_owned();
+    slices.held = vec![Arc::new(foreign)];
+    assert_eq!(slices.reconcile(&service, &many(0..1)), [1, 0, 1]);
+}
+
+#[test]
+fn labels_follow_those_of_the_service() {
+    let mut service = plain_service();
+    let mut slices = Slices::default();
+    slices.reconcile(&service, &many(0..3));
+    Arc::make_mut(&mut service).meta.labels = [("team", "b")].into_iter().collect();
+    assert_eq!(slices.reconcile(&service, &many(0..3)), [0, 1, 0]);
+    assert_eq!(slices.held[0].metadata.labels.as_ref().unwrap()["team"], "b");
+}
+
+#[test]
+fn nothing_is_created_for_a_service_that_is_being_deleted() {
+    let mut service = plain_service();
+    let mut slices = Slices::default();
+    slices.reconcile(&service, &many(0..3));
+    Arc::make_mut(&mut service).meta.terminating = true;
+    let workloads = build(&many(0..300));
+    let plan = reconcile(&service, &workloads, &slices.held);
+    assert!(plan.create.is_empty(), "{plan:?}");
+    assert_eq!(plan.update[0].endpoints.len(), 100, "what is there is still kept");
+    slices.carry_out(plan);
+    let plan = reconcile(&service, &workloads, &slices.held);
+    assert!(plan.is_empty(), "{plan:?}");
+}
+
+#[test]
+fn a_slice_that_was_tampered_with_is_put_right() {
+    let service = plain_service();
+    let mut slices = Slices::default();
+    slices.reconcile(&service, &many(0..120));
+    let mut changed = (*slices.held[0]).clone();
+    let copy = slices.held[1].endpoints[0].clone();
+    changed.endpoints[0].addresses = vec!["192.0.2.250".to_owned()];
+    changed.endpoints.extend([copy.clone(), copy, Endpoint::default()]);
+    slices.held[0] = Arc::new(changed);
+    slices.reconcile(&service, &many(0..120));
+    assert_eq!(slices.sizes().iter().sum::<usize>(), 120);
+}
+
+/// A step in the life of a service.
+#[derive(Clone, Debug)]
+struct Step {
+    /// Which of 40 × 10 workloads exist, in tens, with how they are: absent, or one of three variants.
+    tens: Vec<u8>,
+    headless: bool,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = (prop::collection::vec(0u8..5, 40), any::<bool>()).prop_map(|(tens, headless)| Step { tens, headless });
+    prop::collection::vec(step, 1..6)
+}
+
+impl Step {
+    fn service(&self) -> Arc<Service> {
+        service(json!({
+            "clusterIP": if self.headless { "None" } else { "10.96.0.7" }, "selector": {"app": "web"},
+            "ports": [{"name": "http", "port": 80, "targetPort": "web"}],
+        }))
+    }
+
+    fn workloads(&self) -> Vec<Workload> {
+        let mut workloads = Vec::new();
+        for (ten, variant) in self.tens.iter().enumerate() {
+            for mut workload in many(ten * 10..ten * 10 + 10) {
+                match variant {
+                    0 => continue,
+                    1 => workload.ready = false,
+                    2 => workload.ports = json!([{"name": "web", "port": 9090}]),
+                    3 => workload.ips.push(format!("2001:db8::{:x}", ten + 1)),
+                    _ => {}
+                }
+                workloads.push(workload);
+            }
+        }
+        workloads
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn no_endpoint_is_lost_or_doubled_and_no_slice_is_longer_than_a_hundred(steps in steps()) {
+        let mut slices = Slices::default();
+        for step in steps {
+            let (service, workloads) = (step.service(), step.workloads());
+            let before = slices.clone();
+            let writes = slices.reconcile(&service, &workloads);
+            let mut expected: Vec<(String, String)> = Vec::new();
+            for workload in &workloads {
+                expected.extend(workload.ips.iter().map(|ip| (workload.name.clone(), ip.clone())));
+            }
+            let mut found: Vec<(String, String)> = Vec::new();
+            for slice in &slices.held {
+                prop_assert!((1..=MAX_ENDPOINTS).contains(&slice.endpoints.len()));
+                for endpoint in &slice.endpoints {
+                    found.push((target(endpoint), endpoint.addresses[0].clone()));
+                }
+            }
+            expected.sort_unstable();
+            found.sort_unstable();
+            prop_assert_eq!(found, expected);
+            // What needs no write is not written: an untouched slice costs nothing.
+            let changed = slices.held.iter().filter(|slice| !before.held.contains(slice)).count();
+            prop_assert_eq!(writes[0] + writes[1], changed);
+            // A slice is made only where no other goes.
+            let [created, _, deleted] = writes;
+            let types = |slices: &[Arc<EndpointSlice>]| slices.iter().filter(|slice| slice.address_type == "IPv4").count();
+            if types(&before.held) == before.held.len() && types(&slices.held) == slices.held.len() {
+                prop_assert!(created == 0 || deleted == 0, "{created} created, {deleted} deleted");
+            }
+        }
+    }
+}
+
+fn names(concerned: &BTreeSet<Name>) -> Vec<&str> {
+    concerned.iter().map(|name| &*name.name).collect()
+}
+
+fn named_service(name: &str, selector: Value) -> Arc<Service> {
+    let mut service = service(json!({"clusterIP": "10.96.0.7", "selector": selector}));
+    Arc::make_mut(&mut service).meta.name = Name::new("shop", name);
+    service
+}
+
+#[test]
+fn a_workload_concerns_the_services_that_select_it() {
+    let mut inventory = Inventory::default();
+    for service in [
+        named_service("app", json!({"app": "web"})),
+        named_service("blue", json!({"app": "web", "color": "blue"})),
+        named_service("green", json!({"color": "green"})),
+        named_service("nobody", json!({})),
+    ] {
+        inventory.service_applied(&service);
+    }
+    let with = |version: &str, labels: Value, ready: bool| {
+        Workload {
+            version: version.to_owned(),
+            labels,
+            ready,
+            ..workload("vm", "192.0.2.1")
+        }
+        .build()
+    };
+    let blue = json!({"app": "web", "color": "blue"});
+    let green = json!({"app": "web", "color": "green"});
+    assert_eq!(
+        names(&inventory.workload_applied(&with("1", blue.clone(), true))),
+        ["app", "blue"],
+        "added"
+    );
+    assert!(
+        inventory.workload_applied(&with("1", blue.clone(), true)).is_empty(),
+        "the same version"
+    );
+    assert!(
+        inventory.workload_applied(&with("2", blue.clone(), true)).is_empty(),
+        "nothing that matters"
+    );
+    assert_eq!(
+        names(&inventory.workload_applied(&with("3", blue, false))),
+        ["app", "blue"],
+        "endpoints"
+    );
+    let moved = inventory.workload_applied(&with("4", green.clone(), false));
+    assert_eq!(
+        names(&moved),
+        ["blue", "green"],
+        "labels: where it was and where it is now"
+    );
+    let both = inventory.workload_applied(&with("5", json!({"app": "web"}), true));
+    assert_eq!(names(&both), ["app", "green"], "labels and endpoints: all of them");
+    inventory.workload_applied(&with("6", green, true));
+    assert_eq!(
+        names(&inventory.workload_deleted(&Name::new("shop", "vm"))),
+        ["app", "green"]
+    );
+    assert!(inventory.workload_deleted(&Name::new("shop", "vm")).is_empty());
+}
+
+fn held(name: &str, labels: Value, generation: i64) -> Pruned {
+    let manifest = json!({
+        "metadata": {"name": name, "namespace": "shop", "uid": name, "labels": labels, "generation": generation},
+        "addressType": "IPv4", "endpoints": [],
+    });
+    match resources::decode(Kind::EndpointSlice, manifest).unwrap() {
+        Object::EndpointSlice(slice) => (*slice).clone(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_slice_concerns_its_service_when_somebody_else_wrote_it() {
+    let mut inventory = Inventory::default();
+    let ours = |service: &str| {
+        json!({"kubernetes.io/service-name": service,
+            "endpointslice.kubernetes.io/managed-by": "linkerd-external-workloads-controller"})
+    };
+    let foreign = json!({"kubernetes.io/service-name": "web",
+        "endpointslice.kubernetes.io/managed-by": "endpointslice-controller.k8s.io"});
+    assert!(
+        inventory.slice_applied(&held("k8s", foreign.clone(), 1)).is_empty(),
+        "not ours"
+    );
+    assert_eq!(
+        names(&inventory.slice_applied(&held("a", ours("web"), 1))),
+        ["web"],
+        "unknown"
+    );
+    let web = Name::new("shop", "web");
+    inventory
+        .tracker
+        .wrote(&web, &held("a", ours("web"), 2).managed.unwrap());
+    assert!(
+        inventory.slice_applied(&held("a", ours("web"), 2)).is_empty(),
+        "as we wrote it"
+    );
+    assert_eq!(
+        names(&inventory.slice_applied(&held("a", ours("web"), 3))),
+        ["web"],
+        "tampered with"
+    );
+    let moved = inventory.slice_applied(&held("a", ours("api"), 4));
+    assert_eq!(names(&moved), ["api", "web"], "another service's now");
+    assert_eq!(
+        names(&inventory.slice_applied(&held("a", foreign, 5))),
+        ["api"],
+        "not ours any more"
+    );
+    inventory.slice_applied(&held("b", ours("web"), 1));
+    inventory
+        .tracker
+        .deleted(&web, &held("b", ours("web"), 1).managed.unwrap());
+    assert!(
+        inventory.slice_deleted(&Name::new("shop", "b")).is_empty(),
+        "deleted by us"
+    );
+    inventory.slice_applied(&held("c", ours("web"), 1));
+    assert_eq!(
+        names(&inventory.slice_deleted(&Name::new("shop", "c"))),
+        ["web"],
+        "deleted by others"
+    );
+}
+
+#[test]
+fn services_without_selectors_and_external_names_are_left_alone() {
+    let mut inventory = Inventory::default();
+    inventory.service_applied(&named_service("plain", json!({"app": "web"})));
+    inventory.service_applied(&named_service("none", json!({})));
+    let mut alias = service(json!({"type": "ExternalName", "externalName": "x.example", "selector": {"app": "web"}}));
+    Arc::make_mut(&mut alias).meta.name = Name::new("shop", "alias");
+    inventory.service_applied(&alias);
+    inventory.workload_applied(&workload("vm", "192.0.2.1").build());
+    let inputs = |name: &str| inventory.inputs(&Name::new("shop", name));
+    assert_eq!(inputs("plain").unwrap().workloads.len(), 1);
+    assert!(inputs("none").is_none());
+    assert!(inputs("alias").is_none());
+    assert!(inputs("gone").is_none());
+}

@@ -1,0 +1,94 @@
+//! The conditions that we write, with the reasons that others look for.
+
+use crate::resources::acceptance::Refusal;
+use crate::resources::meta::Name;
+use crate::resources::status::{ACCEPTED, Condition};
+
+/// Why a rate limit does not hold.
+pub(super) enum LimitRefusal<'a> {
+    NoServer,
+    /// An older one for the same server does.
+    Older(&'a Name),
+}
+
+pub(super) fn of_route(judged: Result<(), Refusal>, generation: Option<i64>) -> Condition {
+    let (reason, message) = match judged {
+        Ok(()) => return yes(ACCEPTED, generation),
+        Err(Refusal::NoParent) => ("NoMatchingParent", ""),
+        Err(Refusal::NoClusterIp) => ("NoMatchingParent", "parent service must have a ClusterIP"),
+        Err(Refusal::Conflict) => (
+            "RouteReasonConflicted",
+            "a route of a more specific protocol has the same parent and port",
+        ),
+    };
+    no(ACCEPTED, reason, message.to_owned(), generation)
+}
+
+/// Whether all backends of a route exist.
+pub(super) fn of_backends(missing: &[Name], generation: Option<i64>) -> Condition {
+    if missing.is_empty() {
+        return yes(RESOLVED, generation);
+    }
+    let names: Vec<String> = missing.iter().map(ToString::to_string).collect();
+    let message = format!("there is no {}", names.join(", "));
+    no(RESOLVED, "BackendNotFound", message, generation)
+}
+
+pub(super) fn invalid_backend(name: &Name, generation: Option<i64>) -> Condition {
+    let message = format!("backend {name} is neither a Service nor an EgressNetwork");
+    no(RESOLVED, "InvalidKind", message, generation)
+}
+
+pub(super) fn of_network(overlaps: bool, generation: Option<i64>) -> Condition {
+    if !overlaps {
+        return yes(ACCEPTED, generation);
+    }
+    let message = "networks overlap with clusterNetworks".to_owned();
+    no(ACCEPTED, "EgressReasonNetworkOverlap", message, generation)
+}
+
+pub(super) fn of_limit(refused: Option<LimitRefusal<'_>>, generation: Option<i64>) -> Condition {
+    match refused {
+        None => yes(ACCEPTED, generation),
+        Some(LimitRefusal::NoServer) => no(ACCEPTED, "NoMatchingTarget", String::new(), generation),
+        Some(LimitRefusal::Older(name)) => {
+            let message = format!("{name} is older");
+            no(ACCEPTED, "RateLimitReasonAlreadyExists", message, generation)
+        }
+    }
+}
+
+/// Takes over the time of conditions that have the status they had.
+pub(super) fn keep_times(wanted: &mut [Condition], current: &[Condition], now: &str) {
+    for condition in wanted {
+        let before = current
+            .iter()
+            .find(|before| before.kind == condition.kind && before.status == condition.status);
+        let time = before.map_or(now, |before| &*before.last_transition_time);
+        condition.last_transition_time = time.to_owned();
+    }
+}
+
+/// The reason of what is as it should be is its name.
+fn yes(kind: &str, generation: Option<i64>) -> Condition {
+    Condition {
+        kind: kind.to_owned(),
+        status: "True".to_owned(),
+        reason: kind.to_owned(),
+        observed_generation: generation,
+        ..Condition::default()
+    }
+}
+
+fn no(kind: &str, reason: &str, message: String, generation: Option<i64>) -> Condition {
+    Condition {
+        kind: kind.to_owned(),
+        status: "False".to_owned(),
+        reason: reason.to_owned(),
+        message,
+        observed_generation: generation,
+        ..Condition::default()
+    }
+}
+
+const RESOLVED: &str = "ResolvedRefs";

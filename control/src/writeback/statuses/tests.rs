@@ -1,0 +1,376 @@
+//! Statuses as tables, what is preserved, and which objects a change concerns.
+
+use serde_json::{Value, json};
+
+use super::*;
+use crate::resources;
+use crate::resources::meta::Name;
+
+const POLICY: &str = "policy.linkerd.io";
+
+struct World(Inventory);
+
+impl World {
+    fn new() -> Self {
+        Self(Inventory::new(vec!["10.0.0.0/8".parse().unwrap()]))
+    }
+
+    fn apply(&mut self, kind: Kind, manifest: Value) -> Vec<String> {
+        let object = resources::decode(kind, manifest).unwrap();
+        let concerned = self.0.apply(&object);
+        concerned.iter().map(|(_, name)| name.name.to_string()).collect()
+    }
+
+    fn service(&mut self, name: &str, cluster_ip: &str) -> Vec<String> {
+        let manifest = json!({"metadata": {"name": name, "namespace": "shop"}, "spec": {"clusterIP": cluster_ip}});
+        self.apply(Kind::Service, manifest)
+    }
+
+    fn server(&mut self, name: &str) -> Vec<String> {
+        let spec = json!({"podSelector": {}, "port": 80});
+        self.apply(
+            Kind::Server,
+            json!({"metadata": {"name": name, "namespace": "shop"}, "spec": spec}),
+        )
+    }
+
+    fn route(&mut self, kind: Kind, name: &str, parents: Value, backends: Value) -> Vec<String> {
+        self.route_with(kind, name, "1", parents, backends, json!([]))
+    }
+
+    fn route_with(
+        &mut self,
+        kind: Kind,
+        name: &str,
+        version: &str,
+        parents: Value,
+        backends: Value,
+        statuses: Value,
+    ) -> Vec<String> {
+        let metadata = json!({"name": name, "namespace": "shop", "generation": 4, "resourceVersion": version});
+        let spec = json!({"parentRefs": parents, "rules": [{"backendRefs": backends}]});
+        self.apply(
+            kind,
+            json!({"metadata": metadata, "spec": spec, "status": {"parents": statuses}}),
+        )
+    }
+
+    fn patch(&self, kind: Kind, name: &str) -> Option<Value> {
+        let id = (kind, Name::new("shop", name));
+        self.0.patch(&id, "2026-01-01T00:00:00Z").map(|patch| patch.body)
+    }
+
+    /// What our conditions say, as `parent: type=status reason`.
+    fn told(&self, kind: Kind, name: &str) -> Vec<String> {
+        let body = self.patch(kind, name).expect("there is something to write");
+        let mut told = Vec::new();
+        for parent in body["status"]["parents"].as_array().unwrap() {
+            assert_eq!(parent["controllerName"], "linkerd.io/policy-controller");
+            let parent_ref = &parent["parentRef"];
+            let port = parent_ref["port"]
+                .as_u64()
+                .map(|port| format!(":{port}"))
+                .unwrap_or_default();
+            let [group, kind, name] = ["group", "kind", "name"].map(|field| parent_ref[field].as_str().unwrap());
+            for condition in parent["conditions"].as_array().unwrap() {
+                assert_eq!(condition["observedGeneration"], 4);
+                let [what, status, reason] =
+                    ["type", "status", "reason"].map(|field| condition[field].as_str().unwrap());
+                told.push(format!("{group}/{kind}/{name}{port}: {what}={status} {reason}"));
+            }
+        }
+        told
+    }
+}
+
+fn service_ref(name: &str) -> Value {
+    json!({"group": "", "kind": "Service", "name": name, "port": 80})
+}
+
+fn server_ref(name: &str) -> Value {
+    json!({"group": POLICY, "kind": "Server", "name": name})
+}
+
+#[test]
+fn a_route_is_accepted_by_parents_that_exist() {
+    let mut world = World::new();
+    world.service("web", "10.96.0.7");
+    world.service("headless", "None");
+    world.server("srv");
+    let parents = json!([
+        server_ref("srv"), server_ref("gone"), service_ref("web"), service_ref("headless"), service_ref("gone"),
+        {"group": "core", "kind": "service", "name": "web"},
+        {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": "edge"},
+    ]);
+    world.route(
+        Kind::PolicyHttpRoute,
+        "r",
+        parents,
+        json!([{"name": "web", "port": 80}]),
+    );
+    let resolved = |parent: &str| format!("core/Service/{parent}: ResolvedRefs=True ResolvedRefs");
+    let refused = |parent: &str| format!("core/Service/{parent}: Accepted=False NoMatchingParent");
+    assert_eq!(
+        world.told(Kind::PolicyHttpRoute, "r"),
+        [
+            "policy.linkerd.io/Server/srv: Accepted=True Accepted".to_owned(),
+            "policy.linkerd.io/Server/gone: Accepted=False NoMatchingParent".to_owned(),
+            "core/Service/web:80: Accepted=True Accepted".to_owned(),
+            resolved("web:80"),
+            refused("headless:80"),
+            resolved("headless:80"),
+            refused("gone:80"),
+            resolved("gone:80"),
+            "core/Service/web: Accepted=True Accepted".to_owned(),
+            resolved("web"),
+        ]
+    );
+    let body = world.patch(Kind::PolicyHttpRoute, "r").unwrap();
+    assert_eq!(
+        (&body["kind"], &body["metadata"]),
+        (&json!("HTTPRoute"), &json!({"name": "r"}))
+    );
+    let headless = &body["status"]["parents"][3];
+    assert_eq!(
+        headless["conditions"][0]["message"],
+        "parent service must have a ClusterIP"
+    );
+    assert_eq!(headless["conditions"][0]["lastTransitionTime"], "2026-01-01T00:00:00Z");
+    assert_eq!(headless["parentRef"]["namespace"], "shop");
+}
+
+#[test]
+fn backends_must_exist_and_be_services_or_egress_networks() {
+    let check = |backends: Value, expected: &str| {
+        let mut world = World::new();
+        world.service("web", "10.96.0.7");
+        world.apply(
+            Kind::EgressNetwork,
+            json!({"metadata": {"name": "net", "namespace": "shop"}, "spec": {"trafficPolicy": "Allow"}}),
+        );
+        world.route(Kind::GatewayHttpRoute, "r", json!([service_ref("web")]), backends);
+        assert_eq!(
+            world.told(Kind::GatewayHttpRoute, "r")[1],
+            format!("core/Service/web:80: ResolvedRefs={expected}")
+        );
+    };
+    check(json!([]), "True ResolvedRefs");
+    check(json!([{"name": "web", "port": 80}]), "True ResolvedRefs");
+    check(
+        json!([{"name": "web", "port": 80}, {"name": "gone", "port": 80}]),
+        "False BackendNotFound",
+    );
+    check(
+        json!([{"name": "web", "namespace": "other", "port": 80}]),
+        "False BackendNotFound",
+    );
+    check(
+        json!([{"group": POLICY, "kind": "EgressNetwork", "name": "net", "port": 80}]),
+        "True ResolvedRefs",
+    );
+    check(
+        json!([{"group": "apps", "kind": "Deployment", "name": "web", "port": 80}]),
+        "False InvalidKind",
+    );
+}
+
+#[test]
+fn the_more_specific_protocol_wins_the_same_port() {
+    let mut world = World::new();
+    world.service("web", "10.96.0.7");
+    let accepted = |world: &World, kind, name: &str| world.told(kind, name)[0].contains("Accepted=True");
+    world.route(Kind::GatewayHttpRoute, "http", json!([service_ref("web")]), json!([]));
+    assert!(accepted(&world, Kind::GatewayHttpRoute, "http"));
+    let concerned = world.route(Kind::GrpcRoute, "grpc", json!([service_ref("web")]), json!([]));
+    assert_eq!(concerned, ["http", "grpc"], "in the order of kinds");
+    assert!(accepted(&world, Kind::GrpcRoute, "grpc"));
+    assert_eq!(
+        world.told(Kind::GatewayHttpRoute, "http")[0],
+        "core/Service/web:80: Accepted=False RouteReasonConflicted"
+    );
+    // Another port is another parent.
+    let elsewhere = json!([{"group": "", "kind": "Service", "name": "web", "port": 81}]);
+    world.route(Kind::GatewayHttpRoute, "elsewhere", elsewhere, json!([]));
+    assert!(accepted(&world, Kind::GatewayHttpRoute, "elsewhere"));
+    let freed = world.0.delete(&(Kind::GrpcRoute, Name::new("shop", "grpc")));
+    assert!(freed.contains(&(Kind::GatewayHttpRoute, Name::new("shop", "http"))));
+    assert!(accepted(&world, Kind::GatewayHttpRoute, "http"));
+}
+
+#[test]
+fn routes_of_a_network_are_accepted_with_it() {
+    let mut world = World::new();
+    let network = |net: &str| {
+        let metadata = json!({"name": "net", "namespace": "shop", "generation": 4, "resourceVersion": net});
+        json!({"metadata": metadata, "spec": {"trafficPolicy": "Allow", "networks": [{"cidr": net}]}})
+    };
+    let parent = json!([{"group": POLICY, "kind": "EgressNetwork", "name": "net", "port": 443}]);
+    world.apply(Kind::EgressNetwork, network("192.0.2.0/24"));
+    world.route(Kind::GatewayHttpRoute, "r", parent, json!([]));
+    let told = |world: &World| world.told(Kind::GatewayHttpRoute, "r")[0].clone();
+    assert_eq!(
+        told(&world),
+        "policy.linkerd.io/EgressNetwork/net:443: Accepted=True Accepted"
+    );
+    let own = world.patch(Kind::EgressNetwork, "net").unwrap();
+    assert_eq!(own["status"]["conditions"][0]["status"], "True");
+    assert_eq!(world.apply(Kind::EgressNetwork, network("10.1.0.0/16")), ["net", "r"]);
+    assert_eq!(
+        told(&world),
+        "policy.linkerd.io/EgressNetwork/net:443: Accepted=False NoMatchingParent"
+    );
+    let own = &world.patch(Kind::EgressNetwork, "net").unwrap()["status"]["conditions"][0];
+    assert_eq!(own["reason"], "EgressReasonNetworkOverlap");
+    assert_eq!(own["message"], "networks overlap with clusterNetworks");
+}
+
+#[test]
+fn the_oldest_rate_limit_of_a_server_holds() {
+    let mut world = World::new();
+    let limit = |name: &str, created: &str| {
+        let metadata = json!({"name": name, "namespace": "shop", "creationTimestamp": created, "generation": 4});
+        let target = json!({"group": POLICY, "kind": "Server", "name": "srv"});
+        json!({"metadata": metadata, "spec": {"targetRef": target, "total": {"requestsPerSecond": 5}}})
+    };
+    let reason = |world: &World, name: &str| {
+        let status = world.patch(Kind::RateLimitPolicy, name).unwrap()["status"].take();
+        assert_eq!(
+            status["targetRef"],
+            json!({"group": POLICY, "kind": "Server", "name": "srv"})
+        );
+        let condition = &status["conditions"][0];
+        assert_eq!(condition["type"], "Accepted");
+        format!(
+            "{} {}",
+            condition["status"].as_str().unwrap(),
+            condition["reason"].as_str().unwrap()
+        )
+    };
+    world.apply(Kind::RateLimitPolicy, limit("young", "2026-01-02T00:00:00Z"));
+    assert_eq!(reason(&world, "young"), "False NoMatchingTarget");
+    assert_eq!(world.server("srv"), ["young"]);
+    assert_eq!(reason(&world, "young"), "True Accepted");
+    let concerned = world.apply(Kind::RateLimitPolicy, limit("old", "2026-01-01T00:00:00Z"));
+    assert_eq!(concerned, ["old", "young"]);
+    assert_eq!(reason(&world, "old"), "True Accepted");
+    assert_eq!(reason(&world, "young"), "False RateLimitReasonAlreadyExists");
+    world.0.delete(&(Kind::RateLimitPolicy, Name::new("shop", "old")));
+    assert_eq!(reason(&world, "young"), "True Accepted");
+}
+
+/// What the API server would hold after a patch.
+fn statuses(body: &Value) -> Value {
+    body["status"]["parents"].clone()
+}
+
+#[test]
+fn only_what_changed_is_written_and_other_controllers_are_left_alone() {
+    let mut world = World::new();
+    let kind = Kind::GatewayHttpRoute;
+    let parents = json!([service_ref("web")]);
+    let foreign = json!({
+        "parentRef": {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": "edge"},
+        "controllerName": "example.com/edge",
+        "conditions": [{"type": "Accepted", "status": "True", "reason": "Accepted", "message": "",
+            "lastTransitionTime": "2025-05-05T00:00:00Z"}],
+    });
+    world.route_with(kind, "r", "1", parents.clone(), json!([]), json!([foreign]));
+    let body = world.patch(kind, "r").unwrap();
+    assert_eq!(statuses(&body)[0], foreign);
+    assert_eq!(
+        body["metadata"]["resourceVersion"], "1",
+        "what the other wrote meanwhile is not overwritten"
+    );
+    assert_eq!(statuses(&body)[1]["conditions"][0]["status"], "False");
+    // As it was written, and in whatever place: nothing to do.
+    let ours = statuses(&body)[1].clone();
+    world.route_with(kind, "r", "2", parents.clone(), json!([]), json!([ours, foreign]));
+    assert_eq!(world.patch(kind, "r"), None);
+    // The parent comes: one condition turns, the other keeps its time.
+    assert_eq!(world.service("web", "10.96.0.7"), ["r"]);
+    let mut old = ours;
+    for condition in old["conditions"].as_array_mut().unwrap() {
+        condition["lastTransitionTime"] = json!("2025-05-05T00:00:00Z");
+    }
+    world.route_with(kind, "r", "3", parents, json!([]), json!([old]));
+    let conditions = &statuses(&world.patch(kind, "r").unwrap())[0]["conditions"];
+    assert_eq!(conditions[0]["status"], "True");
+    assert_eq!(conditions[0]["lastTransitionTime"], "2026-01-01T00:00:00Z");
+    assert_eq!(conditions[1]["lastTransitionTime"], "2025-05-05T00:00:00Z");
+    // No parent of ours is left: our part goes, and with it the patch for routes that never had one.
+    world.route_with(kind, "r", "4", json!([]), json!([]), json!([old]));
+    assert_eq!(statuses(&world.patch(kind, "r").unwrap()), json!([]));
+    world.route(kind, "never", json!([]), json!([]));
+    assert_eq!(world.patch(kind, "never"), None);
+}
+
+#[test]
+fn what_was_written_is_not_written_again_before_the_watch_reports_it() {
+    let mut world = World::new();
+    let kind = Kind::GrpcRoute;
+    world.route(kind, "r", json!([service_ref("web")]), json!([]));
+    let id = (kind, Name::new("shop", "r"));
+    let patch = world.0.patch(&id, "2026-01-01T00:00:00Z").unwrap();
+    world.0.wrote(id, patch);
+    assert_eq!(world.patch(kind, "r"), None);
+    world.service("web", "10.96.0.7");
+    assert!(world.patch(kind, "r").is_some(), "something else changed meanwhile");
+    world.0.delete(&(Kind::Service, Name::new("shop", "web")));
+    assert_eq!(world.patch(kind, "r"), None);
+    // The report: somebody has wiped the status.
+    world.route_with(kind, "r", "2", json!([service_ref("web")]), json!([]), json!([]));
+    assert!(world.patch(kind, "r").is_some());
+}
+
+#[test]
+fn a_change_concerns_only_what_depends_on_it() {
+    let mut world = World::new();
+    world.route(Kind::GrpcRoute, "a", json!([service_ref("web")]), json!([]));
+    world.route(
+        Kind::GrpcRoute,
+        "b",
+        json!([service_ref("api")]),
+        json!([{"name": "web", "port": 80}]),
+    );
+    world.route(Kind::GrpcRoute, "c", json!([service_ref("api")]), json!([]));
+    assert_eq!(world.service("web", "10.96.0.7"), ["a", "b"]);
+    assert_eq!(
+        world.service("web", "10.96.0.8"),
+        [""; 0],
+        "still a service with an address"
+    );
+    assert_eq!(world.service("web", "None"), ["a", "b"]);
+    let statuses = json!([{"parentRef": service_ref("api"), "controllerName": "x", "conditions": []}]);
+    let parents = json!([service_ref("api")]);
+    let concerned = world.route_with(Kind::GrpcRoute, "c", "2", parents, json!([]), statuses);
+    assert_eq!(concerned, ["c"], "its rivals have nothing to do with its status");
+}
+
+#[tokio::test]
+async fn only_what_has_to_be_written_is_queued_and_only_while_leading() {
+    let registry = Registry::new();
+    let client = Client::new(
+        tower::service_fn(|_: http::Request<kube::client::Body>| {
+            std::future::pending::<Result<http::Response<kube::client::Body>, Infallible>>()
+        }),
+        "default",
+    );
+    let controller = Controller::new(client, Vec::new(), Duration::from_secs(5), &registry);
+    let server = |name: &str| {
+        let manifest =
+            json!({"metadata": {"name": name, "namespace": "shop"}, "spec": {"podSelector": {}, "port": 80}});
+        Event::Applied(resources::decode(Kind::Server, manifest).unwrap())
+    };
+    let route = |name: &str| {
+        let spec = json!({"parentRefs": [server_ref(name)], "rules": []});
+        let manifest = json!({"metadata": {"name": name, "namespace": "shop"}, "spec": spec});
+        Event::Applied(resources::decode(Kind::PolicyHttpRoute, manifest).unwrap())
+    };
+    let enqueued = || controller.0.metrics.enqueues.get();
+    controller.apply(vec![route("a")]);
+    assert_eq!(enqueued(), 0, "another process leads");
+    controller.0.state.lock().queue = Some(Queue::default());
+    controller.apply(vec![route("b"), server("b"), server("unused")]);
+    controller.apply(vec![route("b")]);
+    assert_eq!(enqueued(), 1);
+}

@@ -1,0 +1,526 @@
+//! The rows of the inbound policy as tables: manifests, and what the proxy of a workload is told about a port.
+
+use std::net::IpAddr;
+
+use tulle_control::cluster::Config;
+use tulle_proto::inbound::authn::{Permit, permit_mesh_tls::Clients};
+use tulle_proto::inbound::proxy_protocol::Kind;
+use tulle_proto::inbound::{Authz, Server};
+use tulle_proto::meta::{Metadata, metadata};
+
+use crate::harness::mesh_with;
+
+const POD: &str = "
+apiVersion: v1
+kind: Pod
+metadata:
+  name: web-0
+  namespace: shop
+  labels: {app: web, linkerd.io/control-plane-ns: linkerd}
+  annotations: {ANNOTATIONS}
+spec:
+  initContainers:
+  - name: agent
+    restartPolicy: Always
+    ports: [{name: agent, containerPort: 7070}]
+    startupProbe: {httpGet: {path: /started, port: agent}}
+  containers:
+  - name: web
+    ports: [{name: http, containerPort: 8080}, {name: dns, containerPort: 8081, protocol: UDP}]
+    livenessProbe: {httpGet: {path: '/live?verbose=1', port: http}}
+    readinessProbe: {httpGet: {port: 8080}}
+    startupProbe: {tcpSocket: {port: 8080}}
+status: {podIP: 10.1.0.1}
+---
+apiVersion: workload.linkerd.io/v1beta1
+kind: ExternalWorkload
+metadata:
+  name: vm
+  namespace: shop
+  labels: {app: web}
+  annotations: {ANNOTATIONS}
+spec:
+  meshTLS: {identity: vm.shop, serverName: vm.shop}
+  ports: [{name: http, port: 8080}]
+  workloadIPs: [{ip: 10.2.0.1}]
+";
+
+const WEB: &str = r#"{"ns":"shop","pod":"web-0"}"#;
+const VM: &str = r#"{"ns":"shop","external_workload":"vm"}"#;
+
+fn workloads(annotations: &str) -> String {
+    POD.replace("ANNOTATIONS", annotations)
+}
+
+fn object(api_version: &str, kind: &str, name: &str, spec: &str) -> String {
+    let group = match kind {
+        "GRPCRoute" => "gateway.networking.k8s.io",
+        _ => "policy.linkerd.io",
+    };
+    format!(
+        "---\napiVersion: {group}/{api_version}\nkind: {kind}\nmetadata: {{name: {name}, namespace: shop}}\nspec: {spec}\n"
+    )
+}
+
+fn server(fields: &str) -> String {
+    object(
+        "v1beta3",
+        "Server",
+        "web",
+        &format!("{{podSelector: {{matchLabels: {{app: web}}}}, {fields}}}"),
+    )
+}
+
+async fn told(manifests: &str, config: Config, workload: &str, port: u32) -> Server {
+    let mesh = mesh_with(manifests, config).await;
+    assert!(
+        mesh.report.errors().is_empty(),
+        "{manifests}\n{:?}",
+        mesh.report.errors()
+    );
+    mesh.port(workload, port).await.unwrap()
+}
+
+/// The protocol with its routes, each as its name, the number of matches, and who may use it besides.
+fn protocol(server: &Server) -> String {
+    let http = |routes: &[tulle_proto::inbound::HttpRoute]| {
+        let shown = routes.iter().map(|route| {
+            let n: usize = route.rules.iter().map(|rule| rule.matches.len()).sum();
+            let who: Vec<_> = route.authorizations.iter().map(authorization).collect();
+            format!(" {}*{n}[{}]", name(route.metadata.as_ref()), who.join(" "))
+        });
+        shown.collect::<String>()
+    };
+    match server.protocol.as_ref().unwrap().kind.as_ref().unwrap() {
+        Kind::Detect(detect) => format!(
+            "detect {}s{}",
+            detect.timeout.unwrap().seconds,
+            http(&detect.http_routes)
+        ),
+        Kind::Http1(http1) => format!("http1{}", http(&http1.routes)),
+        Kind::Http2(http2) => format!("http2{}", http(&http2.routes)),
+        Kind::Grpc(grpc) => {
+            let names: String = grpc
+                .routes
+                .iter()
+                .map(|route| format!(" {}", name(route.metadata.as_ref())))
+                .collect();
+            format!("grpc{names}")
+        }
+        Kind::Opaque(_) => "opaque".to_owned(),
+        Kind::Tls(_) => "tls".to_owned(),
+    }
+}
+
+fn name(about: Option<&Metadata>) -> String {
+    match about.unwrap().kind.as_ref().unwrap() {
+        metadata::Kind::Default(name) => name.clone(),
+        metadata::Kind::Resource(resource) => format!("{} {}/{}", resource.kind, resource.namespace, resource.name),
+    }
+}
+
+/// `kind/name: who from where`.
+fn authorization(authz: &Authz) -> String {
+    let nets = authz.networks.iter().map(|network| {
+        let net = network.net.unwrap();
+        let ip = IpAddr::try_from(net.ip.unwrap()).unwrap();
+        format!("{ip}/{}", net.prefix_len)
+    });
+    let from = match &nets.collect::<Vec<_>>()[..] {
+        [v4, v6] if v4 == "0.0.0.0/0" && v6 == "::/0" => "all".to_owned(),
+        nets if nets.len() == 4 => "cluster".to_owned(),
+        nets => nets.join(","),
+    };
+    let domain = ".serviceaccount.identity.linkerd.cluster.local";
+    let who = match authz.authentication.as_ref().unwrap().permit.as_ref().unwrap() {
+        Permit::Unauthenticated(_) => "anybody".to_owned(),
+        Permit::MeshTls(mesh) => match mesh.clients.as_ref().unwrap() {
+            Clients::Unauthenticated(_) => "tls".to_owned(),
+            Clients::Identities(all) => {
+                let exact = all.identities.iter().map(|identity| identity.name.clone());
+                let suffixes = all
+                    .suffixes
+                    .iter()
+                    .map(|suffix| format!("*.{}", suffix.parts.join(".")));
+                exact.chain(suffixes).collect::<Vec<_>>().join(",").replace(domain, "")
+            }
+        },
+    };
+    format!("{}/{}: {who} from {from}", authz.labels["kind"], authz.labels["name"])
+}
+
+fn authorizations(server: &Server) -> Vec<String> {
+    let mut found: Vec<_> = server.authorizations.iter().map(authorization).collect();
+    found.sort();
+    found
+}
+
+#[tokio::test]
+async fn annotations_of_workloads_replace_the_cluster_s_defaults() {
+    let row = async |cluster: &str, annotations: &str, port: u32, expected_protocol: &str, expected: &[&str]| {
+        for workload in [WEB, VM] {
+            let config = Config {
+                default_policy: cluster.parse().unwrap(),
+                default_opaque_ports: "25,3300-3306".parse().unwrap(),
+                ..Config::default()
+            };
+            let told = told(&workloads(annotations), config, workload, port).await;
+            assert_eq!(authorizations(&told), expected, "{cluster} / {annotations} / {port}");
+            assert_eq!(protocol(&told), expected_protocol, "{cluster} / {annotations} / {port}");
+        }
+    };
+    let detect = "detect 10s default*1[]";
+    let anybody = "default/all-unauthenticated: anybody from all";
+    row("all-unauthenticated", "", 9000, detect, &[anybody]).await;
+    row(
+        "all-authenticated",
+        "",
+        9000,
+        detect,
+        &["default/all-authenticated: *. from all"],
+    )
+    .await;
+    row(
+        "cluster-unauthenticated",
+        "",
+        9000,
+        detect,
+        &["default/cluster-unauthenticated: anybody from cluster"],
+    )
+    .await;
+    row(
+        "cluster-authenticated",
+        "",
+        9000,
+        detect,
+        &["default/cluster-authenticated: *. from cluster"],
+    )
+    .await;
+    row("deny", "", 9000, detect, &[]).await;
+    row("audit", "", 9000, detect, &["default/audit: anybody from all"]).await;
+    let policy = "config.linkerd.io/default-inbound-policy";
+    row(
+        "deny",
+        &format!("{policy}: all-unauthenticated"),
+        9000,
+        detect,
+        &[anybody],
+    )
+    .await;
+    row("all-unauthenticated", &format!("{policy}: deny"), 9000, detect, &[]).await;
+    row(
+        "all-unauthenticated",
+        &format!("{policy}: all"),
+        9000,
+        detect,
+        &[anybody],
+    )
+    .await;
+    // Ports that require an identity turn allowances into authenticated ones, and nothing else.
+    let needs = "config.linkerd.io/proxy-require-identity-inbound-ports: '9000,9100-9200'";
+    row(
+        "all-unauthenticated",
+        needs,
+        9000,
+        detect,
+        &["default/all-authenticated: *. from all"],
+    )
+    .await;
+    row(
+        "cluster-unauthenticated",
+        needs,
+        9150,
+        detect,
+        &["default/cluster-authenticated: *. from cluster"],
+    )
+    .await;
+    row("all-unauthenticated", needs, 9001, detect, &[anybody]).await;
+    row("deny", needs, 9000, detect, &[]).await;
+    row("audit", needs, 9000, detect, &["default/audit: anybody from all"]).await;
+    // Opaque ports of the annotation stand for those of the cluster.
+    row("all-unauthenticated", "", 3301, "opaque", &[anybody]).await;
+    let opaque = |ports: &str| format!("config.linkerd.io/opaque-ports: '{ports}'");
+    row(
+        "all-unauthenticated",
+        &opaque("9000,9100-9200"),
+        9150,
+        "opaque",
+        &[anybody],
+    )
+    .await;
+    row("all-unauthenticated", &opaque("9000"), 25, detect, &[anybody]).await;
+    row("all-unauthenticated", &opaque("http"), 8080, detect, &[anybody]).await;
+}
+
+#[tokio::test]
+async fn servers_say_what_is_spoken() {
+    for (spoken, expected) in [
+        ("", "detect 10s default*1[]"),
+        (", proxyProtocol: unknown", "detect 10s default*1[]"),
+        (", proxyProtocol: HTTP/1", "http1 default*1[]"),
+        (", proxyProtocol: HTTP/2", "http2 default*1[]"),
+        (", proxyProtocol: gRPC", "grpc default"),
+        (", proxyProtocol: opaque", "opaque"),
+        (", proxyProtocol: TLS", "tls"),
+    ] {
+        for port in ["8080", "http"] {
+            let manifests = format!("{}{}", workloads(""), server(&format!("port: {port}{spoken}")));
+            let told = told(&manifests, Config::default(), WEB, 8080).await;
+            assert_eq!(protocol(&told), expected, "{port}{spoken}");
+            let label = |key: &str| told.labels[key].clone();
+            assert_eq!(
+                [label("group"), label("kind"), label("name")],
+                ["policy.linkerd.io", "server", "web"]
+            );
+        }
+    }
+    // Annotations that make a port opaque are for ports without a Server.
+    let manifests = format!(
+        "{}{}",
+        workloads("config.linkerd.io/opaque-ports: '8080'"),
+        server("port: 8080")
+    );
+    let told = told(&manifests, Config::default(), WEB, 8080).await;
+    assert_eq!(protocol(&told), "detect 10s default*1[]");
+}
+
+#[tokio::test]
+async fn a_server_is_chosen_by_labels_port_and_age() {
+    let row = async |fields: &str, workload: &str, port: u32, is_chosen: bool| {
+        let manifests = format!("{}{}", workloads(""), object("v1beta3", "Server", "web", fields));
+        let told = told(&manifests, Config::default(), workload, port).await;
+        assert_eq!(told.labels["kind"] == "server", is_chosen, "{fields} {port}");
+    };
+    row("{podSelector: {}, port: 8080}", WEB, 8080, true).await;
+    row("{podSelector: {}, port: 8080}", WEB, 8081, false).await;
+    row("{podSelector: {}, port: 8080}", VM, 8080, false).await;
+    row("{podSelector: {matchLabels: {app: api}}, port: 8080}", WEB, 8080, false).await;
+    row(
+        "{podSelector: {matchExpressions: [{key: app, operator: In, values: [web]}]}, port: http}",
+        WEB,
+        8080,
+        true,
+    )
+    .await;
+    row("{podSelector: {}, port: agent}", WEB, 7070, true).await;
+    row("{podSelector: {}, port: other}", WEB, 8080, false).await;
+    row("{externalWorkloadSelector: {}, port: http}", VM, 8080, true).await;
+    row("{externalWorkloadSelector: {}, port: 8080}", WEB, 8080, false).await;
+    // A Server of another namespace is none of ours.
+    let foreign = server("port: 8080").replace("namespace: shop", "namespace: other");
+    let told = told(&format!("{}{foreign}", workloads("")), Config::default(), WEB, 8080).await;
+    assert_eq!(told.labels["kind"], "default");
+}
+
+#[tokio::test]
+async fn who_may_use_a_server() {
+    let target = "targetRef: {group: policy.linkerd.io, kind: Server, name: web}";
+    let policy = |refs: &str| {
+        object(
+            "v1alpha1",
+            "AuthorizationPolicy",
+            "p",
+            &format!("{{{target}, requiredAuthenticationRefs: [{refs}]}}"),
+        )
+    };
+    let mesh_tls = |fields: &str| object("v1alpha1", "MeshTLSAuthentication", "m", &format!("{{{fields}}}"));
+    let network = object(
+        "v1alpha1",
+        "NetworkAuthentication",
+        "n",
+        "{networks: [{cidr: 10.7.0.0/16}]}",
+    );
+    let old = |client: &str| {
+        object(
+            "v1beta1",
+            "ServerAuthorization",
+            "s",
+            &format!("{{server: {{name: web}}, client: {{{client}}}}}"),
+        )
+    };
+    let (m, n) = (
+        "{group: policy.linkerd.io, kind: MeshTLSAuthentication, name: m}",
+        "{group: policy.linkerd.io, kind: NetworkAuthentication, name: n}",
+    );
+    let row = async |access: &str, objects: String, expected: &[&str]| {
+        let manifests = format!("{}{}{objects}", workloads(""), server(&format!("port: 8080{access}")));
+        let told = told(&manifests, Config::default(), WEB, 8080).await;
+        assert_eq!(authorizations(&told), expected, "{access} {objects}");
+    };
+    row("", String::new(), &[]).await;
+    for (access, expected) in [
+        ("all-unauthenticated", "default/all-unauthenticated: anybody from all"),
+        ("all-authenticated", "default/all-authenticated: *. from all"),
+        (
+            "cluster-unauthenticated",
+            "default/cluster-unauthenticated: anybody from cluster",
+        ),
+        (
+            "cluster-authenticated",
+            "default/cluster-authenticated: *. from cluster",
+        ),
+        ("audit", "default/audit: anybody from all"),
+    ] {
+        row(&format!(", accessPolicy: {access}"), String::new(), &[expected]).await;
+        let both = [expected, "serverauthorization/s: anybody from cluster"];
+        row(
+            &format!(", accessPolicy: {access}"),
+            old("unauthenticated: true"),
+            &both,
+        )
+        .await;
+    }
+    row("", policy(""), &["authorizationpolicy/p: anybody from all"]).await;
+    row(
+        "",
+        policy(n) + &network,
+        &["authorizationpolicy/p: anybody from 10.7.0.0/16"],
+    )
+    .await;
+    row(
+        "",
+        policy("{kind: ServiceAccount, name: a}"),
+        &["authorizationpolicy/p: a.shop from all"],
+    )
+    .await;
+    row(
+        "",
+        policy(&format!("{{kind: ServiceAccount, name: a, namespace: b}}, {n}")) + &network,
+        &["authorizationpolicy/p: a.b from 10.7.0.0/16"],
+    )
+    .await;
+    let account = mesh_tls("identityRefs: [{kind: ServiceAccount, name: a}, {kind: Namespace, name: b}]");
+    row(
+        "",
+        policy(m) + &account,
+        &["authorizationpolicy/p: a.shop,*.b from all"],
+    )
+    .await;
+    row(
+        "",
+        policy(m) + &mesh_tls("identities: ['*']"),
+        &["authorizationpolicy/p: *. from all"],
+    )
+    .await;
+    row(
+        "",
+        policy(m) + &mesh_tls("identities: ['*.a.b', 'spiffe://r/w']"),
+        &["authorizationpolicy/p: spiffe://r/w,*.a.b from all"],
+    )
+    .await;
+    // Less than all that is required is nothing.
+    row("", policy(m), &[]).await;
+    row("", policy(&format!("{m}, {n}")) + &mesh_tls("identities: ['*']"), &[]).await;
+    row(
+        "",
+        old("unauthenticated: true"),
+        &["serverauthorization/s: anybody from cluster"],
+    )
+    .await;
+    row(
+        "",
+        old("unauthenticated: true, networks: [{cidr: 10.7.0.0/16}]"),
+        &["serverauthorization/s: anybody from 10.7.0.0/16"],
+    )
+    .await;
+    row(
+        "",
+        old("meshTLS: {unauthenticatedTLS: true}"),
+        &["serverauthorization/s: tls from cluster"],
+    )
+    .await;
+    row(
+        "",
+        old("meshTLS: {identities: ['*']}"),
+        &["serverauthorization/s: *. from cluster"],
+    )
+    .await;
+    row(
+        "",
+        old("meshTLS: {serviceAccounts: [{name: a}, {name: a, namespace: b}]}"),
+        &["serverauthorization/s: a.shop,a.b from cluster"],
+    )
+    .await;
+    row("", old("networks: [{cidr: 10.7.0.0/16}]"), &[]).await;
+    row("", old("unauthenticated: false"), &[]).await;
+}
+
+#[tokio::test]
+async fn routes_of_a_server_are_attached_authorized_and_ordered() {
+    let route = |name: &str, parent: &str| {
+        object(
+            "v1beta3",
+            "HTTPRoute",
+            name,
+            &format!("{{parentRefs: [{parent}], rules: [{{matches: [{{path: {{value: /a}}}}, {{method: GET}}]}}]}}"),
+        )
+    };
+    let web = "{group: policy.linkerd.io, kind: Server, name: web}";
+    let row = async |objects: String, expected: &str| {
+        let config = Config {
+            probe_networks: vec!["192.168.7.0/24".parse().unwrap()],
+            ..Config::default()
+        };
+        let manifests = format!(
+            "{}{}{objects}",
+            workloads(""),
+            server("port: 8080, proxyProtocol: HTTP/1")
+        );
+        let told = told(&manifests, config, WEB, 8080).await;
+        assert_eq!(protocol(&told), expected, "{objects}");
+    };
+    // With a route there is none for probes.
+    let probes = "http1 probe*2[default/probe: anybody from 192.168.7.0/24] default*1[]";
+    row(String::new(), probes).await;
+    row(route("r", web), "http1 HTTPRoute shop/r*2[]").await;
+    row(
+        route("b", web) + &route("a", web),
+        "http1 HTTPRoute shop/a*2[] HTTPRoute shop/b*2[]",
+    )
+    .await;
+    row(route("r", &web.replace("web", "other")), probes).await;
+    row(route("r", &web.replace("name: web", "name: web, port: 8080")), probes).await;
+    row(
+        route("r", &web.replace("name: web", "name: web, sectionName: x")),
+        probes,
+    )
+    .await;
+    row(route("r", web).replace("namespace: shop", "namespace: other"), probes).await;
+    let policy = object(
+        "v1alpha1",
+        "AuthorizationPolicy",
+        "p",
+        "{targetRef: {group: policy.linkerd.io, kind: HTTPRoute, name: r}, requiredAuthenticationRefs: []}",
+    );
+    row(
+        route("r", web) + &policy + &route("s", web),
+        "http1 HTTPRoute shop/r*2[authorizationpolicy/p: anybody from all] HTTPRoute shop/s*2[]",
+    )
+    .await;
+    let calls = object(
+        "v1",
+        "GRPCRoute",
+        "g",
+        &format!("{{parentRefs: [{web}], rules: [{{}}]}}"),
+    );
+    let manifests = format!("{}{}{calls}", workloads(""), server("port: 8080, proxyProtocol: gRPC"));
+    let told = told(&manifests, Config::default(), WEB, 8080).await;
+    assert_eq!(protocol(&told), "grpc GRPCRoute shop/g");
+}
+
+#[tokio::test]
+async fn probes_of_every_container_have_a_route_on_their_port() {
+    let row = async |workload: &str, port: u32, expected: &str| {
+        let config = Config {
+            probe_networks: vec!["192.168.7.0/24".parse().unwrap()],
+            ..Config::default()
+        };
+        let told = told(&workloads(""), config, workload, port).await;
+        assert_eq!(protocol(&told), expected, "{workload} {port}");
+    };
+    let probe = |n: usize| format!("detect 10s probe*{n}[default/probe: anybody from 192.168.7.0/24] default*1[]");
+    row(WEB, 8080, &probe(2)).await;
+    row(WEB, 7070, &probe(1)).await;
+    row(WEB, 8081, "detect 10s default*1[]").await;
+    row(VM, 8080, "detect 10s default*1[]").await;
+}

@@ -1,0 +1,654 @@
+//! The tables of destination: what is in the cluster, what is asked, and the words that the answer must hold.
+
+use tulle_control::cluster::{Config, EndpointsFrom, H2Upgrade, Ipv6, TransportMode};
+use tulle_control::destination::{self, ZoneWeights};
+use tulle_proto::destination::protocol_hint::Protocol;
+use tulle_proto::destination::tls_identity::Strategy;
+use tulle_proto::destination::{Update, WeightedAddr, update};
+
+use crate::harness::{Mesh, mesh, mesh_with, next, short};
+
+/// An endpoint in words: address, hint, transport header, identity, what differs from the usual, labels.
+fn words(addr: &WeightedAddr) -> Vec<String> {
+    let mut words = vec![std::net::SocketAddr::try_from(addr.addr.unwrap()).unwrap().to_string()];
+    let hint = addr.protocol_hint;
+    words.extend(hint.and_then(|hint| hint.protocol).map(|protocol| match protocol {
+        Protocol::H2(_) => "h2".to_owned(),
+        Protocol::Opaque(_) => "opaque".to_owned(),
+    }));
+    let transport = hint.and_then(|hint| hint.opaque_transport);
+    words.extend(transport.map(|transport| format!("transport={}", transport.inbound_port)));
+    if let Some(tls) = &addr.tls_identity {
+        words.push(match tls.strategy.as_ref().unwrap() {
+            Strategy::DnsLikeIdentity(name) => format!("tls={}", name.name),
+            Strategy::UriLikeIdentity(uri) => format!("tls={}", uri.uri),
+        });
+    }
+    if addr.weight != 10_000 {
+        words.push(format!("weight={}", addr.weight));
+    }
+    if addr.http2.is_some() {
+        words.push("http2".to_owned());
+    }
+    words.extend(addr.metric_labels.iter().map(|(key, value)| format!("{key}={value}")));
+    words
+}
+
+/// Checks that all expected words are there; one after `!` must not be the beginning of any.
+fn check(what: &str, words: &[String], expected: &str) {
+    for word in expected.split(' ') {
+        let holds = match word.strip_prefix('!') {
+            Some(none) => !words.iter().any(|word| word.starts_with(none)),
+            None => words.iter().any(|other| other == word),
+        };
+        assert!(holds, "{what}: {word} of {expected:?} is not so in {words:?}");
+    }
+}
+
+/// The endpoint that the profile of an address tells.
+async fn profile(mesh: &Mesh, path: &str) -> Vec<String> {
+    let profile = mesh.profile(path).await;
+    let mut words = words(&profile.endpoint.expect("an endpoint profile"));
+    if profile.opaque_protocol {
+        words.push("opaque-protocol".to_owned());
+    }
+    words
+}
+
+/// A pod of namespace `shop` with a sidecar; `metadata` and `spec` are more of its lines.
+fn pod(name: &str, ip: &str, metadata: &str, spec: &str) -> String {
+    format!(
+        "---\napiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: shop, {metadata}}}\n\
+         spec: {{{spec}}}\nstatus: {{podIP: {ip}, phase: Running}}\n"
+    )
+}
+
+const MESHED: &str = "labels: {linkerd.io/control-plane-ns: linkerd}";
+
+fn owned(kind: &str, name: &str) -> String {
+    format!("{MESHED}, ownerReferences: [{{apiVersion: v1, kind: {kind}, name: {name}, uid: u}}]")
+}
+
+const CONTAINER: &str = "containers: [{name: app, ports: [{name: data, containerPort: 5000}]}]";
+
+#[tokio::test]
+async fn owners_are_labels() {
+    let above = |kind: &str, name: &str, owner: &str| {
+        let group = if kind == "Job" { "batch/v1" } else { "apps/v1" };
+        format!("---\napiVersion: {group}\nkind: {kind}\nmetadata: {{name: {name}, namespace: shop, {owner}}}\n")
+    };
+    let two =
+        "ownerReferences: [{apiVersion: v1, kind: A, name: a, uid: u}, {apiVersion: v1, kind: B, name: b, uid: v}]";
+    let rows = [
+        ("nobody", MESHED.to_owned(), "pod=p !deployment !replicaset"),
+        ("two", format!("{MESHED}, {two}"), "pod=p !a= !b="),
+        (
+            "a ReplicaSet of a Deployment",
+            owned("ReplicaSet", "web-5d"),
+            "deployment=web !replicaset",
+        ),
+        (
+            "a ReplicaSet of something else",
+            owned("ReplicaSet", "roll-5d"),
+            "replicaset=roll-5d !rollout",
+        ),
+        ("a ReplicaSet alone", owned("ReplicaSet", "lone"), "replicaset=lone"),
+        (
+            "a Job of a CronJob",
+            owned("Job", "nightly-1"),
+            "cronjob=nightly !k8s_job",
+        ),
+        ("a Job alone", owned("Job", "once"), "k8s_job=once !job"),
+        ("a StatefulSet", owned("StatefulSet", "db"), "statefulset=db"),
+        ("a DaemonSet", owned("DaemonSet", "agent"), "daemonset=agent"),
+        ("a kind of others", owned("CloneSet", "clones"), "cloneset=clones"),
+        (
+            "a kind that would stand for something else",
+            owned("Zone", "far"),
+            "pod=p zone= !zone=far",
+        ),
+    ];
+    let mut yaml = above("ReplicaSet", "web-5d", &owned("Deployment", "web"))
+        + &above("ReplicaSet", "roll-5d", &owned("Rollout", "roll"))
+        + &above("ReplicaSet", "lone", "labels: {}")
+        + &above("Job", "nightly-1", &owned("CronJob", "nightly"))
+        + &above("Job", "once", "labels: {}");
+    for (n, (_, metadata, _)) in rows.iter().enumerate() {
+        yaml +=
+            &pod("p", &format!("10.1.0.{}", n + 1), metadata, CONTAINER).replace("name: p,", &format!("name: p{n},"));
+    }
+    let mesh = mesh(&yaml).await;
+    for (n, (what, _, expected)) in rows.iter().enumerate() {
+        let words = profile(&mesh, &format!("10.1.0.{}:80", n + 1)).await;
+        let expected = expected.replace("pod=p", &format!("pod=p{n}"));
+        check(
+            what,
+            &words,
+            &format!("{expected} namespace=shop serviceaccount=default"),
+        );
+    }
+}
+
+#[tokio::test]
+async fn pods_say_how_they_are_reached() {
+    let name = "tls=web.shop.serviceaccount.identity.linkerd.cluster.local";
+    let annotated = |text: &str| format!("{MESHED}, annotations: {{{text}}}");
+    let container = format!("serviceAccountName: web, {CONTAINER}");
+    let env = |inbound: &str, admin: &str| {
+        format!(
+            "{{name: linkerd-proxy, env: [{{name: LINKERD2_PROXY_INBOUND_LISTEN_ADDR, value: \"{inbound}\"}}, \
+             {{name: LINKERD2_PROXY_ADMIN_LISTEN_ADDR, value: \"{admin}\"}}, \
+             {{name: LINKERD2_PROXY_CONTROL_LISTEN_ADDR, value: \"0.0.0.0:4190\"}}]}}"
+        )
+    };
+    let native = format!("initContainers: [{}], {container}", env("[::]:14143", "[::]:14191"));
+    let silent = format!("initContainers: [{}], {container}", env("[::]:14143", "nowhere"));
+    let other = "labels: {linkerd.io/control-plane-ns: other, pod-template-hash: 5d}".to_owned();
+    let component = "labels: {linkerd.io/control-plane-ns: linkerd, linkerd.io/control-plane-component: identity}";
+    let skip = "config.linkerd.io/skip-inbound-ports";
+    let opaque = "config.linkerd.io/opaque-ports";
+    let rows = [
+        (
+            "meshed",
+            MESHED.to_owned(),
+            &container,
+            80,
+            format!("h2 http2 !transport {name} control_plane_ns=linkerd"),
+        ),
+        (
+            "not meshed",
+            "labels: {}".to_owned(),
+            &container,
+            80,
+            "!h2 !http2 !tls !control_plane_ns pod=p".to_owned(),
+        ),
+        (
+            "of another control plane",
+            other,
+            &container,
+            80,
+            "h2 !tls control_plane_ns=other pod_template_hash=5d".to_owned(),
+        ),
+        (
+            "of the control plane itself",
+            component.to_owned(),
+            &container,
+            80,
+            "!h2 !tls pod=p".to_owned(),
+        ),
+        (
+            "a skipped port",
+            annotated(&format!("{skip}: \"70-90\"")),
+            &container,
+            80,
+            "!h2 !tls !http2 pod=p".to_owned(),
+        ),
+        (
+            "a port that is not skipped",
+            annotated(&format!("{skip}: data")),
+            &container,
+            80,
+            format!("h2 {name}"),
+        ),
+        (
+            "a skipped port by name",
+            annotated(&format!("{skip}: data")),
+            &container,
+            5000,
+            "!h2 !tls".to_owned(),
+        ),
+        (
+            "opaque by number",
+            annotated(&format!("{opaque}: \"80\"")),
+            &container,
+            80,
+            "opaque transport=4143 opaque-protocol !h2".to_owned(),
+        ),
+        (
+            "opaque by name",
+            annotated(&format!("{opaque}: data")),
+            &container,
+            5000,
+            "opaque transport=4143".to_owned(),
+        ),
+        (
+            "opaque by range",
+            annotated(&format!("{opaque}: \"1-3,79-81\"")),
+            &container,
+            80,
+            "opaque".to_owned(),
+        ),
+        (
+            "opaque by default",
+            MESHED.to_owned(),
+            &container,
+            3306,
+            "opaque transport=4143 opaque-protocol".to_owned(),
+        ),
+        (
+            "opaque by nothing, said explicitly",
+            annotated(&format!("{opaque}: \"\"")),
+            &container,
+            3306,
+            "h2 !opaque".to_owned(),
+        ),
+        (
+            "opaque, of a native sidecar",
+            annotated(&format!("{opaque}: \"80,14191\"")),
+            &native,
+            80,
+            "opaque transport=14143".to_owned(),
+        ),
+        (
+            "opaque, but the sidecar's own port",
+            annotated(&format!("{opaque}: \"80,14191\"")),
+            &native,
+            14191,
+            "opaque !transport".to_owned(),
+        ),
+        (
+            "of a sidecar that does not say",
+            MESHED.to_owned(),
+            &silent,
+            80,
+            "!h2 !tls !pod".to_owned(),
+        ),
+    ];
+    let mut yaml = String::new();
+    for (n, (_, metadata, spec, ..)) in rows.iter().enumerate() {
+        yaml += &pod("p", &format!("10.1.0.{}", n + 1), metadata, spec).replace("name: p,", &format!("name: p{n},"));
+    }
+    let config = || Config {
+        default_opaque_ports: "25,3306".parse().unwrap(),
+        ..Config::default()
+    };
+    let mesh = mesh_with(&yaml, config()).await;
+    for (n, (what, _, _, port, expected)) in rows.iter().enumerate() {
+        let words = profile(&mesh, &format!("10.1.0.{}:{port}", n + 1)).await;
+        check(what, &words, &expected.replace("pod=p", &format!("pod=p{n}")));
+    }
+    let omitting = Config {
+        h2_upgrade: H2Upgrade::Omit,
+        ..config()
+    };
+    let mesh = mesh_with(&yaml, omitting).await;
+    check(
+        "without HTTP/2",
+        &profile(&mesh, "10.1.0.1:80").await,
+        &format!("!h2 !opaque {name}"),
+    );
+    let forcing = Config {
+        transport: TransportMode::TransportHeader,
+        ..config()
+    };
+    let mesh = mesh_with(&yaml, forcing).await;
+    check(
+        "with forced headers",
+        &profile(&mesh, "10.1.0.1:80").await,
+        "h2 transport=4143",
+    );
+}
+
+/// A service `web` and a slice of it; nodes `node-a` and `node-b` in zones a and b.
+fn sliced(service: &str, slice: &str) -> String {
+    let node = |name: &str| {
+        format!(
+            "---\napiVersion: v1\nkind: Node\nmetadata: {{name: node-{name}, labels: {{topology.kubernetes.io/zone: {name}}}}}\n"
+        )
+    };
+    format!(
+        "apiVersion: v1\nkind: Service\nmetadata: {{name: web, namespace: shop, uid: u}}\n\
+         spec: {{clusterIP: 10.96.0.1, {service}}}\n---\napiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
+         metadata: {{name: web-1, namespace: shop, labels: {{kubernetes.io/service-name: web}}}}\n{slice}\n{}{}",
+        node("a"),
+        node("b")
+    )
+}
+
+const PORTS: &str = "ports: [{name: http, port: 80, targetPort: 1}, {name: admin, port: 81}]";
+const V4: &str = "addressType: IPv4\nports: [{name: http, port: 8080}]\n";
+
+#[tokio::test]
+async fn slices_say_which_addresses_there_are() {
+    let one = |slice: &str| sliced(PORTS, slice);
+    let endpoints = |endpoints: &str| one(&format!("{V4}endpoints: [{endpoints}]"));
+    let rows = [
+        (
+            "the slice's port counts, not the target port",
+            endpoints("{addresses: [10.3.0.1]}"),
+            80,
+            "+10.3.0.1:8080",
+        ),
+        (
+            "a port that the slice does not name",
+            endpoints("{addresses: [10.3.0.1]}"),
+            81,
+            "1",
+        ),
+        (
+            "a port that the service does not list",
+            endpoints("{addresses: [10.3.0.1]}"),
+            9999,
+            "+10.3.0.1:9999",
+        ),
+        (
+            "no conditions are ready",
+            endpoints("{addresses: [10.3.0.1], conditions: {}}"),
+            80,
+            "+10.3.0.1:8080",
+        ),
+        (
+            "only readiness counts",
+            endpoints("{addresses: [10.3.0.1], conditions: {ready: true, terminating: true, serving: false}}"),
+            80,
+            "+10.3.0.1:8080",
+        ),
+        (
+            "not ready",
+            endpoints("{addresses: [10.3.0.1], conditions: {ready: false, serving: true}}"),
+            80,
+            "1",
+        ),
+        (
+            "a slice without ports",
+            one("addressType: IPv4\nendpoints: [{addresses: [10.3.0.1]}]"),
+            80,
+            "1",
+        ),
+        (
+            "names are no addresses",
+            one("addressType: FQDN\nports: [{name: http, port: 8080}]\nendpoints: [{addresses: [example.org]}]"),
+            80,
+            "1",
+        ),
+        (
+            "a pod that is not known",
+            endpoints("{addresses: [10.3.0.1], targetRef: {kind: Pod, name: gone, namespace: shop}}"),
+            80,
+            "1",
+        ),
+        (
+            "a kind that nobody serves",
+            endpoints("{addresses: [10.3.0.1], targetRef: {kind: Node, name: node-a}}"),
+            80,
+            "1",
+        ),
+        (
+            "the service is named by its owner",
+            endpoints("{addresses: [10.3.0.1]}").replace(
+                "labels: {kubernetes.io/service-name: web}",
+                "ownerReferences: [{apiVersion: v1, kind: Service, name: web, uid: u}]",
+            ),
+            80,
+            "+10.3.0.1:8080",
+        ),
+        (
+            "a service without a port name",
+            sliced(
+                "ports: [{port: 80}]",
+                "addressType: IPv4\nports: [{name: \"\", port: 8080}]\nendpoints: [{addresses: [10.3.0.1]}]",
+            ),
+            80,
+            "+10.3.0.1:8080",
+        ),
+    ];
+    for (what, yaml, port, expected) in rows {
+        let mesh = mesh(&yaml).await;
+        let path = format!("web.shop.svc.cluster.local:{port}");
+        assert_eq!(
+            short(&next(&mut mesh.get(&path).await.unwrap()).await),
+            expected,
+            "{what}"
+        );
+    }
+}
+
+const A: &str = r#"{"ns":"shop","nodeName":"node-a","pod":"client"}"#;
+
+#[tokio::test]
+async fn hints_and_traffic_policies_choose_endpoints() {
+    let hinted = |ip: u8, zones: &str| format!("{{addresses: [10.3.0.{ip}], hints: {{forZones: [{zones}]}}}}");
+    let both = format!("{}, {}", hinted(1, "{name: a}"), hinted(2, "{name: b}"));
+    let local = format!("internalTrafficPolicy: Local, {PORTS}");
+    let on_nodes = "{addresses: [10.1.0.1], nodeName: node-a, targetRef: {kind: Pod, name: p1, namespace: shop}}, \
+        {addresses: [10.1.0.2], nodeName: node-b, targetRef: {kind: Pod, name: p2, namespace: shop}}, \
+        {addresses: [10.3.0.3], nodeName: node-a}";
+    let rows = [
+        ("the client's zone", PORTS, both.clone(), A, "+10.3.0.1:8080"),
+        (
+            "a client that does not say where it is",
+            PORTS,
+            both.clone(),
+            "",
+            "+10.3.0.1:8080,10.3.0.2:8080",
+        ),
+        (
+            "a token that cannot be read",
+            PORTS,
+            both.clone(),
+            "{",
+            "+10.3.0.1:8080,10.3.0.2:8080",
+        ),
+        (
+            "an old token",
+            PORTS,
+            both.clone(),
+            "ns:shop",
+            "+10.3.0.1:8080,10.3.0.2:8080",
+        ),
+        (
+            "one endpoint for both zones",
+            PORTS,
+            format!("{}, {}", hinted(1, "{name: a}, {name: b}"), hinted(2, "{name: b}")),
+            A,
+            "+10.3.0.1:8080",
+        ),
+        (
+            "one endpoint without hints lets all count",
+            PORTS,
+            format!("{both}, {{addresses: [10.3.0.3]}}"),
+            A,
+            "+10.3.0.1:8080,10.3.0.2:8080,10.3.0.3:8080",
+        ),
+        (
+            "hints that leave nothing do not count",
+            PORTS,
+            hinted(2, "{name: b}"),
+            A,
+            "+10.3.0.2:8080",
+        ),
+        (
+            "local traffic goes to pods of the node only",
+            &local,
+            on_nodes.to_owned(),
+            A,
+            "+10.1.0.1:8080",
+        ),
+        (
+            "and nowhere when the node is not known",
+            &local,
+            on_nodes.to_owned(),
+            "",
+            "1",
+        ),
+    ];
+    for (what, service, endpoints, token, expected) in rows {
+        let yaml = sliced(service, &format!("{V4}endpoints: [{endpoints}]"))
+            + &pod(
+                "p1",
+                "10.1.0.1",
+                "labels: {}",
+                &format!("nodeName: node-a, {CONTAINER}"),
+            )
+            + &pod(
+                "p2",
+                "10.1.0.2",
+                "labels: {}",
+                &format!("nodeName: node-b, {CONTAINER}"),
+            );
+        let mesh = mesh(&yaml).await;
+        let mut stream = mesh.get_from("web.shop.svc.cluster.local:80", token).await.unwrap();
+        assert_eq!(short(&next(&mut stream).await), expected, "{what}");
+    }
+}
+
+fn add(update: Update) -> Vec<Vec<String>> {
+    match update.update {
+        Some(update::Update::Add(set)) => set.addrs.iter().map(words).collect(),
+        other => panic!("no addition: {other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn zones_are_labels_and_may_weigh() {
+    let endpoints = "{addresses: [10.3.0.1], zone: a}, {addresses: [10.3.0.2], zone: b}, {addresses: [10.3.0.3]}";
+    let mesh = mesh(&sliced(PORTS, &format!("{V4}endpoints: [{endpoints}]"))).await;
+    let path = "web.shop.svc.cluster.local:80";
+    let equal = destination::Config::default();
+    let preferring = destination::Config {
+        zone_weights: ZoneWeights::PreferLocal,
+        ..destination::Config::default()
+    };
+    let rows = [
+        (
+            &equal,
+            A,
+            [
+                "zone_locality=local !weight",
+                "zone_locality=remote",
+                "zone_locality=unknown",
+            ],
+        ),
+        (&equal, "", ["zone_locality=unknown"; 3]),
+        (
+            &preferring,
+            A,
+            [
+                "zone_locality=local weight=100000",
+                "zone_locality=remote !weight",
+                "zone_locality=unknown !weight",
+            ],
+        ),
+    ];
+    for (config, token, expected) in rows {
+        let found = add(next(&mut mesh.get_with(config.clone(), path, token).await.unwrap()).await);
+        assert_eq!(found.len(), expected.len());
+        for (words, expected) in found.iter().zip(expected) {
+            check(token, words, expected);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_pod_with_two_families_is_one_endpoint() {
+    let target = "targetRef: {kind: Pod, name: p1, namespace: shop}";
+    let slices = format!(
+        "{V4}endpoints: [{{addresses: [10.1.0.1], {target}}}, {{addresses: [10.3.0.9]}}]\n---\n\
+         apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
+         metadata: {{name: web-6, namespace: shop, labels: {{kubernetes.io/service-name: web}}}}\n\
+         addressType: IPv6\nports: [{{name: http, port: 8080}}]\n\
+         endpoints: [{{addresses: [\"fd00::1\"], {target}}}]\n"
+    );
+    let yaml = sliced(PORTS, &slices) + &pod("p1", "10.1.0.1", "labels: {}", CONTAINER);
+    for (ipv6, expected) in [
+        (Ipv6::Drop, "+10.1.0.1:8080,10.3.0.9:8080"),
+        (Ipv6::Serve, "+10.3.0.9:8080,[fd00::1]:8080"),
+    ] {
+        let config = Config {
+            ipv6,
+            ..Config::default()
+        };
+        let mesh = mesh_with(&yaml, config).await;
+        let mut stream = mesh.get("web.shop.svc.cluster.local:80").await.unwrap();
+        assert_eq!(short(&next(&mut stream).await), expected, "{ipv6:?}");
+    }
+}
+
+#[tokio::test]
+async fn endpoints_count_their_ready_addresses_only() {
+    let yaml = sliced(PORTS, &format!("{V4}endpoints: [{{addresses: [10.9.9.9]}}]"))
+        + "---\napiVersion: v1\nkind: Endpoints\nmetadata: {name: web, namespace: shop}\nsubsets:\n\
+           - addresses: [{ip: 10.3.0.1, hostname: web-0}]\n  notReadyAddresses: [{ip: 10.3.0.2}]\n  \
+           ports: [{name: http, port: 8080}]\n";
+    let config = Config {
+        endpoints_from: EndpointsFrom::Endpoints,
+        ..Config::default()
+    };
+    let mesh = mesh_with(&yaml, config).await;
+    for path in ["web.shop.svc.cluster.local:80", "web-0.web.shop.svc.cluster.local:80"] {
+        assert_eq!(
+            short(&next(&mut mesh.get(path).await.unwrap()).await),
+            "+10.3.0.1:8080",
+            "{path}"
+        );
+    }
+    let other = mesh.get("web-1.web.shop.svc.cluster.local:80").await;
+    assert_eq!(short(&next(&mut other.unwrap()).await), "1");
+}
+
+#[tokio::test]
+async fn addresses_are_found_by_what_claims_them() {
+    let hosted = |name: &str, ip: &str, phase: &str| {
+        format!(
+            "---\napiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: shop, {MESHED}}}\n\
+             spec: {{containers: [{{name: app, ports: [{{containerPort: 80, hostPort: 8080}}]}}]}}\n\
+             status: {{podIP: {ip}, hostIP: 192.168.0.1, phase: {phase}}}\n"
+        )
+    };
+    let vm = |name: &str, ip: &str, port: u16| {
+        format!(
+            "---\napiVersion: workload.linkerd.io/v1beta1\nkind: ExternalWorkload\n\
+             metadata: {{name: {name}, namespace: shop}}\n\
+             spec: {{meshTLS: {{identity: \"spiffe://root/{name}\", serverName: {name}.shop}}, ports: [{{port: {port}}}], \
+             workloadIPs: [{{ip: {ip}}}]}}\n"
+        )
+    };
+    let yaml = hosted("p1", "10.1.0.1", "Running")
+        + &hosted("p2", "10.1.0.2", "Succeeded")
+        + &hosted("p3", "10.1.0.3", "Pending")
+        + &vm("vm", "10.2.0.1", 80)
+        + &vm("twin-1", "10.2.0.2", 80)
+        + &vm("twin-2", "10.2.0.2", 80)
+        + &hosted("same-1", "10.1.0.9", "Running").replace("192.168.0.1", "192.168.0.9")
+        + &hosted("same-2", "10.1.0.9", "Running").replace("192.168.0.1", "192.168.0.9");
+    let mesh = mesh(&yaml.replace("hostIP: 192.168.0.1, phase: Pending", "phase: Pending")).await;
+    let rows = [
+        ("a pod by its address", "10.1.0.1:80", "10.1.0.1:80 pod=p1 h2"),
+        ("a pod at a port it does not declare", "10.1.0.1:9", "pod=p1 h2"),
+        (
+            "a pod by its host's port",
+            "192.168.0.1:8080",
+            "192.168.0.1:8080 pod=p1 h2",
+        ),
+        (
+            "a port of the host that no pod has",
+            "192.168.0.1:80",
+            "192.168.0.1:80 !pod !h2",
+        ),
+        ("a pod that is over", "10.1.0.2:80", "10.1.0.2:80 !pod !h2 !tls"),
+        (
+            "a pod that does not run yet",
+            "10.1.0.3:80",
+            "10.1.0.3:80 !pod !h2 !tls",
+        ),
+        (
+            "an external workload",
+            "10.2.0.1:80",
+            "external_workload=vm h2 tls=spiffe://root/vm namespace=shop !zone_locality",
+        ),
+        (
+            "a port that it does not declare",
+            "10.2.0.1:81",
+            "10.2.0.1:81 !external_workload !tls",
+        ),
+        ("nobody", "203.0.113.7:80", "203.0.113.7:80 !pod !namespace"),
+    ];
+    for (what, path, expected) in rows {
+        check(what, &profile(&mesh, path).await, expected);
+    }
+    for ambiguous in ["10.2.0.2:80", "10.1.0.9:80", "192.168.0.9:8080"] {
+        let status = mesh.profiles(ambiguous, "").await.unwrap_err();
+        assert_eq!(status.code(), tonic::Code::FailedPrecondition, "{ambiguous}");
+        assert!(status.message().contains("several"), "{status}");
+    }
+}

@@ -1,0 +1,129 @@
+//! What an idle stream weighs, counted by the allocator: a control plane has tens of thousands of them.
+#![cfg(test)]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use bytes::{BufMut, Bytes, BytesMut};
+use futures_util::FutureExt as _;
+use http::Request;
+use http_body_util::{BodyExt as _, Full};
+use prost::Message;
+use tonic::body::Body;
+use tower::Service as _;
+use tulle_control::cluster::{Cluster, Config};
+use tulle_control::resources::event::Event;
+use tulle_control::resources::{Kind, decode};
+use tulle_control::{destination, policy};
+use tulle_core::drain;
+use tulle_core::metrics::Registry;
+use tulle_proto::destination::GetDestination;
+use tulle_proto::outbound::{TrafficSpec, traffic_spec};
+
+/// The system's allocator; it knows how many bytes are in use.
+struct Counting;
+
+static IN_USE: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call is passed on to the system's allocator as it came; counting neither allocates nor touches the memory.
+#[allow(unsafe_code)]
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        IN_USE.fetch_add(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller keeps the contract of `alloc`.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        IN_USE.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller keeps the contract of `dealloc`.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const SERVICE: &str = r#"{"metadata": {"name": "web", "namespace": "shop"}, "spec": {"clusterIP": "10.96.0.10", "ports": [{"port": 80}]}}"#;
+
+fn slice(first: &str) -> Event {
+    let others = (1..100).map(|n| format!(r#", {{"addresses": ["10.1.0.{n}"]}}"#));
+    let json = format!(
+        r#"{{"metadata": {{"name": "web-1", "namespace": "shop", "labels": {{"kubernetes.io/service-name": "web"}}}},
+            "addressType": "IPv4", "ports": [{{"port": 8080}}], "endpoints": [{{"addresses": ["{first}"]}}{}]}}"#,
+        others.collect::<String>()
+    );
+    Event::Applied(decode(Kind::EndpointSlice, &mut serde_json::Deserializer::from_str(&json)).unwrap())
+}
+
+fn request(path: &str, message: &impl Message) -> Request<Body> {
+    let mut bytes = BytesMut::new();
+    bytes.put_u8(0);
+    bytes.put_u32(u32::try_from(message.encoded_len()).unwrap());
+    message.encode(&mut bytes).unwrap();
+    let body = Body::new(Full::new(bytes.freeze()));
+    Request::post(format!("http://control/{path}")).body(body).unwrap()
+}
+
+/// What a stream says at once, if it does.
+fn said(body: &mut Body) -> Option<Bytes> {
+    // All are polled by one task, whose budget would otherwise end before the streams do.
+    let frame = tokio::task::unconstrained(body.frame()).now_or_never()?;
+    Some(frame.unwrap().unwrap().into_data().unwrap())
+}
+
+#[tokio::test]
+async fn an_idle_stream_weighs_less_than_a_kilobyte() {
+    let cluster = Cluster::new(Config::default(), &Registry::new());
+    let service = decode(Kind::Service, &mut serde_json::Deserializer::from_str(SERVICE)).unwrap();
+    let writer = cluster.writer();
+    writer.apply(vec![Event::Applied(service), slice("10.2.0.1"), Event::Synced]);
+    let (_signal, drain) = drain::channel();
+    let mut gets = destination::server(cluster.clone(), destination::Config::default(), drain.clone());
+    let mut profiles = destination::server(cluster.clone(), destination::Config::default(), drain.clone());
+    let mut policies = policy::outbound_server(cluster, policy::Config::default(), drain);
+    let destination = GetDestination {
+        path: "web.shop.svc.cluster.local:80".to_owned(),
+        context_token: r#"{"ns": "shop", "nodeName": "a-node", "pod": "a-client"}"#.to_owned(),
+        ..GetDestination::default()
+    };
+    let traffic = TrafficSpec {
+        source_workload: r#"{"ns": "shop", "pod": "a-client"}"#.to_owned(),
+        target: Some(traffic_spec::Target::Authority(
+            "web.shop.svc.cluster.local:80".to_owned(),
+        )),
+    };
+    let check = async |name: &str, open: &mut dyn FnMut() -> Opening| {
+        // The first computes the answer, which all share.
+        let mut first = open().await.unwrap().into_body();
+        said(&mut first).unwrap();
+        let before = IN_USE.load(Ordering::Relaxed);
+        let mut streams = Vec::with_capacity(N_STREAMS);
+        for _ in 0..N_STREAMS {
+            streams.push(open().await.unwrap().into_body());
+        }
+        for round in 0..4 {
+            for stream in &mut streams {
+                let said_first = said(stream);
+                assert!(said_first.is_some() || round > 0, "{name} has no first message");
+                assert!(said(stream).is_none(), "{name} says more than there is");
+            }
+            let weight = (IN_USE.load(Ordering::Relaxed) - before) / N_STREAMS;
+            eprintln!("{name}, round {round}: {weight} bytes");
+            assert!(weight < LIMIT, "{name} weighs {weight} bytes in round {round}");
+            writer.apply(vec![slice(&format!("10.2.1.{round}"))]);
+        }
+    };
+    check("Get", &mut || gets.call(request("x/Get", &destination))).await;
+    check("GetProfile", &mut || {
+        profiles.call(request("x/GetProfile", &destination))
+    })
+    .await;
+    check("Watch", &mut || policies.call(request("x/Watch", &traffic))).await;
+}
+
+type Opening = std::pin::Pin<Box<dyn Future<Output = Result<http::Response<Body>, std::convert::Infallible>> + Send>>;
+
+const N_STREAMS: usize = 1000;
+/// Of our own; HTTP/2 and the task of a stream come on top.
+const LIMIT: usize = 1000;

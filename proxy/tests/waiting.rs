@@ -1,0 +1,104 @@
+//! `linkerd-await` as hooks and jobs call it, with an admin server that plays a proxy.
+
+#![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::net::TcpListener;
+use std::process::{Command, Output};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+
+/// Answers requests with these statuses, the last one again and again, and tells each request line.
+fn admin(statuses: &'static [u16]) -> (u16, Receiver<String>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let (tell, told) = channel();
+    thread::spawn(move || {
+        let mut statuses = statuses.iter().copied().peekable();
+        for stream in listener.incoming() {
+            let stream = stream.unwrap();
+            let mut line = String::new();
+            BufReader::new(&stream).read_line(&mut line).unwrap();
+            let status = *statuses.peek().unwrap();
+            if statuses.len() > 1 {
+                statuses.next();
+            }
+            let _ = write!(&stream, "HTTP/1.1 {status} -\r\ncontent-length: 0\r\n\r\n");
+            if tell.send(line.trim().to_owned()).is_err() {
+                return;
+            }
+        }
+    });
+    (port, told)
+}
+
+fn run(port: u16, arguments: &[&str], disabled: Option<&str>) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_linkerd-await"));
+    command
+        .args([format!("--port={port}"), "--backoff=10ms".to_owned()])
+        .args(arguments);
+    command
+        .env_remove("LINKERD_AWAIT_DISABLED")
+        .env_remove("LINKERD_DISABLED");
+    if let Some(reason) = disabled {
+        command.env("LINKERD_AWAIT_DISABLED", reason);
+    }
+    command.output().unwrap()
+}
+
+#[test]
+fn the_program_runs_once_the_proxy_is_ready_and_its_exit_code_is_kept() {
+    let (port, asked) = admin(&[503, 503, 200]);
+    let output = run(
+        port,
+        &["--timeout=2m", "--", "sh", "-c", "echo $0 ran; exit 3", "it"],
+        None,
+    );
+    assert_eq!(
+        (output.status.code(), output.stdout.as_slice()),
+        (Some(3), b"it ran\n".as_slice())
+    );
+    assert_eq!(asked.try_iter().collect::<Vec<_>>(), ["GET /ready HTTP/1.1"; 3]);
+}
+
+#[test]
+fn without_a_program_it_only_waits_as_a_post_start_hook_does() {
+    let (port, _asked) = admin(&[200]);
+    let output = run(port, &["--timeout=2m"], None);
+    assert!(output.status.success(), "{output:?}");
+}
+
+#[test]
+fn when_the_time_is_over_it_fails_or_goes_on_as_told() {
+    let (port, _asked) = admin(&[503]);
+    let program = ["--timeout=50ms", "--", "echo", "ran"];
+    let output = run(port, &program, None);
+    assert_eq!(
+        (output.status.code(), output.stdout.as_slice()),
+        (Some(69), b"".as_slice())
+    );
+    let output = run(port, &[&["--timeout-fatal=false"], program.as_slice()].concat(), None);
+    assert_eq!(
+        (output.status.code(), output.stdout.as_slice()),
+        (Some(0), b"ran\n".as_slice())
+    );
+}
+
+#[test]
+fn with_shutdown_the_proxy_is_asked_to_end_after_the_program() {
+    let (port, asked) = admin(&[200]);
+    let output = run(port, &["--shutdown", "--", "sh", "-c", "exit 4"], None);
+    assert_eq!(output.status.code(), Some(4));
+    assert_eq!(
+        asked.try_iter().collect::<Vec<_>>(),
+        ["GET /ready HTTP/1.1", "POST /shutdown HTTP/1.1"]
+    );
+}
+
+#[test]
+fn where_it_is_disabled_nobody_is_asked() {
+    let (port, asked) = admin(&[503]);
+    let output = run(port, &["--shutdown", "--", "echo", "ran"], Some("no proxy here"));
+    assert_eq!(output.stdout, b"ran\n");
+    assert!(asked.try_recv().is_err());
+}

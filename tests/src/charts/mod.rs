@@ -1,0 +1,24 @@
+//! The Helm charts of this repository, and what installs them.
+
+mod helm;
+mod repository;
+
+use std::fs;
+
+use anyhow::Context as _;
+
+pub use helm::{Helm, path_of};
+pub use repository::Repository;
+
+use crate::cluster::ApiServer;
+
+/// Installs all our custom resources, and those of the Gateway API, and waits until they can be used.
+///
+/// # Errors
+/// What Helm or the API server says.
+pub async fn install_custom_resources(server: &ApiServer) -> anyhow::Result<()> {
+    let definitions = Helm::new()?.template("tulle-crds", &["--set=installGatewayAPI=true"])?;
+    fs::write(server.dir().join("crds.yaml"), definitions).context("writing a manifest")?;
+    server.kubectl(&["apply", "--server-side", "-f", "crds.yaml"]).await?;
+    server.custom_resources_ready().await
+}

@@ -1,0 +1,320 @@
+//! An API server without nodes: objects are stored, admitted and watched as in any cluster, but no pod runs.
+
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+use std::{fs, process};
+
+use anyhow::{Context as _, bail};
+use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
+use k8s_openapi::api::core::v1::{Namespace, ServiceAccount};
+use kube::api::{Api, ObjectMeta, PostParams};
+use serde_json::json;
+use tempfile::TempDir;
+use tokio::time::{Instant, sleep};
+
+use super::audit::{AuditPolicy, AuditRecord};
+use super::component::{Component, Life};
+use super::control_plane::{API_PORT, Place, ready};
+use super::kubeconfig;
+use crate::programs;
+
+/// etcd and an API server; dropping it ends both and removes all that they wrote.
+///
+/// It has a loopback address of its own, so any number of them runs side by side.
+/// Should this process be killed, the kernel ends them too, and the next start anywhere removes the files.
+pub struct ApiServer {
+    // Dropped first to last: clients before servers, the directory at the end.
+    controllers: Option<Component>,
+    _server: Component,
+    _etcd: Component,
+    client: kube::Client,
+    addr: IpAddr,
+    dir: TempDir,
+}
+
+/// What an [`ApiServer`] has beside the defaults.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    pub controllers: Controllers,
+    pub audit: AuditPolicy,
+}
+
+/// Who acts on objects after they are stored.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Controllers {
+    /// Nobody: a Deployment stays without pods, and what belonged to a deleted object stays.
+    #[default]
+    None,
+    /// The controller manager, without what would take pods away that no node runs.
+    All,
+}
+
+impl ApiServer {
+    /// Starts one with the defaults: no controllers.
+    ///
+    /// # Errors
+    /// When a program is missing or does not become ready; the end of its log is in the error.
+    pub async fn start() -> anyhow::Result<Self> {
+        Self::with(Options::default()).await
+    }
+
+    /// Starts one.
+    ///
+    /// # Errors
+    /// As [`ApiServer::start`].
+    pub async fn with(options: Options) -> anyhow::Result<Self> {
+        sweep()?;
+        let prefix = format!("{PREFIX}{}-", process::id());
+        let dir = tempfile::Builder::new()
+            .prefix(&prefix)
+            .tempdir()
+            .context("creating a directory")?;
+        let addr = free_addr()?;
+        let place = Place {
+            dir: dir.path(),
+            namespace: None,
+            addr,
+            life: Life::WithStarter,
+        };
+        place.prepare(options.audit)?;
+        let mut etcd = place.etcd()?;
+        let mut server = place.api_server(ADVERTISED)?;
+        let client = kubeconfig::client(&place.conf("admin")).await?;
+        server
+            .until("readiness", async || {
+                etcd.check_alive()?;
+                ready(&client).await
+            })
+            .await?;
+        let mut controllers = match options.controllers {
+            Controllers::None => None,
+            Controllers::All => Some(place.controller_manager(WITHOUT_NODES)?),
+        };
+        let accounts = Api::<ServiceAccount>::namespaced(client.clone(), "default");
+        match &mut controllers {
+            None => create_default_account(&accounts).await?,
+            Some(controllers) => {
+                let made = async || {
+                    accounts
+                        .get("default")
+                        .await
+                        .map(drop)
+                        .context("the default service account")
+                };
+                controllers.until("a service account", made).await?;
+            }
+        }
+        Ok(Self {
+            controllers,
+            _server: server,
+            _etcd: etcd,
+            client,
+            addr,
+            dir,
+        })
+    }
+
+    /// A client that may do everything.
+    pub fn client(&self) -> kube::Client {
+        self.client.clone()
+    }
+
+    /// The kubeconfig of who may do everything.
+    pub fn kubeconfig(&self) -> PathBuf {
+        self.place().conf("admin")
+    }
+
+    /// Where it listens: `https://127.x.y.z:6443`.
+    pub fn url(&self) -> String {
+        self.place().url()
+    }
+
+    /// The certificate of the authority that signed the server's, PEM.
+    pub fn ca(&self) -> PathBuf {
+        self.place().pki().join("ca.crt")
+    }
+
+    /// For files of a test; removed with the server.
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Creates a namespace with its `default` service account, without which no pod is admitted.
+    ///
+    /// # Errors
+    /// What the API server answers.
+    pub async fn create_namespace(&self, name: &str) -> anyhow::Result<()> {
+        let namespace = Namespace {
+            metadata: named(name),
+            ..Namespace::default()
+        };
+        let namespaces = Api::<Namespace>::all(self.client());
+        namespaces.create(&PostParams::default(), &namespace).await?;
+        create_default_account(&Api::namespaced(self.client(), name)).await
+    }
+
+    /// Writes a kubeconfig with a token of a service account, which is created if it is missing.
+    ///
+    /// # Errors
+    /// What the API server answers.
+    pub async fn kubeconfig_of(&self, namespace: &str, account: &str) -> anyhow::Result<PathBuf> {
+        let token = self.token(namespace, account, &[]).await?;
+        let path = self.place().conf(&format!("{namespace}-{account}"));
+        kubeconfig::write(&path, &self.url(), &self.ca(), &json!({"token": token}))?;
+        Ok(path)
+    }
+
+    /// A token of a service account, which is created if it is missing, good for an hour.
+    ///
+    /// Without audiences it is for the API server itself.
+    ///
+    /// # Errors
+    /// What the API server answers.
+    pub async fn token(&self, namespace: &str, account: &str, audiences: &[&str]) -> anyhow::Result<String> {
+        let accounts = Api::<ServiceAccount>::namespaced(self.client(), namespace);
+        create_account(&accounts, account).await?;
+        let request = TokenRequest {
+            spec: TokenRequestSpec {
+                audiences: audiences.iter().map(|&audience| audience.to_owned()).collect(),
+                ..TokenRequestSpec::default()
+            },
+            ..TokenRequest::default()
+        };
+        let answer = accounts
+            .create_token_request(account, &PostParams::default(), &request)
+            .await?;
+        Ok(answer.status.context("a token request without an answer")?.token)
+    }
+
+    /// Waits until every custom resource can be used.
+    ///
+    /// # Errors
+    /// When one cannot be within a minute.
+    pub async fn custom_resources_ready(&self) -> anyhow::Result<()> {
+        let all = ["wait", "--for=condition=Established", "crd", "--all", "--timeout=30s"];
+        let deadline = Instant::now() + Duration::from_secs(60);
+        // `kubectl wait` gives up on one that has no condition yet.
+        while let Err(error) = self.kubectl(&all).await {
+            if Instant::now() > deadline {
+                return Err(error);
+            }
+            sleep(Duration::from_millis(100)).await;
+        }
+        Ok(())
+    }
+
+    /// Runs `kubectl` as who may do everything, and returns what it prints.
+    ///
+    /// # Errors
+    /// What it says when it fails.
+    pub async fn kubectl(&self, args: &[&str]) -> anyhow::Result<String> {
+        let output = tokio::process::Command::new(programs::find("kubectl")?)
+            .arg("--kubeconfig")
+            .arg(self.kubeconfig())
+            .args(args)
+            .current_dir(self.dir())
+            .output()
+            .await
+            .context("starting kubectl")?;
+        if !output.status.success() {
+            let answer = String::from_utf8_lossy(&output.stderr);
+            bail!("kubectl {}: {}", args.join(" "), answer.trim());
+        }
+        String::from_utf8(output.stdout).context("kubectl's output")
+    }
+
+    /// The requests that the audit policy selects, so far.
+    ///
+    /// # Errors
+    /// When the log cannot be read.
+    pub fn audit_log(&self) -> anyhow::Result<Vec<AuditRecord>> {
+        self.place().audit_log()
+    }
+
+    /// Fails when a process has ended.
+    ///
+    /// # Errors
+    /// The end of its log.
+    pub fn check_alive(&mut self) -> anyhow::Result<()> {
+        for component in [&mut self._etcd, &mut self._server]
+            .into_iter()
+            .chain(&mut self.controllers)
+        {
+            component.check_alive()?;
+        }
+        Ok(())
+    }
+
+    fn place(&self) -> Place<'_> {
+        Place {
+            dir: self.dir.path(),
+            namespace: None,
+            addr: self.addr,
+            life: Life::WithStarter,
+        }
+    }
+}
+
+/// Pods are refused without it. The controller manager, where there is one, may have been quicker.
+async fn create_default_account(accounts: &Api<ServiceAccount>) -> anyhow::Result<()> {
+    create_account(accounts, "default").await
+}
+
+async fn create_account(accounts: &Api<ServiceAccount>, name: &str) -> anyhow::Result<()> {
+    let account = ServiceAccount {
+        metadata: named(name),
+        ..ServiceAccount::default()
+    };
+    match accounts.create(&PostParams::default(), &account).await {
+        Ok(_) => Ok(()),
+        Err(kube::Error::Api(status)) if status.code == 409 => Ok(()),
+        Err(error) => Err(error).with_context(|| format!("creating the service account {name}")),
+    }
+}
+
+fn named(name: &str) -> ObjectMeta {
+    ObjectMeta {
+        name: Some(name.to_owned()),
+        ..ObjectMeta::default()
+    }
+}
+
+/// A loopback address that nobody else uses: made of this process's id, which has 22 bits, and a number.
+fn free_addr() -> anyhow::Result<IpAddr> {
+    for _ in 0..4 {
+        let n = SERVERS.fetch_add(1, Ordering::Relaxed) % 4;
+        let [_, b, c, d] = (process::id() << 2 | n).to_be_bytes();
+        let addr = IpAddr::from(Ipv4Addr::new(127, b, c, d));
+        if TcpListener::bind((addr, API_PORT)).is_ok() {
+            return Ok(addr);
+        }
+    }
+    bail!("this process has four API servers already, one for each address it has")
+}
+
+/// Removes the directories of processes that were killed.
+fn sweep() -> anyhow::Result<()> {
+    let dir = std::env::temp_dir();
+    let entries = fs::read_dir(&dir).with_context(|| format!("reading {}", dir.display()))?;
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let pid = name
+            .to_str()
+            .and_then(|name| name.strip_prefix(PREFIX)?.split('-').next());
+        let Some(pid) = pid else { continue };
+        if !Path::new("/proc").join(pid).exists() {
+            // Another test may be removing it as well.
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+    Ok(())
+}
+
+const PREFIX: &str = "tulle-api-server-";
+/// Endpoints of the Service `kubernetes` may not be loopback addresses; this one is for documentation and leads nowhere.
+const ADVERTISED: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1));
+/// Pods without a living node would be taken away.
+const WITHOUT_NODES: &str = "*,-pod-garbage-collector-controller,-node-lifecycle-controller,-taint-eviction-controller";
+static SERVERS: AtomicU32 = AtomicU32::new(0);

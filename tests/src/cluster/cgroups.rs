@@ -1,0 +1,93 @@
+//! The control groups of nodes: each node's pods stay below one of its own.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+
+/// Makes a group of this name in every hierarchy, as the kubelet expects it.
+pub(super) fn create(name: &str) -> anyhow::Result<()> {
+    for hierarchy in hierarchies()? {
+        // A hybrid system's unified hierarchy has no controllers; containerd uses it all the same.
+        let group = hierarchy.join(name);
+        fs::create_dir_all(&group).with_context(|| format!("creating the control group {}", group.display()))?;
+        // Version 1: a group has no processors and no memory until it is told which.
+        for file in ["cpuset.cpus", "cpuset.mems"] {
+            let (from, to) = (hierarchy.join(file), group.join(file));
+            if let Ok(all) = fs::read(&from) {
+                fs::write(&to, all).with_context(|| format!("writing {}", to.display()))?;
+            }
+        }
+        // Version 2: controllers are handed down one level at a time.
+        for dir in [&hierarchy, &group] {
+            let Ok(controllers) = fs::read_to_string(dir.join("cgroup.controllers")) else {
+                continue;
+            };
+            for controller in controllers.split_whitespace() {
+                // Some cannot be handed down; the kubelet says which of them it misses.
+                let _ = fs::write(dir.join("cgroup.subtree_control"), format!("+{controller}"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The processes in all groups whose name starts so.
+pub(super) fn processes(prefix: &str) -> anyhow::Result<Vec<i32>> {
+    let mut pids = Vec::new();
+    for group in groups(prefix)? {
+        // A group may vanish while it is looked at.
+        let text = fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
+        pids.extend(text.lines().filter_map(|line| line.parse::<i32>().ok()));
+    }
+    pids.sort_unstable();
+    pids.dedup();
+    Ok(pids)
+}
+
+/// Removes all groups whose name starts so; they must be empty.
+pub(super) fn remove(prefix: &str) -> anyhow::Result<()> {
+    for group in groups(prefix)?.into_iter().rev() {
+        match fs::remove_dir(&group) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(error).with_context(|| format!("removing the control group {}", group.display()));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Parents before their children.
+fn groups(prefix: &str) -> anyhow::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for hierarchy in hierarchies()? {
+        let own = |dir: &PathBuf| {
+            let name = dir.file_name().and_then(|name| name.to_str());
+            name.is_some_and(|name| name.starts_with(prefix))
+        };
+        let mut open: Vec<PathBuf> = children(&hierarchy).into_iter().filter(own).collect();
+        while let Some(group) = open.pop() {
+            open.extend(children(&group));
+            found.push(group);
+        }
+    }
+    Ok(found)
+}
+
+fn children(dir: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect()
+}
+
+/// Where control groups are mounted.
+fn hierarchies() -> anyhow::Result<Vec<PathBuf>> {
+    let mounts = fs::read_to_string("/proc/self/mounts").context("reading /proc/self/mounts")?;
+    let mount_point = |line: &str| {
+        let mut fields = line.split(' ').skip(1);
+        let (path, kind) = (fields.next()?, fields.next()?);
+        ["cgroup", "cgroup2"].contains(&kind).then(|| PathBuf::from(path))
+    };
+    Ok(mounts.lines().filter_map(mount_point).collect())
+}

@@ -1,0 +1,225 @@
+//! etcd, the API server, the controller manager and the scheduler: how each is started.
+
+use std::fs;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::Context as _;
+use tulle_core::netns::Namespace;
+
+use super::audit::{self, AuditPolicy, AuditRecord};
+use super::component::{Component, Life};
+use super::kubeconfig;
+use super::pki::{Pki, Subject};
+use crate::programs;
+
+/// What the parts of a control plane have in common.
+pub(super) struct Place<'a> {
+    /// Holds certificates, logs, data and kubeconfigs.
+    pub(super) dir: &'a Path,
+    /// Where the processes run; without one, where this process runs.
+    pub(super) namespace: Option<&'a Namespace>,
+    /// Where all listen.
+    pub(super) addr: IpAddr,
+    pub(super) life: Life,
+}
+
+impl Place<'_> {
+    /// Makes the directories, the authority, and the credentials of the control plane and of its administrator.
+    pub(super) fn prepare(&self, audit: AuditPolicy) -> anyhow::Result<Pki> {
+        for name in ["log", "etcd"] {
+            let dir = self.dir.join(name);
+            fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
+        }
+        let pki = Pki::create(&self.pki())?;
+        let service: IpAddr = API_SERVICE.parse().context("the address of the API's Service")?;
+        let subject = |common_name| Subject {
+            common_name,
+            ..Subject::default()
+        };
+        pki.issue(
+            "apiserver",
+            Subject {
+                names: &[
+                    "kubernetes",
+                    "kubernetes.default",
+                    "kubernetes.default.svc",
+                    "kubernetes.default.svc.cluster.local",
+                    "localhost",
+                ],
+                addrs: &[service, IpAddr::from([127, 0, 0, 1]), self.addr],
+                ..subject("kube-apiserver")
+            },
+        )?;
+        let administrators = Some("system:masters");
+        for name in ["admin", "kube-apiserver-kubelet-client"] {
+            let organization = administrators;
+            pki.issue(
+                name,
+                Subject {
+                    organization,
+                    ..subject(name)
+                },
+            )?;
+        }
+        for user in [
+            "system:kube-controller-manager",
+            "system:kube-scheduler",
+            "system:kube-proxy",
+        ] {
+            pki.issue(short(user), subject(user))?;
+        }
+        for name in ["admin", "kube-controller-manager", "kube-scheduler", "kube-proxy"] {
+            self.kubeconfig(name)?;
+        }
+        audit.write(&self.dir.join("audit-policy.json"))?;
+        Ok(pki)
+    }
+
+    /// Writes `<name>.conf` for who has the certificate of this name.
+    pub(super) fn kubeconfig(&self, name: &str) -> anyhow::Result<()> {
+        let user = kubeconfig::by_certificate(&self.pki(), name);
+        let ca = self.pki().join("ca.crt");
+        kubeconfig::write(&self.conf(name), &self.url(), &ca, &user)
+    }
+
+    /// The kubeconfig of a name.
+    pub(super) fn conf(&self, name: &str) -> PathBuf {
+        self.dir.join(format!("{name}.conf"))
+    }
+
+    /// Where clients find the API server.
+    pub(super) fn url(&self) -> String {
+        format!("https://{}:{API_PORT}", self.addr)
+    }
+
+    pub(super) fn pki(&self) -> PathBuf {
+        self.dir.join("pki")
+    }
+
+    /// Everything the API server wrote down.
+    pub(super) fn audit_log(&self) -> anyhow::Result<Vec<AuditRecord>> {
+        audit::read(&self.dir.join(AUDIT_LOG))
+    }
+
+    pub(super) fn etcd(&self) -> anyhow::Result<Component> {
+        // Clients and peers; nobody but the API server is on this address.
+        let (clients, peers) = (self.etcd_url(), format!("http://{}:2380", self.addr));
+        let mut command = self.command("etcd")?;
+        command
+            .args(["--data-dir", "etcd", "--unsafe-no-fsync"])
+            .args(["--listen-client-urls", &clients, "--advertise-client-urls", &clients])
+            .args(["--listen-peer-urls", &peers, "--initial-advertise-peer-urls", &peers])
+            .args(["--initial-cluster", &format!("default={peers}")]);
+        self.start("etcd", command)
+    }
+
+    /// `advertised` is where pods find it.
+    pub(super) fn api_server(&self, advertised: IpAddr) -> anyhow::Result<Component> {
+        let pki = |name: &str| self.pki().join(name).display().to_string();
+        let mut command = self.command("kube-apiserver")?;
+        command.args([
+            format!("--etcd-servers={}", self.etcd_url()),
+            format!("--bind-address={}", self.addr),
+            format!("--secure-port={API_PORT}"),
+            format!("--advertise-address={advertised}"),
+            format!("--tls-cert-file={}", pki("apiserver.crt")),
+            format!("--tls-private-key-file={}", pki("apiserver.key")),
+            format!("--client-ca-file={}", pki("ca.crt")),
+            format!("--service-account-key-file={}", pki("sa.pub")),
+            format!("--service-account-signing-key-file={}", pki("sa.key")),
+            "--service-account-issuer=https://kubernetes.default.svc.cluster.local".to_owned(),
+            format!("--service-cluster-ip-range={SERVICE_NETWORK}"),
+            "--authorization-mode=Node,RBAC".to_owned(),
+            "--enable-admission-plugins=NodeRestriction".to_owned(),
+            "--allow-privileged=true".to_owned(),
+            format!(
+                "--kubelet-client-certificate={}",
+                pki("kube-apiserver-kubelet-client.crt")
+            ),
+            format!("--kubelet-client-key={}", pki("kube-apiserver-kubelet-client.key")),
+            "--kubelet-preferred-address-types=InternalIP".to_owned(),
+            "--audit-policy-file=audit-policy.json".to_owned(),
+            format!("--audit-log-path={AUDIT_LOG}"),
+            // Who looks into the log wants what has happened by now.
+            "--audit-log-mode=blocking-strict".to_owned(),
+        ]);
+        self.start("kube-apiserver", command)
+    }
+
+    /// `controllers` as the flag of this name has them (`*,-this-one`).
+    pub(super) fn controller_manager(&self, controllers: &str) -> anyhow::Result<Component> {
+        let conf = self.conf("kube-controller-manager").display().to_string();
+        let pki = |name: &str| self.pki().join(name).display().to_string();
+        let mut command = self.command("kube-controller-manager")?;
+        command.args([
+            format!("--kubeconfig={conf}"),
+            format!("--authentication-kubeconfig={conf}"),
+            format!("--authorization-kubeconfig={conf}"),
+            format!("--bind-address={}", self.addr),
+            format!("--service-account-private-key-file={}", pki("sa.key")),
+            format!("--root-ca-file={}", pki("ca.crt")),
+            format!("--cluster-signing-cert-file={}", pki("ca.crt")),
+            format!("--cluster-signing-key-file={}", pki("ca.key")),
+            format!("--service-cluster-ip-range={SERVICE_NETWORK}"),
+            format!("--controllers={controllers}"),
+            "--use-service-account-credentials".to_owned(),
+            "--leader-elect=false".to_owned(),
+        ]);
+        self.start("kube-controller-manager", command)
+    }
+
+    pub(super) fn scheduler(&self) -> anyhow::Result<Component> {
+        let conf = self.conf("kube-scheduler").display().to_string();
+        let mut command = self.command("kube-scheduler")?;
+        command.args([
+            format!("--kubeconfig={conf}"),
+            format!("--authentication-kubeconfig={conf}"),
+            format!("--authorization-kubeconfig={conf}"),
+            format!("--bind-address={}", self.addr),
+            "--leader-elect=false".to_owned(),
+        ]);
+        self.start("kube-scheduler", command)
+    }
+
+    /// A command that starts here, in the directory of the cluster.
+    pub(super) fn command(&self, program: &str) -> anyhow::Result<Command> {
+        let path = programs::find(program)?;
+        let mut command = match self.namespace {
+            Some(namespace) => namespace.command(path),
+            None => Command::new(path),
+        };
+        command.current_dir(self.dir);
+        Ok(command)
+    }
+
+    pub(super) fn start(&self, name: &str, command: Command) -> anyhow::Result<Component> {
+        Component::start(name, command, self.dir, self.life)
+    }
+
+    fn etcd_url(&self) -> String {
+        format!("http://{}:2379", self.addr)
+    }
+}
+
+/// Asks the API server whether it is ready: all that it does once after its start has been done.
+pub(super) async fn ready(client: &kube::Client) -> anyhow::Result<()> {
+    let request = http::Request::get("/readyz").body(Vec::new())?;
+    client.request_text(request).await?;
+    Ok(())
+}
+
+/// The file name for a user of the system.
+fn short(user: &str) -> &str {
+    user.strip_prefix("system:").unwrap_or(user)
+}
+
+/// The port of the API server.
+pub(super) const API_PORT: u16 = 6443;
+/// Services have their addresses from here: the service network of the tutorials.
+pub(super) const SERVICE_NETWORK: &str = "10.247.0.0/16";
+/// The Service `kubernetes` gets the first address of the service network.
+const API_SERVICE: &str = "10.247.0.1";
+/// Below the directory of the cluster.
+pub(super) const AUDIT_LOG: &str = "log/audit.log";

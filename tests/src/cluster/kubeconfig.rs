@@ -1,0 +1,37 @@
+//! Files that tell a client where the API server is and who it is itself.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::Context as _;
+use serde_json::{Value, json};
+
+/// Writes a kubeconfig; JSON is YAML as well.
+///
+/// `user` is what stands under `users[].user`: certificates or a token.
+pub(super) fn write(path: &Path, server: &str, ca: &Path, user: &Value) -> anyhow::Result<()> {
+    let config = json!({
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "tests", "cluster": {"server": server, "certificate-authority": ca}}],
+        "users": [{"name": "user", "user": user}],
+        "contexts": [{"name": "tests", "context": {"cluster": "tests", "user": "user"}}],
+        "current-context": "tests",
+    });
+    fs::write(path, config.to_string()).with_context(|| format!("writing {}", path.display()))
+}
+
+/// A user known by the certificate `<pki>/<name>.crt`.
+pub(super) fn by_certificate(pki: &Path, name: &str) -> Value {
+    json!({
+        "client-certificate": pki.join(format!("{name}.crt")),
+        "client-key": pki.join(format!("{name}.key")),
+    })
+}
+
+/// A client that speaks as the user of a kubeconfig.
+pub(super) async fn client(path: &Path) -> anyhow::Result<kube::Client> {
+    let file = kube::config::Kubeconfig::read_from(path)?;
+    let config = kube::Config::from_custom_kubeconfig(file, &kube::config::KubeConfigOptions::default()).await?;
+    Ok(kube::Client::try_from(config)?)
+}

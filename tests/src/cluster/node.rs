@@ -1,0 +1,297 @@
+//! A node: a network namespace with containerd, the kubelet and kube-proxy.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use anyhow::{Context as _, bail};
+use serde_json::json;
+use tulle_core::netns::{Host, Lab, Namespace};
+
+use super::cgroups;
+use super::component::Component;
+use super::control_plane::Place;
+use super::pki::{Pki, Subject};
+
+/// A node of the cluster.
+pub struct Node {
+    pub(super) name: String,
+    number: u8,
+    addr: IpAddr,
+    dir: PathBuf,
+    pub(super) namespace: Arc<Namespace>,
+}
+
+impl Node {
+    /// `node1`, as `kubectl get nodes` has it; its zone is `zone-1`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its own address, not that of a pod.
+    pub fn addr(&self) -> IpAddr {
+        self.addr
+    }
+
+    /// Its network: from here pods, Services and nodes can be dialled.
+    pub fn namespace(&self) -> &Namespace {
+        &self.namespace
+    }
+
+    /// Joins a node to the network of all, with routes to the pods of the others.
+    pub(super) fn create(lab: &mut Lab, dir: &Path, number: u8, nodes: u8) -> anyhow::Result<Self> {
+        let name = format!("node{number}");
+        let addr = node_addr(number);
+        let namespace = lab.add(Host {
+            name: &name,
+            addrs: &[&format!("{addr}/24")],
+            // Nobody is there; the kubelet and the API server look for a default route.
+            gateways: &[GATEWAY],
+        })?;
+        let others = (1..=nodes).filter(|other| *other != number);
+        let routes = others.map(|other| format!("route add {} via {}\n", pod_network(other), node_addr(other)));
+        namespace.ip(&routes.collect::<String>())?;
+        namespace.run(|| {
+            for (setting, value) in [("ip_forward", "1"), ("conf/all/route_localnet", "1")] {
+                let path = format!("/proc/sys/net/ipv4/{setting}");
+                fs::write(&path, value).with_context(|| format!("writing {path}"))?;
+            }
+            anyhow::Ok(())
+        })??;
+        let dir = dir.join(&name);
+        for sub in ["cni", "kubelet", "pod-logs", "plugins"] {
+            let path = dir.join(sub);
+            fs::create_dir_all(&path).with_context(|| format!("creating {}", path.display()))?;
+        }
+        cgroups::create(&format!("{CGROUP_PREFIX}{number}"))?;
+        Ok(Self {
+            name,
+            number,
+            addr,
+            dir,
+            namespace,
+        })
+    }
+
+    /// Its certificate and kubeconfig.
+    pub(super) fn admit(&self, place: &Place<'_>, pki: &Pki) -> anyhow::Result<()> {
+        let subject = Subject {
+            common_name: &format!("system:node:{}", self.name),
+            organization: Some("system:nodes"),
+            names: &[&self.name],
+            addrs: &[self.addr],
+        };
+        pki.issue(&self.name, subject)?;
+        place.kubeconfig(&self.name)
+    }
+
+    pub(super) fn containerd(&self, place: &Place<'_>) -> anyhow::Result<Component> {
+        let below = |path: &str| self.dir.join(path).display().to_string();
+        let config = format!(
+            r#"version = 2
+root = "{root}"
+state = "{state}"
+[grpc]
+  address = "{socket}"
+[plugins."io.containerd.grpc.v1.cri"]
+  # Who is root without the right to lower it could start no container otherwise.
+  restrict_oom_score_adj = true
+  sandbox_image = "{SANDBOX_IMAGE}"
+  netns_mounts_under_state_dir = true
+[plugins."io.containerd.grpc.v1.cri".cni]
+  bin_dir = "/usr/lib/cni"
+  conf_dir = "{cni}"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+  runtime_type = "io.containerd.runc.v2"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+  Root = "{runc}"
+"#,
+            root = below(CONTAINERD_ROOT),
+            state = below(CONTAINERD_STATE),
+            socket = self.socket().display(),
+            cni = below("cni"),
+            runc = below("runc"),
+        );
+        self.write("containerd.toml", &config)?;
+        // Every pod has a link of its own and is routed, so that connection tracking sees all, Services included.
+        let network = json!({
+            "cniVersion": "0.4.0",
+            "name": format!("{NAMESPACE_PREFIX}{}", self.name),
+            "plugins": [
+                {
+                    "type": "ptp",
+                    "ipMasq": false,
+                    "ipam": {
+                        "type": "host-local",
+                        "dataDir": below("addresses"),
+                        "ranges": [[{"subnet": pod_network(self.number)}]],
+                        "routes": [{"dst": "0.0.0.0/0"}],
+                    },
+                },
+                {"type": "portmap", "capabilities": {"portMappings": true}},
+            ],
+        });
+        self.write("cni/10-pods.conflist", &network.to_string())?;
+        let mut command = self.command(place, "containerd")?;
+        command.args(["--config", &below("containerd.toml")]);
+        self.start(place, "containerd", command)
+    }
+
+    pub(super) fn kubelet(&self, place: &Place<'_>) -> anyhow::Result<Component> {
+        let below = |path: &str| self.dir.join(path);
+        let pki = |file: String| place.pki().join(file);
+        let config = json!({
+            "apiVersion": "kubelet.config.k8s.io/v1beta1",
+            "kind": "KubeletConfiguration",
+            "authentication": {
+                "anonymous": {"enabled": false},
+                "webhook": {"enabled": true},
+                "x509": {"clientCAFile": pki("ca.crt".to_owned())},
+            },
+            "authorization": {"mode": "Webhook"},
+            "cgroupDriver": "cgroupfs",
+            "cgroupRoot": format!("/{CGROUP_PREFIX}{}", self.number),
+            "clusterDNS": [DNS_SERVICE],
+            "clusterDomain": "cluster.local",
+            "containerRuntimeEndpoint": format!("unix://{}", self.socket().display()),
+            "enforceNodeAllocatable": [],
+            "evictionHard": {"memory.available": "100Mi"},
+            "failSwapOn": false,
+            // Images come from files, and nobody could pull them again.
+            "imageGCHighThresholdPercent": 100,
+            "maxPods": 200,
+            "podLogsDir": below("pod-logs"),
+            "resolvConf": below("resolv.conf"),
+            "tlsCertFile": pki(format!("{}.crt", self.name)),
+            "tlsPrivateKeyFile": pki(format!("{}.key", self.name)),
+            "volumePluginDir": below("plugins"),
+        });
+        self.write("resolv.conf", "nameserver 127.0.0.1\n")?;
+        self.write("kubelet.json", &config.to_string())?;
+        let mut command = self.command(place, "kubelet")?;
+        command.args([
+            format!("--config={}", below("kubelet.json").display()),
+            format!("--kubeconfig={}", place.conf(&self.name).display()),
+            format!("--root-dir={}", below("kubelet").display()),
+            format!("--hostname-override={}", self.name),
+            format!("--node-ip={}", self.addr),
+            format!("--node-labels=topology.kubernetes.io/zone=zone-{}", self.number),
+        ]);
+        self.start(place, "kubelet", command)
+    }
+
+    pub(super) fn kube_proxy(&self, place: &Place<'_>) -> anyhow::Result<Component> {
+        let config = json!({
+            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+            "kind": "KubeProxyConfiguration",
+            "clientConnection": {"kubeconfig": place.conf("kube-proxy")},
+            "clusterCIDR": POD_NETWORK,
+            "conntrack": {"maxPerCore": 0},
+            "hostnameOverride": self.name,
+            "mode": "nftables",
+        });
+        self.write("kube-proxy.json", &config.to_string())?;
+        let mut command = self.command(place, "kube-proxy")?;
+        command.arg(format!("--config={}", self.dir.join("kube-proxy.json").display()));
+        self.start(place, "kube-proxy", command)
+    }
+
+    /// Whether containerd answers.
+    pub(super) fn answers(&self) -> anyhow::Result<()> {
+        ctr(&self.socket(), &[OsStr::new("version")])
+    }
+
+    /// Makes the image of a docker archive known to this node.
+    pub(super) fn load_image(&self, archive: &Path) -> anyhow::Result<()> {
+        load_image(&self.socket(), archive)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.dir.join(CONTAINERD_SOCKET)
+    }
+
+    fn write(&self, name: &str, text: &str) -> anyhow::Result<()> {
+        let path = self.dir.join(name);
+        fs::write(&path, text).with_context(|| format!("writing {}", path.display()))
+    }
+
+    /// A command in this node's namespace; its working directory says that it belongs to the cluster.
+    fn command(&self, place: &Place<'_>, program: &str) -> anyhow::Result<Command> {
+        let here = Place {
+            namespace: Some(&self.namespace),
+            ..*place
+        };
+        here.command(program)
+    }
+
+    fn start(&self, place: &Place<'_>, program: &str, command: Command) -> anyhow::Result<Component> {
+        place.start(&format!("{program}-{}", self.name), command)
+    }
+}
+
+/// Makes the image of a docker archive known to the containerd behind a socket.
+pub(super) fn load_image(socket: &Path, archive: &Path) -> anyhow::Result<()> {
+    ctr(socket, &["images".as_ref(), "import".as_ref(), archive.as_os_str()])
+}
+
+fn ctr(socket: &Path, args: &[&OsStr]) -> anyhow::Result<()> {
+    let output = Command::new("ctr")
+        .arg("--address")
+        .arg(socket)
+        .args(["--namespace", "k8s.io"])
+        .args(args)
+        .output()
+        .context("starting ctr (package containerd)")?;
+    if !output.status.success() {
+        let answer = String::from_utf8_lossy(&output.stderr);
+        bail!("ctr {args:?} at {}: {}", socket.display(), answer.trim());
+    }
+    Ok(())
+}
+
+/// Where each containerd of the cluster in `dir` listens.
+pub(super) fn sockets(dir: &Path) -> Vec<PathBuf> {
+    let nodes = fs::read_dir(dir).into_iter().flatten().flatten();
+    let sockets = nodes.map(|node| node.path().join(CONTAINERD_SOCKET));
+    sockets.filter(|socket| socket.exists()).collect()
+}
+
+/// The directories of all containers of all nodes of the cluster in `dir`.
+pub(super) fn containers(dir: &Path) -> Vec<PathBuf> {
+    let entries = |dir: &Path| {
+        fs::read_dir(dir)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .map(|entry| entry.path())
+    };
+    let of_node = |node: PathBuf| {
+        let tasks = node.join(CONTAINERD_STATE).join("io.containerd.runtime.v2.task/k8s.io");
+        entries(&tasks).collect::<Vec<_>>()
+    };
+    entries(dir).flat_map(of_node).collect()
+}
+
+/// Where node `number` is.
+pub(super) fn node_addr(number: u8) -> IpAddr {
+    IpAddr::from(Ipv4Addr::new(172, 30, 0, number))
+}
+
+fn pod_network(number: u8) -> String {
+    format!("10.23.{number}.0/24")
+}
+
+/// Of the network namespaces and of the pods' networks.
+pub(super) const NAMESPACE_PREFIX: &str = "tulle-cluster-";
+pub(super) const CGROUP_PREFIX: &str = "tulle-cluster-node";
+/// Pods have their addresses from here: the pod network of the tutorials.
+pub(super) const POD_NETWORK: &str = "10.23.0.0/16";
+pub(super) const SANDBOX_IMAGE: &str = "tulle.test/pause:latest";
+const DNS_SERVICE: &str = "10.247.0.10";
+const GATEWAY: &str = "172.30.0.254";
+const CONTAINERD_SOCKET: &str = "containerd.sock";
+const CONTAINERD_ROOT: &str = "containerd/root";
+const CONTAINERD_STATE: &str = "containerd/state";

@@ -1,0 +1,90 @@
+//! The certificates of a cluster: one authority signs what servers show and what clients are known by.
+
+use std::fs;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use rcgen::{
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, SanType,
+};
+
+/// The authority, and the directory that all files are in.
+pub(super) struct Pki {
+    dir: PathBuf,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+/// Who a certificate is for.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Subject<'a> {
+    /// The user that Kubernetes takes a client for.
+    pub(super) common_name: &'a str,
+    /// The group that Kubernetes counts a client to.
+    pub(super) organization: Option<&'a str>,
+    /// The names of a server.
+    pub(super) names: &'a [&'a str],
+    /// The addresses of a server.
+    pub(super) addrs: &'a [IpAddr],
+}
+
+impl Pki {
+    /// Makes an authority, `ca.crt` and `ca.key`, and the key pair of service account tokens, `sa.key` and `sa.pub`.
+    pub(super) fn create(dir: &Path) -> anyhow::Result<Self> {
+        fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
+        let mut params = named(Subject {
+            common_name: "kubernetes",
+            ..Subject::default()
+        })?;
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![
+            KeyUsagePurpose::KeyCertSign,
+            KeyUsagePurpose::CrlSign,
+            KeyUsagePurpose::DigitalSignature,
+        ];
+        let key = KeyPair::generate()?;
+        let tokens = KeyPair::generate()?;
+        let certificate = params.self_signed(&key)?.pem();
+        write(dir, "ca.crt", &certificate)?;
+        write(dir, "ca.key", &key.serialize_pem())?;
+        write(dir, "sa.key", &tokens.serialize_pem())?;
+        write(dir, "sa.pub", &tokens.public_key_pem())?;
+        Ok(Self {
+            dir: dir.to_owned(),
+            issuer: Issuer::new(params, key),
+        })
+    }
+
+    /// Makes `<name>.crt` and `<name>.key`, good for both roles.
+    pub(super) fn issue(&self, name: &str, subject: Subject<'_>) -> anyhow::Result<()> {
+        let mut params = named(subject)?;
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        let key = KeyPair::generate()?;
+        let certificate = params.signed_by(&key, &self.issuer)?;
+        write(&self.dir, &format!("{name}.crt"), &certificate.pem())?;
+        write(&self.dir, &format!("{name}.key"), &key.serialize_pem())
+    }
+}
+
+fn named(subject: Subject<'_>) -> anyhow::Result<CertificateParams> {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    params.distinguished_name.push(DnType::CommonName, subject.common_name);
+    if let Some(organization) = subject.organization {
+        params.distinguished_name.push(DnType::OrganizationName, organization);
+    }
+    for name in subject.names {
+        params.subject_alt_names.push(SanType::DnsName((*name).try_into()?));
+    }
+    params
+        .subject_alt_names
+        .extend(subject.addrs.iter().copied().map(SanType::IpAddress));
+    Ok(params)
+}
+
+fn write(dir: &Path, name: &str, pem: &str) -> anyhow::Result<()> {
+    let path = dir.join(name);
+    fs::write(&path, pem).with_context(|| format!("writing {}", path.display()))
+}

@@ -1,0 +1,120 @@
+//! Docker archives: a layer, what it is for, and a list of both, in one tar file.
+
+use std::fs::{self, File};
+use std::io::{BufWriter, Write};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use aws_lc_rs::digest::{SHA256, digest};
+use serde_json::json;
+use tar::{Builder, EntryType, Header};
+
+use super::Settings;
+
+/// Writes the files below `root` as an image of one layer.
+///
+/// Owners are root, times are none, and file capabilities are kept.
+pub(super) fn write(root: &Path, reference: &str, settings: &Settings, archive: &Path) -> anyhow::Result<()> {
+    let layer = layer(root)?;
+    let layer_digest = sha256(&layer);
+    let config = json!({
+        "architecture": match std::env::consts::ARCH {
+            "x86_64" => "amd64",
+            "aarch64" => "arm64",
+            other => other,
+        },
+        "os": "linux",
+        "config": {
+            "Entrypoint": settings.entrypoint,
+            "Env": settings.env,
+            "User": settings.user,
+        },
+        "rootfs": {"type": "layers", "diff_ids": [format!("sha256:{layer_digest}")]},
+    })
+    .to_string();
+    let config_file = format!("{}.json", sha256(config.as_bytes()));
+    let layer_file = format!("{layer_digest}/layer.tar");
+    let manifest = json!([{"Config": config_file, "RepoTags": [reference], "Layers": [layer_file]}]).to_string();
+
+    let file = File::create(archive).with_context(|| format!("creating {}", archive.display()))?;
+    let mut tar = Builder::new(BufWriter::new(file));
+    for (name, content) in [
+        (config_file.as_str(), config.as_bytes()),
+        (&layer_file, &layer),
+        ("manifest.json", manifest.as_bytes()),
+    ] {
+        let mut header = header(EntryType::Regular, 0o444);
+        header.set_size(content.len() as u64);
+        tar.append_data(&mut header, name, content)?;
+    }
+    tar.into_inner()?
+        .flush()
+        .with_context(|| format!("writing {}", archive.display()))
+}
+
+fn layer(root: &Path) -> anyhow::Result<Vec<u8>> {
+    let mut tar = Builder::new(Vec::new());
+    for path in below(root)? {
+        let name = path.strip_prefix(root)?;
+        let what = || format!("packing {}", path.display());
+        let about = fs::symlink_metadata(&path).with_context(what)?;
+        if about.is_symlink() {
+            let target = fs::read_link(&path).with_context(what)?;
+            tar.append_link(&mut header(EntryType::Symlink, 0o777), name, target)
+                .with_context(what)?;
+        } else if about.is_dir() {
+            let mut header = header(EntryType::Directory, 0o755);
+            tar.append_data(&mut header, name, std::io::empty())
+                .with_context(what)?;
+        } else {
+            if let Some(capabilities) = xattr::get(&path, CAPABILITY).with_context(what)? {
+                let record = format!("SCHILY.xattr.{CAPABILITY}");
+                tar.append_pax_extensions([(record.as_str(), capabilities.as_slice())])
+                    .with_context(what)?;
+            }
+            let content = fs::read(&path).with_context(what)?;
+            let mut header = header(EntryType::Regular, about.mode() & 0o777);
+            header.set_size(content.len() as u64);
+            tar.append_data(&mut header, name, content.as_slice())
+                .with_context(what)?;
+        }
+    }
+    Ok(tar.into_inner()?)
+}
+
+/// Everything below a directory, in order of names, directories before what is in them.
+fn below(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    let mut open = vec![dir.to_owned()];
+    while let Some(dir) = open.pop() {
+        for entry in fs::read_dir(&dir).with_context(|| format!("reading {}", dir.display()))? {
+            let path = entry?.path();
+            if path.is_dir() && !path.is_symlink() {
+                open.push(path.clone());
+            }
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+fn header(kind: EntryType, mode: u32) -> Header {
+    let mut header = Header::new_gnu();
+    header.set_entry_type(kind);
+    header.set_mode(mode);
+    header.set_size(0);
+    header
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    digest(&SHA256, bytes)
+        .as_ref()
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
+}
+
+/// The extended attribute that holds a file's capabilities.
+const CAPABILITY: &str = "security.capability";

@@ -1,0 +1,336 @@
+//! The custom resources: versions that are served, defaults that are filled in, bounds that are kept.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+use tulle_control::resources::{self, Kind, Object};
+use tulle_tests::charts::install_custom_resources;
+use tulle_tests::cluster::ApiServer;
+
+/// An API server with the charts' definitions.
+async fn start() -> ApiServer {
+    let server = ApiServer::start().await.unwrap();
+    install_custom_resources(&server).await.unwrap();
+    server
+}
+
+/// Applies `kind` of `api_version` with this `spec`, and returns what is stored.
+async fn apply(server: &ApiServer, api_version: &str, kind: &str, spec: &str) -> anyhow::Result<Value> {
+    let version = api_version.rsplit('/').next().unwrap_or_default();
+    let name = format!("{}-{version}.default.svc.cluster.local", kind.to_lowercase());
+    let manifest = format!("apiVersion: {api_version}\nkind: {kind}\nmetadata:\n  name: {name}\nspec: {spec}\n");
+    fs::write(server.dir().join("object.yaml"), manifest)?;
+    let args = [
+        "apply",
+        "--server-side",
+        "--force-conflicts",
+        "--validate=strict",
+        "-f",
+        "object.yaml",
+        "-o",
+        "json",
+    ];
+    Ok(serde_json::from_str(&server.kubectl(&args).await?)?)
+}
+
+#[tokio::test]
+async fn every_kind_is_stored_in_every_version_with_its_defaults() {
+    let server = start().await;
+    let check = async |api_version: &str, kind: &str, spec: &str, expected: &[(&str, Value)]| {
+        let stored = apply(&server, api_version, kind, spec)
+            .await
+            .unwrap_or_else(|err| panic!("{api_version} {kind}: {err:#}"));
+        for (pointer, value) in expected {
+            assert_eq!(
+                stored.pointer(pointer),
+                Some(value),
+                "{api_version} {kind} {pointer}: {stored:#}"
+            );
+        }
+    };
+    let unknown = ("/spec/proxyProtocol", json!("unknown"));
+    let deny = ("/spec/accessPolicy", json!("deny"));
+    let selector = "{podSelector: {matchLabels: {app: web}}, port: http}";
+    for version in ["v1alpha1", "v1beta1", "v1beta2"] {
+        check(
+            &format!("policy.linkerd.io/{version}"),
+            "Server",
+            selector,
+            std::slice::from_ref(&unknown),
+        )
+        .await;
+    }
+    check("policy.linkerd.io/v1beta3", "Server", selector, &[unknown, deny]).await;
+    let external = "{externalWorkloadSelector: {matchExpressions: [{key: a, operator: In, values: [b]}]}, port: 80}";
+    check("policy.linkerd.io/v1beta3", "Server", external, &[]).await;
+    for version in ["v1alpha1", "v1beta1"] {
+        let spec = "{server: {name: web}, client: {networks: [{cidr: 10.0.0.0/8, except: [10.1.0.0/16]}], \
+                     meshTLS: {identities: ['*'], serviceAccounts: [{name: a, namespace: b}]}}}";
+        check(
+            &format!("policy.linkerd.io/{version}"),
+            "ServerAuthorization",
+            spec,
+            &[],
+        )
+        .await;
+    }
+    let spec = "{targetRef: {group: policy.linkerd.io, kind: Server, name: web}, \
+                 requiredAuthenticationRefs: [{kind: ServiceAccount, name: a, namespace: b}]}";
+    check("policy.linkerd.io/v1alpha1", "AuthorizationPolicy", spec, &[]).await;
+    let identities = "{identities: ['spiffe://mesh/web', '*.web']}";
+    check("policy.linkerd.io/v1alpha1", "MeshTLSAuthentication", identities, &[]).await;
+    let networks = "{networks: [{cidr: 10.0.0.0/8, except: [10.1.0.0/16]}]}";
+    check("policy.linkerd.io/v1alpha1", "NetworkAuthentication", networks, &[]).await;
+    let spec = "{targetRef: {group: policy.linkerd.io, kind: Server, name: web}, total: {requestsPerSecond: 100}, \
+                 identity: {requestsPerSecond: 10}, \
+                 overrides: [{requestsPerSecond: 20, clientRefs: [{kind: ServiceAccount, name: a}]}]}";
+    check("policy.linkerd.io/v1alpha1", "HTTPLocalRateLimitPolicy", spec, &[]).await;
+    check(
+        "policy.linkerd.io/v1alpha1",
+        "EgressNetwork",
+        "{trafficPolicy: Deny}",
+        &[],
+    )
+    .await;
+
+    let route = "{parentRefs: [{name: web, kind: Server}], rules: [{backendRefs: [{name: web, port: 80}]}]}";
+    let defaults = |group: &str| {
+        [
+            ("/spec/parentRefs/0/group", json!(group)),
+            (
+                "/spec/rules/0/matches",
+                json!([{"path": {"type": "PathPrefix", "value": "/"}}]),
+            ),
+            (
+                "/spec/rules/0/backendRefs/0",
+                json!({"group": "", "kind": "Service", "name": "web", "port": 80, "weight": 1}),
+            ),
+        ]
+    };
+    for version in ["v1alpha1", "v1beta1", "v1beta2", "v1beta3"] {
+        check(
+            &format!("policy.linkerd.io/{version}"),
+            "HTTPRoute",
+            route,
+            &defaults("policy.linkerd.io"),
+        )
+        .await;
+    }
+    let timeouts = "{rules: [{timeouts: {request: 10s, backendRequest: 500ms}}]}";
+    check("policy.linkerd.io/v1beta3", "HTTPRoute", timeouts, &[]).await;
+    for version in ["v1beta1", "v1"] {
+        let api_version = format!("gateway.networking.k8s.io/{version}");
+        check(&api_version, "HTTPRoute", route, &defaults("gateway.networking.k8s.io")).await;
+    }
+    let weight = [("/spec/rules/0/backendRefs/0/weight", json!(1))];
+    for version in ["v1alpha2", "v1"] {
+        let spec = "{parentRefs: [{name: web, kind: Service, group: core, port: 80}], \
+                     rules: [{matches: [{method: {service: a.B, method: C}}], backendRefs: [{name: web, port: 80}]}]}";
+        check(
+            &format!("gateway.networking.k8s.io/{version}"),
+            "GRPCRoute",
+            spec,
+            &weight,
+        )
+        .await;
+    }
+    for kind in ["TLSRoute", "TCPRoute"] {
+        let spec = "{parentRefs: [{name: web, kind: Service, group: core, port: 80}], rules: [{backendRefs: [{name: web, port: 80}]}]}";
+        check("gateway.networking.k8s.io/v1alpha2", kind, spec, &weight).await;
+    }
+
+    let spec = "{routes: [{name: a, condition: {method: GET, pathRegex: /a, not: {method: PUT}}, isRetryable: true, timeout: 1s, \
+                 responseClasses: [{condition: {status: {min: 500, max: 599}}, isFailure: true}]}]}";
+    check("linkerd.io/v1alpha1", "ServiceProfile", spec, &[]).await;
+    let spec = "{retryBudget: {retryRatio: 0.2, minRetriesPerSecond: 10, ttl: 10s}, \
+                 dstOverrides: [{authority: a.b, weight: 500m}, {authority: c.d, weight: 1}]}";
+    check("linkerd.io/v1alpha2", "ServiceProfile", spec, &[]).await;
+    let tcp = [("/spec/ports/0/protocol", json!("TCP"))];
+    let spec = "{meshTls: {identity: 'spiffe://mesh/vm', serverName: vm}, ports: [{port: 80}], workloadIPs: [{ip: 192.0.2.1}]}";
+    check("workload.linkerd.io/v1alpha1", "ExternalWorkload", spec, &tcp).await;
+    let spec = "{meshTLS: {identity: 'spiffe://mesh/vm', serverName: vm}, ports: [{port: 80}], \
+                 workloadIPs: [{ip: 192.0.2.1}, {ip: '2001:db8::1'}]}";
+    check("workload.linkerd.io/v1beta1", "ExternalWorkload", spec, &tcp).await;
+}
+
+/// Nobody converts between versions: the API server only writes another version over the object.
+#[tokio::test]
+async fn an_external_workload_of_either_version_is_whole_in_the_one_that_is_read() {
+    let server = start().await;
+    for (version, field) in [("v1alpha1", "meshTls"), ("v1beta1", "meshTLS")] {
+        let spec = format!(
+            "{{{field}: {{identity: 'spiffe://mesh/vm', serverName: vm}}, ports: [{{port: 80}}], workloadIPs: [{{ip: 192.0.2.1}}]}}"
+        );
+        let api_version = format!("workload.linkerd.io/{version}");
+        let written = apply(&server, &api_version, "ExternalWorkload", &spec).await.unwrap();
+        let name = written["metadata"]["name"].as_str().unwrap();
+        let read = [
+            "get",
+            "externalworkloads.v1beta1.workload.linkerd.io",
+            name,
+            "-o",
+            "json",
+        ];
+        let read: Value = serde_json::from_str(&server.kubectl(&read).await.unwrap()).unwrap();
+        let Object::ExternalWorkload(workload) = resources::decode(Kind::ExternalWorkload, read).unwrap() else {
+            panic!("of another kind");
+        };
+        assert_eq!(
+            (&*workload.identity, &*workload.server_name),
+            ("spiffe://mesh/vm", "vm"),
+            "{version}"
+        );
+        assert_eq!(
+            workload.ips,
+            ["192.0.2.1".parse::<std::net::IpAddr>().unwrap()],
+            "{version}"
+        );
+        // A status that is written in the newer version does not trip over what it requires.
+        let status = r#"{"status":{"conditions":[{"type":"Ready","status":"True"}]}}"#;
+        let patch = [
+            "patch",
+            "externalworkloads.v1beta1.workload.linkerd.io",
+            name,
+            "--subresource=status",
+            "--type=merge",
+            "-p",
+            status,
+        ];
+        server.kubectl(&patch).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn what_is_out_of_bounds_is_refused_with_the_field() {
+    let server = start().await;
+    let check = async |api_version: &str, kind: &str, spec: &str, expected: &str| {
+        let refusal = apply(&server, api_version, kind, spec)
+            .await
+            .map(|stored| panic!("{stored:#}"));
+        let refusal = refusal.map_or_else(|err| format!("{err:#}"), |()| String::new());
+        assert!(refusal.contains(expected), "{kind} {spec}: {refusal}");
+    };
+    let server_kind = ("policy.linkerd.io/v1beta3", "Server");
+    check(server_kind.0, server_kind.1, "{podSelector: {}}", "spec.port: Required").await;
+    check(
+        server_kind.0,
+        server_kind.1,
+        "{port: 80}",
+        "must validate one and only one schema (oneOf)",
+    )
+    .await;
+    let both = "{port: 80, podSelector: {}, externalWorkloadSelector: {}}";
+    check(
+        server_kind.0,
+        server_kind.1,
+        both,
+        "must validate one and only one schema (oneOf)",
+    )
+    .await;
+    check(
+        server_kind.0,
+        server_kind.1,
+        "{port: 80, podSelector: {}, protocol: TLS}",
+        "spec.protocol",
+    )
+    .await;
+    let authentication = ("policy.linkerd.io/v1alpha1", "MeshTLSAuthentication");
+    check(
+        authentication.0,
+        authentication.1,
+        "{identities: []}",
+        "spec.identities",
+    )
+    .await;
+    let both = "{identities: ['*'], identityRefs: [{kind: ServiceAccount, name: a}]}";
+    check(authentication.0, authentication.1, both, "oneOf").await;
+    check(
+        "policy.linkerd.io/v1alpha1",
+        "EgressNetwork",
+        "{trafficPolicy: Maybe}",
+        "\"Allow\", \"Deny\"",
+    )
+    .await;
+    check(
+        "policy.linkerd.io/v1alpha1",
+        "AuthorizationPolicy",
+        "{requiredAuthenticationRefs: []}",
+        "spec.targetRef",
+    )
+    .await;
+    let route = ("policy.linkerd.io/v1beta3", "HTTPRoute");
+    let names = format!("{{hostnames: [{}]}}", vec!["a.b"; 17].join(", "));
+    check(route.0, route.1, &names, "must have at most 16 items").await;
+    check(
+        route.0,
+        route.1,
+        "{parentRefs: [{name: a, port: 0}]}",
+        "spec.parentRefs[0].port",
+    )
+    .await;
+    check(
+        route.0,
+        route.1,
+        "{rules: [{filters: [{type: URLRewrite}]}]}",
+        "spec.rules[0].filters[0].type",
+    )
+    .await;
+    check(
+        "policy.linkerd.io/v1beta2",
+        route.1,
+        "{rules: [{timeouts: {request: 1s}}]}",
+        "timeouts",
+    )
+    .await;
+    let gateway = ("gateway.networking.k8s.io/v1", "HTTPRoute");
+    check(
+        gateway.0,
+        gateway.1,
+        "{rules: [{backendRefs: [{name: a, weight: -1}]}]}",
+        "weight",
+    )
+    .await;
+    check(gateway.0, gateway.1, &names, "spec.hostnames").await;
+    let workload = ("workload.linkerd.io/v1beta1", "ExternalWorkload");
+    let three = "{meshTLS: {identity: a, serverName: a}, workloadIPs: [{ip: a}, {ip: b}, {ip: c}]}";
+    check(workload.0, workload.1, three, "must have at most 2 items").await;
+    check(
+        workload.0,
+        workload.1,
+        "{meshTLS: {identity: '', serverName: a}}",
+        "spec.meshTLS.identity",
+    )
+    .await;
+    check(
+        workload.0,
+        workload.1,
+        "{meshTLS: {identity: a, serverName: a}, ports: [{port: 65536}]}",
+        "spec.ports[0].port",
+    )
+    .await;
+    check(
+        "linkerd.io/v1alpha2",
+        "ServiceProfile",
+        "{routes: [{name: a}]}",
+        "spec.routes[0].condition",
+    )
+    .await;
+}
+
+/// The policies of the demo are for a directory; an API server takes the same files.
+#[tokio::test]
+async fn the_policies_of_the_demo_are_accepted_as_they_are() {
+    let server = start().await;
+    server.create_namespace("demo").await.unwrap();
+    let policies = Path::new(env!("CARGO_MANIFEST_DIR")).join("../demo/policy.yaml");
+    let args = [
+        "apply",
+        "--server-side",
+        "--validate=strict",
+        "-f",
+        policies.to_str().unwrap(),
+    ];
+    let accepted = server.kubectl(&args).await.unwrap();
+    assert!(accepted.contains("serverside-applied"), "{accepted}");
+}

@@ -1,0 +1,97 @@
+//! `helm install`, `upgrade` and `uninstall` from a repository, on an API server without nodes.
+
+use std::collections::BTreeSet;
+use std::fs;
+
+use tulle_tests::cluster::ApiServer;
+
+use tulle_tests::charts::Helm;
+use tulle_tests::charts::Repository;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_installation_from_a_repository_is_upgraded_and_leaves_nothing_behind() {
+    let server = ApiServer::start().await.unwrap();
+    let repository = Repository::start().await.unwrap();
+    let helm = Helm::of(server.kubeconfig()).unwrap();
+    let run = |line: &str| helm.run(&line.split_whitespace().collect::<Vec<_>>()).unwrap();
+    let before = everything(&server).await;
+
+    run(&format!("repo add tulle {}", repository.url()));
+    run("repo update");
+    run("install tulle-crds tulle/tulle-crds -n linkerd --create-namespace --set installGatewayAPI=true");
+    let pem = |name: &str| {
+        let file = server.dir().join(name);
+        fs::write(&file, format!("-----BEGIN {name}-----\n")).unwrap();
+        file.display().to_string()
+    };
+    let control_plane = format!(
+        "upgrade --install tulle-control-plane tulle/tulle-control-plane -n linkerd \
+         --set-file identityTrustAnchorsPEM={} --set-file identity.issuer.tls.crtPEM={} \
+         --set-file identity.issuer.tls.keyPEM={} --set controllerLogLevel=debug --set policyController.logLevel=debug",
+        pem("ca"),
+        pem("certificate"),
+        pem("key"),
+    );
+    let notes = run(&control_plane);
+    assert!(notes.contains("linkerd.io/inject=enabled"), "{notes}");
+    assert!(!notes.contains("Values without effect"), "{notes}");
+
+    // What components write at run time survives an upgrade.
+    let bundle = r#"[{"op": "add", "path": "/webhooks/0/clientConfig/caBundle", "value": "Y2E="}]"#;
+    let configuration = "mutatingwebhookconfiguration/linkerd-proxy-injector-webhook-config";
+    server
+        .kubectl(&["patch", configuration, "--type=json", "-p", bundle])
+        .await
+        .unwrap();
+    let notes = run(&format!(
+        "{control_plane} --set controllerReplicas=2 --set disableHeartBeat=false"
+    ));
+    assert!(notes.contains("disableHeartBeat=false: nothing is reported"), "{notes}");
+    let written = [
+        "get",
+        configuration,
+        "-o",
+        "jsonpath={.webhooks[0].clientConfig.caBundle}",
+    ];
+    assert_eq!(server.kubectl(&written).await.unwrap(), "Y2E=");
+    let replicas = [
+        "get",
+        "-n",
+        "linkerd",
+        "deploy/linkerd-destination",
+        "-o",
+        "jsonpath={.spec.replicas}",
+    ];
+    assert_eq!(server.kubectl(&replicas).await.unwrap(), "2");
+
+    run("uninstall tulle-control-plane -n linkerd --wait");
+    run("uninstall tulle-crds -n linkerd --wait");
+    let after = everything(&server).await;
+    let left: BTreeSet<&str> = after.difference(&before).map(String::as_str).collect();
+    let kept = ["grpcroutes", "httproutes", "tcproutes", "tlsroutes"]
+        .map(|plural| format!("{plural}.gateway.networking.k8s.io"));
+    let expected: BTreeSet<String> = kept
+        .iter()
+        .map(|name| format!("customresourcedefinition.apiextensions.k8s.io/{name}"))
+        .chain(["namespace/linkerd".to_owned()])
+        .collect();
+    assert_eq!(left, expected.iter().map(String::as_str).collect());
+}
+
+/// The names of all objects; but for API services, which come and go with definitions, events and leases of the server.
+async fn everything(server: &ApiServer) -> BTreeSet<String> {
+    let kinds = server
+        .kubectl(&["api-resources", "--verbs=list", "-o", "name"])
+        .await
+        .unwrap();
+    let ignored = ["apiservices.", "events", "leases.", "componentstatuses"];
+    let kinds: Vec<&str> = kinds
+        .lines()
+        .filter(|kind| !ignored.iter().any(|other| kind.starts_with(other)))
+        .collect();
+    let names = server
+        .kubectl(&["get", &kinds.join(","), "-A", "-o", "name"])
+        .await
+        .unwrap();
+    names.lines().map(str::to_owned).collect()
+}

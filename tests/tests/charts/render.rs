@@ -1,0 +1,447 @@
+//! What the charts render, without a cluster.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::fs;
+
+use serde::Deserialize as _;
+use serde_json::{Value, json};
+use tulle_control::cmd::Command;
+
+use tulle_tests::charts::{Helm, path_of};
+
+/// The values that an installation needs.
+pub(crate) const NEEDED: &[&str] = &[
+    "--set=identityTrustAnchorsPEM=anchors",
+    "--set=identity.issuer.tls.crtPEM=certificate",
+    "--set=identity.issuer.tls.keyPEM=key",
+];
+
+/// Installations that differ, each with its values.
+pub(crate) fn installations() -> Vec<(&'static str, Vec<String>)> {
+    let with = |values: &[&str]| NEEDED.iter().chain(values).map(ToString::to_string).collect::<Vec<_>>();
+    let ha = format!("--values={}/values-ha.yaml", path_of("tulle-control-plane"));
+    let own = [
+        "--set=identity.externalCA=true",
+        "--set=identity.issuer.scheme=kubernetes.io/tls",
+    ];
+    vec![
+        ("default", with(&[])),
+        ("highly available", with(&[&ha])),
+        ("with a CNI plugin", with(&["--set=cniEnabled=true"])),
+        ("a CA of one's own", own.map(str::to_owned).to_vec()),
+        ("an issuer of cert-manager's", {
+            let mut values = with(&["--set=identity.issuer.scheme=kubernetes.io/tls"]);
+            values.retain(|value| !value.contains("issuer.tls"));
+            values
+        }),
+        (
+            "certificates of webhooks given",
+            with(&[
+                "--set=proxyInjector.crtPEM=certificate,proxyInjector.keyPEM=key",
+                "--set=policyValidator.externalSecret=true,policyValidator.caBundle=ca",
+                "--set=profileValidator.externalSecret=true,profileValidator.injectCaFrom=linkerd/sp-validator",
+            ]),
+        ),
+        (
+            "everything optional",
+            with(&[
+                "--set=podMonitor.enabled=true,enablePodDisruptionBudget=true,enablePodAntiAffinity=true",
+                "--set=imagePullSecrets[0].name=registry,priorityClassName=high,runtimeClassName=gvisor,controllerGID=2103",
+                "--set=tolerations[0].operator=Exists,podAnnotations.a=b,podLabels.a=b,commonLabels.c=d",
+                "--set=configReaders[0].kind=Group,configReaders[0].name=readers,configReaders[0].apiGroup=rbac.authorization.k8s.io",
+                "--set=destinationResources.cpu.request=1,destinationResources.memory.limit=1Gi",
+                "--set=destinationController.additionalArgs[0]=-ext-endpoint-zone-weights",
+                "--set=policyController.additionalEnv[0].name=A,policyController.additionalEnv[0].value=b",
+                "--set=enableEndpointSlices=false,proxyInit.iptablesMode=native",
+            ]),
+        ),
+    ]
+}
+
+/// The objects of a rendering.
+pub(crate) fn objects(rendered: &str) -> Vec<Value> {
+    let documents =
+        serde_yaml_ng::Deserializer::from_str(rendered).map(|document| Value::deserialize(document).expect("YAML"));
+    documents.filter(|object| !object.is_null()).collect()
+}
+
+fn find<'a>(objects: &'a [Value], kind: &str, name: &str) -> &'a Value {
+    let found = objects
+        .iter()
+        .find(|object| object["kind"] == kind && object["metadata"]["name"] == name);
+    found.unwrap_or_else(|| panic!("{kind} {name} is not rendered"))
+}
+
+fn render(values: &[&str]) -> anyhow::Result<Vec<Value>> {
+    Ok(objects(
+        &Helm::new()
+            .unwrap()
+            .template("tulle-control-plane", &[NEEDED, values].concat())?,
+    ))
+}
+
+#[test]
+fn the_charts_are_without_fault_for_helm() {
+    for chart in ["tulle-crds", "tulle-control-plane"] {
+        let needed = if chart == "tulle-crds" { &[][..] } else { NEEDED };
+        let report = Helm::new()
+            .unwrap()
+            .run(&[&["lint", "--strict", &path_of(chart)], needed].concat())
+            .unwrap();
+        assert!(!report.contains("WARNING") && !report.contains("ERROR"), "{report}");
+    }
+}
+
+#[test]
+fn rendering_twice_gives_the_same_bytes() {
+    let helm = Helm::new().unwrap();
+    for (name, values) in installations() {
+        let values: Vec<&str> = values.iter().map(String::as_str).collect();
+        let [first, second] = [(); 2].map(|()| helm.template("tulle-control-plane", &values).unwrap());
+        assert!(first == second, "{name}");
+    }
+}
+
+#[test]
+fn a_value_that_does_not_exist_or_has_the_wrong_type_is_refused_by_its_name() {
+    let check = |chart: &str, value: &str, expected: &[&str]| {
+        let needed = if chart == "tulle-crds" { &[][..] } else { NEEDED };
+        let refusal = Helm::new()
+            .unwrap()
+            .template(chart, &[needed, &[value]].concat())
+            .unwrap_err()
+            .to_string();
+        for part in expected {
+            assert!(refusal.contains(part), "{value}: {refusal}");
+        }
+    };
+    check(
+        "tulle-crds",
+        "--set=installGatewayApi=true",
+        &["installGatewayApi", "not allowed"],
+    );
+    check(
+        "tulle-control-plane",
+        "--set=controllerReplica=3",
+        &["controllerReplica", "not allowed"],
+    );
+    check(
+        "tulle-control-plane",
+        "--set=proxy.logLvel=debug",
+        &["/proxy", "logLvel"],
+    );
+    check(
+        "tulle-control-plane",
+        "--set=controllerReplicas=many",
+        &["/controllerReplicas", "want integer"],
+    );
+    check(
+        "tulle-control-plane",
+        "--set=proxyInit.iptablesMode=plain",
+        &["/proxyInit/iptablesMode", "nft", "legacy", "native"],
+    );
+    check(
+        "tulle-control-plane",
+        "--set=proxy.logHTTPHeaders=yes",
+        &["/proxy/logHTTPHeaders", "insecure"],
+    );
+    check(
+        "tulle-control-plane",
+        "--set=proxy.defaultInboundPolicy=allow",
+        &["/proxy/defaultInboundPolicy", "audit"],
+    );
+}
+
+#[test]
+fn values_that_contradict_each_other_are_refused_with_the_way_out() {
+    let check = |without: &str, values: &[&str], expected: &[&str]| {
+        let needed = NEEDED
+            .iter()
+            .filter(|value| without.is_empty() || !value.contains(without));
+        let args: Vec<&str> = needed.chain(values).copied().collect();
+        let refusal = Helm::new()
+            .unwrap()
+            .template("tulle-control-plane", &args)
+            .unwrap_err()
+            .to_string();
+        for part in expected {
+            assert!(refusal.contains(part), "{values:?}: {refusal}");
+        }
+    };
+    check(
+        "AnchorsPEM",
+        &[],
+        &["identityTrustAnchorsPEM is missing", "identity.externalCA=true"],
+    );
+    check(
+        "crtPEM",
+        &[],
+        &["identity.issuer.tls.crtPEM is missing", "kubernetes.io/tls"],
+    );
+    check(
+        "keyPEM",
+        &[],
+        &["identity.issuer.tls.keyPEM is missing", "kubernetes.io/tls"],
+    );
+    check(
+        "",
+        &["--set=proxyInit.closeWaitTimeoutSecs=10"],
+        &["proxyInit.runAsRoot=true"],
+    );
+    check(
+        "",
+        &["--set=proxy.tracing.enabled=true"],
+        &["proxy.tracing.collector.endpoint is missing"],
+    );
+    let traced = "--set=proxy.tracing.enabled=true,proxy.tracing.collector.endpoint=collector:4317";
+    check("", &[traced], &["proxy.tracing.collector.meshIdentity is missing"]);
+    for webhook in ["proxyInjector", "profileValidator", "policyValidator"] {
+        let set = |values: &[&str]| {
+            let values: Vec<String> = values.iter().map(|value| format!("{webhook}.{value}")).collect();
+            format!("--set={}", values.join(","))
+        };
+        check(
+            "",
+            &[&set(&["externalSecret=true"])],
+            &[webhook, "caBundle, injectCaFrom or injectCaFromSecret"],
+        );
+        check("", &[&set(&["injectCaFrom=a/b"])], &[webhook, "externalSecret=true"]);
+        check(
+            "",
+            &[&set(&["injectCaFrom=a/b", "injectCaFromSecret=a/b"])],
+            &[webhook, "both"],
+        );
+        check(
+            "",
+            &[&set(&["externalSecret=true", "injectCaFrom=a/b", "caBundle=ca"])],
+            &[webhook, "caBundle"],
+        );
+        check("", &[&set(&["crtPEM=certificate"])], &[webhook, "belong together"]);
+    }
+}
+
+#[test]
+fn the_control_plane_takes_the_flags_that_the_chart_passes() {
+    for (name, values) in installations() {
+        let values: Vec<&str> = values.iter().map(String::as_str).collect();
+        let objects = objects(&Helm::new().unwrap().template("tulle-control-plane", &values).unwrap());
+        for deployment in objects.iter().filter(|object| object["kind"] == "Deployment") {
+            for container in deployment["spec"]["template"]["spec"]["containers"].as_array().unwrap() {
+                let args = container["args"]
+                    .as_array()
+                    .unwrap()
+                    .iter()
+                    .map(|arg| arg.as_str().unwrap());
+                let line = std::iter::once("tulle-control").chain(args).map(OsString::from);
+                let parsed = Command::parse_from_line(line).map(drop);
+                parsed.unwrap_or_else(|err| panic!("{name}, {}: {err}", container["name"]));
+            }
+        }
+    }
+}
+
+#[test]
+fn services_have_the_ports_that_proxies_and_the_api_server_dial() {
+    let objects = render(&[]).unwrap();
+    let check = |name: &str, headless: bool, component: &str, port: u16, target: Value| {
+        let service = find(&objects, "Service", name);
+        assert_eq!(service["spec"]["clusterIP"] == "None", headless, "{name}");
+        assert_eq!(
+            service["spec"]["selector"],
+            json!({"linkerd.io/control-plane-component": component}),
+            "{name}"
+        );
+        let ports = service["spec"]["ports"].as_array().unwrap();
+        assert_eq!(
+            (ports.len(), &ports[0]["port"], &ports[0]["targetPort"]),
+            (1, &json!(port), &target),
+            "{name}"
+        );
+        // A named port is one that the component's container has.
+        let deployment = find(&objects, "Deployment", &format!("linkerd-{component}"));
+        let declared = deployment["spec"]["template"]["spec"]["containers"][0]["ports"]
+            .as_array()
+            .unwrap();
+        let key = if target.is_string() { "name" } else { "containerPort" };
+        assert!(declared.iter().any(|port| port[key] == target), "{name}: {target}");
+    };
+    check("linkerd-dst", false, "destination", 8086, json!(8086));
+    check("linkerd-dst-headless", true, "destination", 8086, json!(8086));
+    check("linkerd-policy", true, "destination", 8090, json!(8090));
+    check("linkerd-sp-validator", false, "destination", 443, json!("sp-validator"));
+    check(
+        "linkerd-policy-validator",
+        false,
+        "destination",
+        443,
+        json!("policy-https"),
+    );
+    check("linkerd-identity", false, "identity", 8080, json!(8080));
+    check("linkerd-identity-headless", true, "identity", 8080, json!(8080));
+    check(
+        "linkerd-proxy-injector",
+        false,
+        "proxy-injector",
+        443,
+        json!("proxy-injector"),
+    );
+}
+
+#[test]
+fn pods_may_do_no_more_than_they_need() {
+    for deployment in render(&[])
+        .unwrap()
+        .iter()
+        .filter(|object| object["kind"] == "Deployment")
+    {
+        let pod = &deployment["spec"]["template"]["spec"];
+        assert_eq!(pod["automountServiceAccountToken"], false);
+        assert_eq!(
+            pod["containers"].as_array().unwrap().len(),
+            1,
+            "the control plane has no sidecars"
+        );
+        assert_eq!(
+            pod["containers"][0]["securityContext"],
+            json!({
+                "allowPrivilegeEscalation": false,
+                "capabilities": {"drop": ["ALL"]},
+                "readOnlyRootFilesystem": true,
+                "runAsNonRoot": true,
+                "runAsUser": 2103,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            })
+        );
+    }
+}
+
+#[test]
+fn the_injector_never_looks_at_the_namespace_of_the_control_plane() {
+    let objects = render(&[]).unwrap();
+    let configuration = find(
+        &objects,
+        "MutatingWebhookConfiguration",
+        "linkerd-proxy-injector-webhook-config",
+    );
+    let expressions = configuration["webhooks"][0]["namespaceSelector"]["matchExpressions"]
+        .as_array()
+        .unwrap();
+    let excluded: Vec<&Value> = expressions
+        .iter()
+        .filter(|expression| expression["key"] == "kubernetes.io/metadata.name" && expression["operator"] == "NotIn")
+        .flat_map(|expression| expression["values"].as_array().unwrap())
+        .collect();
+    for namespace in ["linkerd", "kube-system"] {
+        assert!(excluded.contains(&&json!(namespace)), "{namespace}: {expressions:?}");
+    }
+}
+
+#[test]
+fn keys_are_in_their_secrets_only() {
+    let values = [
+        "--set=identity.issuer.tls.keyPEM=very-secret",
+        "--set=proxyInjector.crtPEM=c,proxyInjector.keyPEM=very-secret",
+    ];
+    for object in render(&values).unwrap() {
+        let text = object.to_string();
+        assert!(!text.contains("very-secret"), "{text}");
+    }
+    let objects = render(&values).unwrap();
+    let recorded = find(&objects, "ConfigMap", "linkerd-config")["data"]["values"]
+        .as_str()
+        .unwrap();
+    let recorded: Value = serde_yaml_ng::from_str(recorded).unwrap();
+    assert_eq!(recorded["identityTrustDomain"], "cluster.local");
+    assert_eq!(recorded["proxy"]["ports"]["inbound"], 4143);
+    assert_eq!(recorded["identity"]["issuer"]["tls"], Value::Null);
+}
+
+#[test]
+fn the_levels_of_destination_and_policy_become_one_filter() {
+    let check = |all: &str, policy: &str, expected: &str| {
+        let values = [
+            format!("--set=controllerLogLevel={all}"),
+            format!("--set=policyController.logLevel={policy}"),
+        ];
+        let objects = render(&values.each_ref().map(String::as_str)).unwrap();
+        let deployment = find(&objects, "Deployment", "linkerd-destination");
+        let args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+            .as_array()
+            .unwrap();
+        let levels: Vec<&str> = args
+            .iter()
+            .filter_map(|arg| arg.as_str()?.strip_prefix("-log-level="))
+            .collect();
+        assert_eq!(levels, [expected]);
+    };
+    check("debug", "debug", "debug");
+    check("info", "info", "info");
+    check("info", "debug", "warn,tulle=info,tulle_control::policy=debug");
+}
+
+#[test]
+fn every_value_is_explained_and_known_to_the_schema() {
+    for chart in ["tulle-crds", "tulle-control-plane"] {
+        let text = fs::read_to_string(format!("{}/values.yaml", path_of(chart))).unwrap();
+        let schema = fs::read_to_string(format!("{}/values.schema.json", path_of(chart))).unwrap();
+        let values: Value = serde_yaml_ng::from_str(&text).unwrap();
+        let mut names = BTreeSet::new();
+        collect(&values, "", &mut names);
+        for name in names {
+            assert!(
+                schema.contains(&format!("\"{name}\"")),
+                "{chart}: {name} is not in the schema"
+            );
+        }
+        let mut unexplained = Vec::new();
+        let lines: Vec<&str> = text.lines().collect();
+        for (n, line) in lines.iter().enumerate().skip(1) {
+            let is_leaf = line
+                .split_once(": ")
+                .is_some_and(|(key, _)| !key.trim_start().starts_with(['#', '-']))
+                || line.trim_end().ends_with(':') && lines.get(n + 1).is_none_or(|next| indent(next) <= indent(line));
+            if is_leaf && !explained(&lines, n) {
+                unexplained.push(format!("line {}: {line}", n + 1));
+            }
+        }
+        assert!(unexplained.is_empty(), "{chart}\n{}", unexplained.join("\n"));
+    }
+}
+
+fn collect<'a>(value: &'a Value, within: &str, names: &mut BTreeSet<&'a str>) {
+    // What is below these is the user's own, or Kubernetes'.
+    const FREE: &[&str] = &[
+        "nodeSelector",
+        "namespaceSelector",
+        "objectSelector",
+        "meshedHttp2ClientProtobuf",
+    ];
+    if let Value::Object(fields) = value
+        && !FREE.contains(&within)
+    {
+        for (name, value) in fields {
+            names.insert(name);
+            collect(value, name, names);
+        }
+    }
+}
+
+fn indent(line: &str) -> usize {
+    line.len() - line.trim_start().len()
+}
+
+/// Whether a comment stands directly above a line, or above one of those that it is inside of.
+fn explained(lines: &[&str], mut n: usize) -> bool {
+    let is_comment = |line: &str| line.trim_start().starts_with('#');
+    loop {
+        if n > 0 && is_comment(lines[n - 1]) {
+            return true;
+        }
+        let is_outside = |line: &&str| !line.is_empty() && !is_comment(line) && indent(line) < indent(lines[n]);
+        match lines[..n].iter().rposition(is_outside) {
+            Some(outside) => n = outside,
+            None => return false,
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! Nothing is lost: POST requests at a fixed rate through both sidecars, from a client that never tries again, while
+//! everything around them is restarted, killed and replaced.
+//!
+//! The application closes its listener at SIGTERM, finishes what it has, and exits. Every run does a few things to it;
+//! `TULLE_TEST_FULL=1` does all of them, and to the same application without sidecars, for comparison of the times.
+
+use std::env;
+use std::fs;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tokio::time::sleep;
+use tulle_control::trust;
+use tulle_tests::charts::path_of;
+
+use crate::meshed::{COMPONENTS, Client, Meshed, Report};
+
+const TARGET: &str = "http://echo:80/echo --rate=500 --body-size=200";
+
+struct Chaos {
+    meshed: Meshed,
+    full: bool,
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_request_is_lost_whatever_is_restarted() {
+    let chaos = Chaos {
+        meshed: Meshed::start().await.unwrap(),
+        full: env::var_os("TULLE_TEST_FULL").is_some(),
+    };
+    let meshed = &chaos.meshed;
+    let namespaces: &[&'static str] = if chaos.full { &["plain", "meshed"] } else { &["meshed"] };
+    for namespace in namespaces {
+        let manifest = APPLICATION.replace("@namespace", namespace);
+        let mesh = if *namespace == "meshed" { "enabled" } else { "disabled" };
+        meshed.apply(&manifest.replace("@mesh", mesh)).await.unwrap();
+        chaos.ready(namespace).await.unwrap();
+    }
+    for namespace in namespaces {
+        chaos.backends(namespace).await;
+    }
+    chaos.control_plane().await;
+}
+
+impl Chaos {
+    async fn ready(&self, namespace: &str) -> anyhow::Result<()> {
+        for name in ["echo", "client"] {
+            self.meshed.cluster.deployment_ready(namespace, name).await?;
+        }
+        Ok(())
+    }
+
+    /// Load for as long as it takes, at least so many seconds; without sidecars failures are only shown.
+    async fn during(
+        &self,
+        namespace: &'static str,
+        what: &str,
+        seconds: u32,
+        disturb: impl Future<Output = anyhow::Result<()>>,
+    ) {
+        let client = Client {
+            namespace,
+            deployment: "client",
+            container: "client",
+        };
+        let line = format!("{TARGET} --duration={seconds}s");
+        let report = self.meshed.load_during(client, &line, disturb).await;
+        let report = report.unwrap_or_else(|error| panic!("{what}: {error:#}"));
+        print(namespace, what, &report);
+        if namespace == "meshed" {
+            report.assert_all_ok(what);
+        }
+    }
+
+    /// What happens to applications.
+    async fn backends(&self, namespace: &'static str) {
+        let meshed = &self.meshed;
+        let kubectl = async |line: &str| meshed.kubectl(&format!("-n {namespace} {line}")).await.map(drop);
+        let ready = async || meshed.cluster.deployment_ready(namespace, "echo").await;
+
+        if self.full {
+            self.during(namespace, "nothing", 10, async { Ok(()) }).await;
+        }
+        let rollout = async {
+            kubectl("rollout restart deploy/echo").await?;
+            ready().await
+        };
+        self.during(namespace, "rollout", 20, rollout).await;
+        if self.full {
+            let waits = r#"{"spec":{"template":{"spec":{"containers":[{"name":"echo","lifecycle":{"preStop":{"sleep":{"seconds":5}}}}]}}}}"#;
+            let rollout = async {
+                let patch = ["patch", "-n", namespace, "deploy/echo", "-p", waits];
+                meshed.cluster.kubectl(&patch).await?;
+                ready().await?;
+                kubectl("rollout restart deploy/echo").await?;
+                ready().await
+            };
+            self.during(namespace, "rollout with preStop", 40, rollout).await;
+        }
+        let scale = async {
+            kubectl("scale deploy/echo --replicas=1").await?;
+            ready().await?;
+            kubectl("scale deploy/echo --replicas=4").await?;
+            ready().await
+        };
+        self.during(namespace, "scale 3, 1, 4", 20, scale).await;
+        let kill = async {
+            let pod = &meshed.pods(namespace, "app=echo").await?[0];
+            kubectl(&format!("delete pod {pod} --force --grace-period=0")).await
+        };
+        self.during(namespace, "a backend force-deleted", 10, kill).await;
+        ready().await.unwrap();
+        if self.full {
+            // Longer than the time after which a silent node is given up.
+            self.during(
+                namespace,
+                "a node's kubelet stopped",
+                80,
+                stop_kubelet(Duration::from_secs(65)),
+            )
+            .await;
+            ready().await.unwrap();
+        }
+    }
+
+    /// What happens to the control plane.
+    async fn control_plane(&self) {
+        let meshed = &self.meshed;
+        let namespace = "meshed";
+        let components = if self.full { &COMPONENTS[..] } else { &COMPONENTS[..1] };
+        for component in components {
+            let kill = async {
+                let selector = format!("linkerd.io/control-plane-component={component}");
+                let delete = format!("delete pod -n linkerd -l {selector} --force --grace-period=0");
+                meshed.kubectl(&delete).await.map(drop)
+            };
+            self.during(namespace, &format!("{component} killed"), 10, kill).await;
+            meshed.control_plane_ready().await.unwrap();
+        }
+        let chart = path_of("tulle-control-plane");
+        let upgrade = async |values: &[&str]| {
+            let fixed = [
+                "upgrade",
+                "tulle-control-plane",
+                &chart,
+                "-n",
+                "linkerd",
+                "--reuse-values",
+            ];
+            meshed.helm.run(&[&fixed[..], values].concat())?;
+            meshed.control_plane_ready().await
+        };
+        self.during(
+            namespace,
+            "helm upgrade",
+            15,
+            upgrade(&["--set=controllerLogLevel=debug"]),
+        )
+        .await;
+        if !self.full {
+            return;
+        }
+        let gone = async {
+            meshed.kubectl("scale deploy --all -n linkerd --replicas=0").await?;
+            sleep(Duration::from_secs(30)).await;
+            meshed.kubectl("scale deploy --all -n linkerd --replicas=1").await?;
+            meshed.control_plane_ready().await
+        };
+        self.during(namespace, "control plane gone for 30 s", 45, gone).await;
+        let rotate = async {
+            let (certificate, key) = (meshed.file("next.crt"), meshed.file("next.key"));
+            let anchor = trust::CertificateAuthority::read(&meshed.file("ca.crt"), &meshed.file("ca.key"))?;
+            let issuer = trust::create_issuer("identity.linkerd.cluster.local", Duration::from_hours(24), &anchor)?;
+            issuer.write(&certificate, &key)?;
+            upgrade(&[
+                &format!("--set-file=identity.issuer.tls.crtPEM={}", certificate.display()),
+                &format!("--set-file=identity.issuer.tls.keyPEM={}", key.display()),
+            ])
+            .await?;
+            // New pods have certificates of the new issuer, and the old ones still theirs.
+            meshed.kubectl("rollout restart deploy/echo -n meshed").await?;
+            meshed.cluster.deployment_ready("meshed", "echo").await
+        };
+        self.during(namespace, "issuer rotated", 30, rotate).await;
+    }
+}
+
+/// Stops the kubelet of the second node and lets it go on after a while.
+async fn stop_kubelet(time: Duration) -> anyhow::Result<()> {
+    let is_it = |pid: &i32| {
+        let line = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        line.contains("/kubelet\0") && line.contains("/node2/")
+    };
+    let pids = fs::read_dir("/proc").context("reading /proc")?.flatten();
+    let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    let found: Vec<i32> = pids.filter(is_it).collect();
+    ensure!(found.len() == 1, "kubelets of node2: {found:?}");
+    let kubelet = Pid::from_raw(found[0]);
+    kill(kubelet, Signal::SIGSTOP)?;
+    sleep(time).await;
+    kill(kubelet, Signal::SIGCONT)?;
+    Ok(())
+}
+
+fn print(namespace: &str, what: &str, report: &Report) {
+    let ms = |of: fn(&crate::meshed::Latency) -> f64| report.latency_us.as_ref().map_or(0., of) / 1e3;
+    eprintln!(
+        "{namespace:7} {what:28} {:6} requests, {} failed; p50 {:.1} ms, p99.9 {:.1} ms, max {:.1} ms {:?}",
+        report.requests,
+        report.failed,
+        ms(|latency| latency.p50),
+        ms(|latency| latency.p99_9),
+        ms(|latency| latency.max),
+        report.errors,
+    );
+}
+
+const APPLICATION: &str = "
+apiVersion: v1
+kind: Namespace
+metadata: {name: '@namespace', annotations: {linkerd.io/inject: '@mesh'}}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: echo, namespace: '@namespace'}
+spec:
+  selector: {app: echo}
+  ports: [{name: http, port: 80, targetPort: 8080}]
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: echo, namespace: '@namespace'}
+spec:
+  replicas: 3
+  selector: {matchLabels: {app: echo}}
+  template:
+    metadata: {labels: {app: echo}}
+    spec:
+      containers:
+        - name: echo
+          image: ghcr.io/tulle-mesh/bench:0.1.0
+          args: [serve, '--http=0.0.0.0:8080', '--name=$(POD_NAME)']
+          env: [{name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}]
+          readinessProbe: {httpGet: {path: /ready, port: 8080}, periodSeconds: 1}
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: client, namespace: '@namespace'}
+spec:
+  selector: {matchLabels: {app: client}}
+  template:
+    metadata: {labels: {app: client}}
+    spec:
+      nodeSelector: {kubernetes.io/hostname: node1}
+      containers:
+        - name: client
+          image: ghcr.io/tulle-mesh/bench:0.1.0
+          args: [serve, '--http=0.0.0.0:8080']
+";

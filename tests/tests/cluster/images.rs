@@ -1,0 +1,131 @@
+//! The images under the security contexts that charts and injector give their containers.
+
+use std::fs;
+
+use anyhow::{Context as _, ensure};
+use serde_json::{Value, json};
+use tulle_tests::cluster::{Cluster, ClusterOptions};
+use tulle_tests::images::Image;
+
+/// A container that may do nothing, as proxy, validator and hooks run.
+fn powerless(name: &str, user: u32, command: &[&str]) -> Value {
+    json!({
+        "name": name,
+        "image": Image::Proxy.reference(),
+        "imagePullPolicy": "Never",
+        "command": command,
+        "securityContext": {
+            "allowPrivilegeEscalation": false,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": true,
+            "runAsGroup": user,
+            "runAsNonRoot": true,
+            "runAsUser": user,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    })
+}
+
+/// The init container as the injector writes it; `mode` is what a chart's `iptablesMode` turns into.
+fn redirects(mode: &[&str]) -> Value {
+    let ports = [
+        "--incoming-proxy-port",
+        "4143",
+        "--outgoing-proxy-port",
+        "4140",
+        "--proxy-uid",
+        "2102",
+    ];
+    let ignored = [
+        "--inbound-ports-to-ignore",
+        "4190,4191",
+        "--ipv6=false",
+        "--verify=false",
+    ];
+    let command = [&["/usr/lib/linkerd/linkerd2-proxy-init"], mode, &ports, &ignored].concat();
+    let mut init = powerless("linkerd-init", 65534, &command);
+    init["securityContext"]["capabilities"] = json!({"add": ["NET_ADMIN", "NET_RAW"]});
+    init["volumeMounts"] = json!([{"name": "lock", "mountPath": "/run"}]);
+    init
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_program_of_the_proxy_image_runs_with_no_more_rights_than_its_chart_grants() {
+    let options = ClusterOptions {
+        images: vec![Image::Proxy],
+        ..ClusterOptions::default()
+    };
+    let cluster = Cluster::with(options).await.unwrap();
+    let nft = [
+        "--firewall-bin-path",
+        "iptables-nft",
+        "--firewall-save-bin-path",
+        "iptables-nft-save",
+    ];
+    let modes: [(&str, &[&str]); 3] = [("nft", &nft), ("legacy", &[]), ("native", &["--backend", "native"])];
+    for (name, mode) in modes {
+        let validator = [
+            "/usr/lib/linkerd/linkerd2-network-validator",
+            "--log-format=plain",
+            "--log-level=debug",
+            "--connect-addr=1.1.1.1:20001",
+            "--listen-addr=0.0.0.0:4140",
+            "--timeout=10s",
+        ];
+        // No proxy is there to become ready, and its start without configuration fails by that alone.
+        let waits = ["/usr/lib/linkerd/linkerd-await", "--timeout=10ms", "--port=4191"];
+        let sleeps = ["/bin/sleep", "0"];
+        let entry = ["/usr/lib/linkerd/linkerd2-proxy-identity"];
+        let pod = json!({
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name},
+            "spec": {
+                "restartPolicy": "Never",
+                "volumes": [{"name": "lock", "emptyDir": {}}],
+                "initContainers": [redirects(mode), powerless("validator", 65534, &validator)],
+                "containers": [
+                    powerless("await", 2102, &waits),
+                    powerless("proxy", 2102, &entry),
+                    powerless("sleep", 2102, &sleeps),
+                ],
+            },
+        });
+        let manifest = cluster.dir().join(format!("{name}.json"));
+        fs::write(&manifest, pod.to_string()).unwrap();
+        cluster
+            .kubectl(&["apply", "-f", manifest.to_str().unwrap()])
+            .await
+            .unwrap();
+    }
+    for (name, _) in modes {
+        let ended = async || {
+            let pod = cluster.kubectl(&["get", "pod", name, "-o", "json"]).await?;
+            let pod: Value = serde_json::from_str(&pod)?;
+            let codes = ["initContainerStatuses", "containerStatuses"].map(|kind| {
+                let statuses = pod["status"][kind].as_array().cloned().unwrap_or_default();
+                let code = |status: &Value| status["state"]["terminated"]["exitCode"].as_i64();
+                statuses.iter().map(code).collect::<Option<Vec<_>>>()
+            });
+            let [Some(init), Some(main)] = codes else {
+                anyhow::bail!("{}", pod["status"])
+            };
+            ensure!(main.len() == 3, "{}", pod["status"]);
+            Ok((init, main))
+        };
+        let mut codes = None;
+        let waited = cluster
+            .until("the end of all containers", async || {
+                codes = Some(ended().await.context(name)?);
+                Ok(())
+            })
+            .await;
+        let mut logs = String::new();
+        for container in ["linkerd-init", "validator", "await", "proxy"] {
+            let said = cluster.kubectl(&["logs", name, "-c", container]).await;
+            logs += &format!("{container}: {}\n", said.unwrap_or_else(|error| error.to_string()));
+        }
+        waited.unwrap_or_else(|error| panic!("{error:#}\n{logs}"));
+        assert_eq!(codes, Some((vec![0, 0], vec![69, 64, 0])), "{name}:\n{logs}");
+    }
+}

@@ -1,0 +1,11 @@
+//! What needs nodes: pods of a real cluster.
+
+#![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
+
+mod chaos;
+mod harness;
+mod images;
+mod installation;
+mod meshed;
+mod permissions;
+mod traffic;

@@ -1,0 +1,240 @@
+//! A cluster with tulle on it, as `helm install` puts it there, and load that runs inside.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use serde::Deserialize;
+use tempfile::TempDir;
+use tokio::io::{AsyncBufReadExt as _, BufReader};
+use tokio::process::Child;
+use tulle_control::trust;
+use tulle_tests::charts::{Helm, path_of};
+use tulle_tests::cluster::Cluster;
+
+pub(crate) struct Meshed {
+    pub(crate) cluster: Cluster,
+    pub(crate) helm: Helm,
+    files: TempDir,
+}
+
+/// What `tulle-bench load --json` reports.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct Report {
+    pub(crate) requests: u64,
+    pub(crate) failed: u64,
+    pub(crate) latency_us: Option<Latency>,
+    pub(crate) replicas: BTreeMap<String, u64>,
+    pub(crate) outcomes: BTreeMap<String, u64>,
+    pub(crate) errors: BTreeMap<String, u64>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct Latency {
+    pub(crate) p50: f64,
+    pub(crate) p99_9: f64,
+    pub(crate) max: f64,
+}
+
+/// A container that has `tulle-bench`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Client {
+    pub(crate) namespace: &'static str,
+    pub(crate) deployment: &'static str,
+    pub(crate) container: &'static str,
+}
+
+impl Meshed {
+    /// Two nodes with both charts, all pods of the control plane ready.
+    ///
+    /// # Errors
+    /// What Helm or the pods say.
+    pub(crate) async fn start() -> anyhow::Result<Self> {
+        let cluster = Cluster::start(2).await?;
+        let files = tempfile::tempdir().context("creating a directory")?;
+        let meshed = Self {
+            helm: Helm::of(cluster.kubeconfig_outside())?,
+            cluster,
+            files,
+        };
+        let year = Duration::from_hours(365 * 24);
+        let anchor = trust::create_anchor("root.linkerd.cluster.local", year)?;
+        anchor.write(&meshed.file("ca.crt"), &meshed.file("ca.key"))?;
+        let issuer = trust::create_issuer("identity.linkerd.cluster.local", year, &anchor)?;
+        issuer.write(&meshed.file("issuer.crt"), &meshed.file("issuer.key"))?;
+        let (crds, control_plane) = (path_of("tulle-crds"), path_of("tulle-control-plane"));
+        let install = ["install", "--namespace", "linkerd", "--create-namespace"];
+        let gateway_api = ["tulle-crds", &crds, "--set=installGatewayAPI=true"];
+        meshed.helm.run(&[&install[..], &gateway_api].concat())?;
+        let set = |value: &str, file: &str| format!("--set-file={value}={}", meshed.file(file).display());
+        let credentials = [
+            set("identityTrustAnchorsPEM", "ca.crt"),
+            set("identity.issuer.tls.crtPEM", "issuer.crt"),
+            set("identity.issuer.tls.keyPEM", "issuer.key"),
+        ];
+        let credentials: Vec<&str> = credentials.iter().map(String::as_str).collect();
+        let named = ["tulle-control-plane", &control_plane];
+        meshed.helm.run(&[&install[..], &named, &credentials].concat())?;
+        meshed.control_plane_ready().await?;
+        Ok(meshed)
+    }
+
+    /// For files of a test.
+    pub(crate) fn file(&self, name: &str) -> PathBuf {
+        self.files.path().join(name)
+    }
+
+    /// Waits for every pod of the control plane.
+    ///
+    /// # Errors
+    /// What its pods say when that takes too long.
+    pub(crate) async fn control_plane_ready(&self) -> anyhow::Result<()> {
+        for component in COMPONENTS {
+            let name = format!("linkerd-{component}");
+            self.cluster.deployment_ready("linkerd", &name).await?;
+        }
+        Ok(())
+    }
+
+    /// Runs `kubectl` with a command line whose words have no spaces.
+    ///
+    /// # Errors
+    /// What it says.
+    pub(crate) async fn kubectl(&self, line: &str) -> anyhow::Result<String> {
+        self.cluster.kubectl(&line.split_whitespace().collect::<Vec<_>>()).await
+    }
+
+    /// Applies a manifest, as soon as the webhooks let it.
+    ///
+    /// # Errors
+    /// What the API server says for too long.
+    pub(crate) async fn apply(&self, manifest: &str) -> anyhow::Result<()> {
+        let file = self.file("manifest.yaml");
+        fs::write(&file, manifest).context("writing a manifest")?;
+        self.apply_files(&file).await
+    }
+
+    /// Applies a file, or all files of a directory.
+    ///
+    /// # Errors
+    /// As [`Meshed::apply`].
+    pub(crate) async fn apply_files(&self, path: &Path) -> anyhow::Result<()> {
+        let path = path.to_str().context("a path in UTF-8")?;
+        let apply = async || self.cluster.kubectl(&["apply", "-f", path]).await.map(drop);
+        self.cluster.until("the API server takes the manifests", apply).await
+    }
+
+    /// Runs load in a container and returns what came of it, whatever that is.
+    ///
+    /// # Errors
+    /// When it could not run.
+    pub(crate) async fn load(&self, client: Client, line: &str) -> anyhow::Result<Report> {
+        let mut running = self.start_load(client, line)?;
+        running.report().await.with_context(|| line.to_owned())
+    }
+
+    fn start_load(&self, client: Client, line: &str) -> anyhow::Result<Running> {
+        let Client {
+            namespace,
+            deployment,
+            container,
+        } = client;
+        let target = format!("deploy/{deployment}");
+        let mut kubectl = self.cluster.command("kubectl")?;
+        kubectl
+            .args([
+                "exec",
+                "-n",
+                namespace,
+                &target,
+                "-c",
+                container,
+                "--",
+                "/tulle-bench",
+                "load",
+                "--json",
+            ])
+            .args(line.split_whitespace());
+        kubectl.stdout(Stdio::piped()).kill_on_drop(true);
+        let mut child = kubectl.spawn().context("starting kubectl")?;
+        let output = child.stdout.take().context("its output")?;
+        Ok(Running {
+            _child: child,
+            lines: BufReader::new(output).lines(),
+        })
+    }
+
+    /// Runs load in a container, and disturbs it once the first second of it has passed.
+    ///
+    /// # Errors
+    /// When the load could not run, or the disturbance could not be made.
+    pub(crate) async fn load_during(
+        &self,
+        client: Client,
+        line: &str,
+        disturb: impl Future<Output = anyhow::Result<()>>,
+    ) -> anyhow::Result<Report> {
+        let mut running = self.start_load(client, &format!("{line} --report-every=1s"))?;
+        running.lines.next_line().await?.context("the first second of load")?;
+        let (report, disturbed) = tokio::join!(running.report(), disturb);
+        disturbed?;
+        report
+    }
+
+    /// The metrics of a pod's proxy.
+    ///
+    /// # Errors
+    /// What the API server says.
+    pub(crate) async fn proxy_metrics(&self, namespace: &str, pod: &str) -> anyhow::Result<String> {
+        let path = format!("/api/v1/namespaces/{namespace}/pods/{pod}:4191/proxy/metrics");
+        self.cluster.kubectl(&["get", "--raw", &path]).await
+    }
+
+    /// The names of pods.
+    ///
+    /// # Errors
+    /// When there are none.
+    pub(crate) async fn pods(&self, namespace: &str, selector: &str) -> anyhow::Result<Vec<String>> {
+        let path = "jsonpath={.items[*].metadata.name}";
+        let args = ["get", "pods", "-n", namespace, "-l", selector, "-o", path];
+        let names = self.cluster.kubectl(&args).await?;
+        ensure!(!names.is_empty(), "no pods of {selector} in {namespace}");
+        Ok(names.split_whitespace().map(str::to_owned).collect())
+    }
+}
+
+/// Load that is running.
+struct Running {
+    _child: Child,
+    lines: tokio::io::Lines<BufReader<tokio::process::ChildStdout>>,
+}
+
+impl Running {
+    async fn report(&mut self) -> anyhow::Result<Report> {
+        let mut last = None;
+        while let Some(line) = self.lines.next_line().await? {
+            last = Some(line);
+        }
+        let last = last.context("load that ended without a report")?;
+        serde_json::from_str(&last).with_context(|| format!("a report: {last}"))
+    }
+}
+
+impl Report {
+    /// Asserts that every request was answered well.
+    pub(crate) fn assert_all_ok(&self, what: &str) {
+        assert!(
+            self.requests > 0 && self.failed == 0,
+            "{what}: {} of {} failed: {:?} {:?}",
+            self.failed,
+            self.requests,
+            self.outcomes,
+            self.errors
+        );
+    }
+}
+
+pub(crate) const COMPONENTS: [&str; 3] = ["destination", "identity", "proxy-injector"];

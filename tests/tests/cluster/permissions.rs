@@ -1,0 +1,116 @@
+//! Permissions: what the roles of the chart grant, against what the API server was asked.
+
+use std::collections::BTreeSet;
+use std::fmt;
+
+use serde_json::Value;
+use tulle_tests::cluster::AuditRecord;
+
+/// One verb on one kind, for one service account of the control plane.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Permission {
+    pub(crate) account: String,
+    pub(crate) verb: String,
+    pub(crate) group: String,
+    /// With its subresource: `httproutes/status`.
+    pub(crate) resource: String,
+}
+
+/// A grant that a run may not use, and why it is needed nevertheless.
+pub(crate) struct Excuse {
+    pub(crate) account: &'static str,
+    pub(crate) verb: &'static str,
+    pub(crate) resource: &'static str,
+    pub(crate) why: &'static str,
+}
+
+impl Excuse {
+    pub(crate) fn covers(&self, permission: &Permission) -> bool {
+        (self.account, self.verb, self.resource) == (&*permission.account, &*permission.verb, &*permission.resource)
+    }
+}
+
+impl fmt::Display for Permission {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            account,
+            verb,
+            group,
+            resource,
+        } = self;
+        let dot = if group.is_empty() { "" } else { "." };
+        write!(f, "{account}: {verb} {resource}{dot}{group}")
+    }
+}
+
+/// What the rendered roles grant to the service accounts that they are bound to.
+pub(crate) fn granted(objects: &[Value]) -> BTreeSet<Permission> {
+    let mut all = BTreeSet::new();
+    let bindings = objects
+        .iter()
+        .filter(|object| object["kind"].as_str().is_some_and(|kind| kind.ends_with("Binding")));
+    for binding in bindings {
+        let role = &binding["roleRef"];
+        let is_it = |object: &&Value| object["kind"] == role["kind"] && object["metadata"]["name"] == role["name"];
+        let role = objects
+            .iter()
+            .find(is_it)
+            .unwrap_or_else(|| panic!("{role} is not rendered"));
+        for subject in strings(binding, "subjects", Some("name")) {
+            for rule in role["rules"].as_array().into_iter().flatten() {
+                for group in strings(rule, "apiGroups", None) {
+                    for resource in strings(rule, "resources", None) {
+                        for verb in strings(rule, "verbs", None) {
+                            let (account, group, resource) = (subject.clone(), group.clone(), resource.clone());
+                            all.insert(Permission {
+                                account,
+                                verb,
+                                group,
+                                resource,
+                            });
+                        }
+                    }
+                }
+            }
+        }
+    }
+    all
+}
+
+fn strings(of: &Value, field: &str, inner: Option<&str>) -> Vec<String> {
+    let values = of[field].as_array().into_iter().flatten();
+    values
+        .filter_map(|value| inner.map_or(value, |inner| &value[inner]).as_str().map(str::to_owned))
+        .collect()
+}
+
+/// What service accounts of the namespace `linkerd` asked for and got.
+pub(crate) fn used(log: &[AuditRecord]) -> BTreeSet<Permission> {
+    log.iter()
+        .filter(|record| !record.is_forbidden())
+        .filter_map(asked)
+        .collect()
+}
+
+/// What they asked for in vain.
+pub(crate) fn refused(log: &[AuditRecord]) -> BTreeSet<Permission> {
+    log.iter()
+        .filter(|record| record.is_forbidden())
+        .filter_map(asked)
+        .collect()
+}
+
+fn asked(record: &AuditRecord) -> Option<Permission> {
+    let account = record.user.username.strip_prefix("system:serviceaccount:linkerd:")?;
+    let object = record.object_ref.as_ref()?;
+    let resource = match object.subresource.as_str() {
+        "" => object.resource.clone(),
+        subresource => format!("{}/{subresource}", object.resource),
+    };
+    Some(Permission {
+        account: account.to_owned(),
+        verb: record.verb.clone(),
+        group: object.api_group.clone(),
+        resource,
+    })
+}

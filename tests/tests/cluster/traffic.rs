@@ -1,0 +1,278 @@
+//! The demo's workloads on two nodes: every protocol and every way to name a service, both identities, refusals.
+
+use std::path::Path;
+
+use anyhow::ensure;
+
+use crate::meshed::{Client, Meshed};
+
+const LOAD: Client = Client {
+    namespace: "demo",
+    deployment: "load",
+    container: "http",
+};
+const STRANGER: Client = Client {
+    namespace: "outside",
+    deployment: "stranger",
+    container: "http",
+};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
+    let meshed = Meshed::start().await.unwrap();
+    let manifests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/kubernetes-demo");
+    meshed.apply_files(&manifests).await.unwrap();
+    for (namespace, name) in [
+        ("demo", "web"),
+        ("demo", "tcp"),
+        ("demo", "load"),
+        ("outside", "stranger"),
+    ] {
+        meshed.cluster.deployment_ready(namespace, name).await.unwrap();
+    }
+    let status = "rollout status -n demo statefulset/ws --timeout=60s";
+    meshed.kubectl(status).await.unwrap();
+
+    let replicas = meshed.pods("demo", "app=web").await.unwrap();
+    let ips = "get pods -n demo -l app=web -o jsonpath={.items[*].status.podIP}";
+    let ips = meshed.kubectl(ips).await.unwrap();
+    let ip = ips.split(' ').next().unwrap();
+    let all: Vec<&str> = replicas.iter().map(String::as_str).collect();
+    let greeters = meshed.pods("demo", "app=tcp").await.unwrap();
+    let greeters: Vec<&str> = greeters.iter().map(String::as_str).collect();
+    let name = "svc.cluster.local";
+    let edges = [
+        ("HTTP/1", format!("web.demo.{name}:80/"), &all[..]),
+        ("HTTP/2", "web:80/ --protocol=http2".to_owned(), &all),
+        ("gRPC", "web:9090 --protocol=grpc".to_owned(), &all),
+        (
+            "gRPC both ways",
+            "web.demo:9090 --protocol=grpc --grpc-method=bidi --messages=5".to_owned(),
+            &all,
+        ),
+        ("ExternalName", format!("alias.demo.{name}:80/"), &all),
+        ("a pod's address", format!("{ip}:8080/"), &all[..1]),
+        ("a headless service", format!("ws.demo.{name}:8080/"), &[]),
+        (
+            "a StatefulSet's first pod",
+            format!("ws-0.ws.demo.{name}:8080/"),
+            &["ws-0"],
+        ),
+        (
+            "a StatefulSet's second pod",
+            format!("ws-1.ws.demo.{name}:8080/"),
+            &["ws-1"],
+        ),
+        ("WebSocket", "ws-1.ws:8080/ws --protocol=ws".to_owned(), &["ws-1"]),
+        (
+            "a server that speaks first",
+            "tcp:5000 --protocol=tcp --expect-greeting=hello --body-size=1000".to_owned(),
+            &greeters,
+        ),
+    ];
+    for (what, target, expected) in &edges {
+        let line = format!("{target} --rate=200 --requests=200");
+        let report = meshed.load(LOAD, &line).await.unwrap();
+        report.assert_all_ok(what);
+        assert_eq!(report.requests, 200, "{what}");
+        for replica in *expected {
+            assert!(
+                report.replicas.contains_key(*replica),
+                "{what}: {replica} of {:?}",
+                report.replicas
+            );
+        }
+        assert!(
+            expected.is_empty() || report.replicas.len() == expected.len(),
+            "{what}: {:?}",
+            report.replicas
+        );
+    }
+
+    // Who has no identity is refused, each in its way; a probe's path is open to all.
+    for target in ["web.demo:80/", "web.demo:9090/", "ws.demo:8080/"] {
+        let report = meshed
+            .load(STRANGER, &format!("{target} --rate=20 --requests=20"))
+            .await
+            .unwrap();
+        assert_eq!(report.errors.get("status 403"), Some(&20), "{target}: {report:?}");
+    }
+    let bytes = "tcp.demo:5000 --protocol=tcp --reconnect --body-size=10 --rate=20 --requests=20";
+    let report = meshed.load(STRANGER, bytes).await.unwrap();
+    assert_eq!((report.requests, report.failed), (20, 20), "{report:?}");
+    let probe = meshed
+        .load(STRANGER, "web.demo:80/ready --rate=20 --requests=20")
+        .await
+        .unwrap();
+    probe.assert_all_ok("a probe");
+
+    // Each side has verified the other, on this node and across nodes and zones.
+    let load = &meshed.pods("demo", "app=load").await.unwrap()[0];
+    let identity = |account: &str| format!("{account}.demo.serviceaccount.identity.linkerd.cluster.local");
+    for account in ["web", "ws", "tcp"] {
+        let theirs = format!("client_id=\"{}\"", identity("load"));
+        let mut verified = 0;
+        for pod in meshed.pods("demo", &format!("app={account}")).await.unwrap() {
+            let metrics = meshed.proxy_metrics("demo", &pod).await.unwrap();
+            verified += usize::from(metrics.lines().any(|line| line.contains(&theirs)));
+        }
+        assert!(verified > 0, "no proxy of {account} has verified load");
+        let metrics = meshed.proxy_metrics("demo", load).await.unwrap();
+        let ours = format!("server_id=\"{}\"", identity(account));
+        assert!(
+            metrics.lines().any(|line| line.contains(&ours)),
+            "load has not verified {account}"
+        );
+    }
+    let metrics = meshed.proxy_metrics("demo", load).await.unwrap();
+    for locality in ["local", "remote"] {
+        let label = format!("dst_zone_locality=\"{locality}\"");
+        assert!(
+            metrics.contains(&label),
+            "no request to an endpoint of a {locality} zone"
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pods_of_every_workload_run_with_a_sidecar_and_jobs_end() {
+    let meshed = Meshed::start().await.unwrap();
+    meshed.apply(WORKLOADS).await.unwrap();
+    for namespace in ["plain", "native", "classic"] {
+        for (_, manifest) in kinds() {
+            let manifest = manifest.replace("@namespace", namespace);
+            meshed.apply(&manifest).await.unwrap();
+        }
+    }
+    for namespace in ["plain", "native", "classic"] {
+        for (kind, _) in kinds() {
+            let selector = format!("app={kind}");
+            let made = async || meshed.pods(namespace, &selector).await.map(drop);
+            meshed.cluster.until("a pod is made", made).await.unwrap();
+            if kind != "job" {
+                let ready = format!("wait pod -n {namespace} -l {selector} --for=condition=Ready --timeout=60s");
+                meshed.kubectl(&ready).await.unwrap();
+            }
+            let containers = "jsonpath={.items[0].spec.initContainers[*].name}/{.items[0].spec.containers[*].name}";
+            let args = ["get", "pods", "-n", namespace, "-l", &selector, "-o", containers];
+            let containers = meshed.cluster.kubectl(&args).await.unwrap();
+            let expected = match namespace {
+                "plain" => "/app",
+                "native" => "linkerd-init linkerd-proxy/app",
+                _ => "linkerd-init/linkerd-proxy app",
+            };
+            assert_eq!(containers, expected, "{kind} in {namespace}");
+        }
+    }
+    // With a native sidecar a Job ends with its container; a classic one is ended by who wraps the command.
+    for namespace in ["plain", "native"] {
+        let complete = format!("wait job/job -n {namespace} --for=condition=complete --timeout=60s");
+        meshed.kubectl(&complete).await.unwrap();
+    }
+    let from_schedule = "create job -n native once --from=cronjob/cronjob";
+    meshed.kubectl(from_schedule).await.unwrap();
+    let complete = "wait job/once -n native --for=condition=complete --timeout=60s";
+    meshed.kubectl(complete).await.unwrap();
+
+    // The same pod with and without a sidecar, one after the other.
+    let mut took = Vec::new();
+    for namespace in ["plain", "native", "classic"] {
+        let mut times = Vec::new();
+        for n in 0..3 {
+            let pod = POD.replace("@name", &format!("timed-{n}")).replace("@in", namespace);
+            let begun = tokio::time::Instant::now();
+            meshed.apply(&pod).await.unwrap();
+            let ready = async || {
+                let path = "jsonpath={.status.conditions[?(@.type=='Ready')].status}";
+                let name = format!("timed-{n}");
+                let status = meshed
+                    .cluster
+                    .kubectl(&["get", "pod", "-n", namespace, &name, "-o", path])
+                    .await?;
+                ensure!(status == "True", "{status}");
+                Ok(())
+            };
+            meshed.cluster.until("a pod is ready", ready).await.unwrap();
+            times.push(begun.elapsed());
+        }
+        times.sort_unstable();
+        took.push((namespace, times[times.len() / 2]));
+    }
+    eprintln!("median from creation to Ready: {took:.1?}");
+}
+
+/// What makes a pod, by its kind.
+fn kinds() -> Vec<(&'static str, String)> {
+    let app =
+        "containers: [{name: app, image: 'ghcr.io/tulle-mesh/bench:0.1.0', args: [serve, '--http=0.0.0.0:8080']}]";
+    let ends =
+        "restartPolicy: Never, containers: [{name: app, image: 'ghcr.io/tulle-mesh/bench:0.1.0', args: [--version]}]";
+    let template = |kind: &str, spec: &str| format!("{{metadata: {{labels: {{app: {kind}}}}}, spec: {{{spec}}}}}");
+    let object = |kind: &str, api: &str, name: &str, spec: &str| {
+        format!("apiVersion: {api}\nkind: {kind}\nmetadata: {{name: {name}, namespace: '@namespace'}}\nspec: {spec}\n")
+    };
+    let selected = |kind: &str| {
+        format!(
+            "{{selector: {{matchLabels: {{app: {kind}}}}}, template: {}}}",
+            template(kind, app)
+        )
+    };
+    let job = format!("{{template: {}}}", template("job", ends));
+    vec![
+        (
+            "deployment",
+            object("Deployment", "apps/v1", "deployment", &selected("deployment")),
+        ),
+        (
+            "statefulset",
+            object("StatefulSet", "apps/v1", "statefulset", &selected("statefulset")),
+        ),
+        (
+            "daemonset",
+            object("DaemonSet", "apps/v1", "daemonset", &selected("daemonset")),
+        ),
+        (
+            "job",
+            object("Job", "batch/v1", "job", &job)
+                + "---\n"
+                + &object(
+                    "CronJob",
+                    "batch/v1",
+                    "cronjob",
+                    &format!("{{schedule: '0 0 1 1 *', jobTemplate: {{spec: {job}}}}}"),
+                ),
+        ),
+        ("pod", POD.replace("@name", "pod").replace("@in", "@namespace")),
+    ]
+}
+
+const POD: &str = "
+apiVersion: v1
+kind: Pod
+metadata:
+  name: '@name'
+  namespace: '@in'
+  labels: {app: pod}
+spec:
+  containers:
+    - name: app
+      image: ghcr.io/tulle-mesh/bench:0.1.0
+      args: [serve, '--http=0.0.0.0:8080']
+      readinessProbe: {httpGet: {path: /ready, port: 8080}, periodSeconds: 1}
+";
+
+const WORKLOADS: &str = "
+apiVersion: v1
+kind: Namespace
+metadata: {name: plain}
+---
+apiVersion: v1
+kind: Namespace
+metadata: {name: native, annotations: {linkerd.io/inject: enabled}}
+---
+apiVersion: v1
+kind: Namespace
+metadata:
+  name: classic
+  annotations: {linkerd.io/inject: enabled, config.linkerd.io/proxy-enable-native-sidecar: 'false'}
+";

@@ -1,0 +1,383 @@
+//! `tulle` against an API server: each refusal names its fix, and what the fix prints is accepted.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use serde_json::Value;
+use tokio::io::AsyncWriteExt as _;
+use tulle_tests::cluster::ApiServer;
+use tulle_tests::eventually::eventually;
+
+/// What a command said.
+#[derive(Debug)]
+struct Said {
+    success: bool,
+    out: String,
+    err: String,
+}
+
+/// Runs `tulle` as who may do everything, or with the kubeconfig that is among the words.
+async fn tulle(server: &ApiServer, line: &str) -> Said {
+    run(&server.kubeconfig(), line, path()).await
+}
+
+async fn run(kubeconfig: &Path, line: &str, path: String) -> Said {
+    let own = std::env::current_exe().unwrap();
+    let profile = own.ancestors().nth(2).expect("cargo puts tests into <profile>/deps");
+    let tulle = profile.join("tulle");
+    assert!(
+        tulle.is_file(),
+        "{} is missing; `cargo build --workspace --bins` makes it",
+        tulle.display()
+    );
+    let output = tokio::process::Command::new(tulle)
+        .args(line.split_whitespace())
+        .env("KUBECONFIG", kubeconfig)
+        .env("PATH", path)
+        .stdin(Stdio::null())
+        .output()
+        .await
+        .unwrap();
+    Said {
+        success: output.status.success(),
+        out: String::from_utf8(output.stdout).unwrap(),
+        err: String::from_utf8(output.stderr).unwrap(),
+    }
+}
+
+/// Where programs are, those of `./run setup` included.
+fn path() -> String {
+    let home = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+    let home = home.or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache")));
+    let built = home.unwrap_or_default().join("tulle/bin");
+    format!("{}:{}", std::env::var("PATH").unwrap_or_default(), built.display())
+}
+
+/// Has `kubectl` do this with manifests.
+async fn kubectl(server: &ApiServer, line: &str, manifests: &str) -> String {
+    let mut child = tokio::process::Command::new("kubectl")
+        .arg("--kubeconfig")
+        .arg(server.kubeconfig())
+        .args(line.split_whitespace())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    stdin.write_all(manifests.as_bytes()).await.unwrap();
+    drop(stdin);
+    let output = child.wait_with_output().await.unwrap();
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "kubectl {line}: {err}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[track_caller]
+fn contains(text: &str, wanted: &[&str]) {
+    for wanted in wanted {
+        assert!(text.contains(wanted), "{wanted:?} is not in\n{text}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_empty_cluster_is_ready_for_who_may_install_and_says_so() {
+    let server = ApiServer::start().await.unwrap();
+    let ready = tulle(&server, "check --pre").await;
+    assert!(ready.success, "{ready:?}");
+    contains(
+        &ready.out,
+        &[
+            "√ can create Deployments",
+            "√ no clock skew detected",
+            "Status check results are √",
+        ],
+    );
+
+    let empty = tulle(&server, "check --wait 0").await;
+    assert!(!empty.success);
+    contains(
+        &empty.out,
+        &[
+            "× control plane Namespace exists",
+            "fix: tulle install --crds | kubectl apply -f - && tulle install | kubectl apply -f -",
+        ],
+    );
+    let crds = tulle(&server, "check --crds -o json").await;
+    assert!(!crds.success);
+    let json: Value = serde_json::from_str(&crds.out).unwrap();
+    assert_eq!(json["success"], false);
+    let last = &json["categories"].as_array().unwrap().last().unwrap()["checks"][0];
+    assert_eq!(
+        (&last["result"], &last["hint"]),
+        (&"error".into(), &"tulle install --crds | kubectl apply -f -".into())
+    );
+
+    let nobody = server.kubeconfig_of("default", "nobody").await.unwrap();
+    let refused = run(&nobody, "check --pre", path()).await;
+    assert!(!refused.success);
+    contains(
+        &refused.out,
+        &[
+            "× can create Secrets",
+            "you may not create secrets",
+            "kubectl auth can-i create secrets -n linkerd",
+        ],
+    );
+    let acting = tulle(&server, "check --pre -o short --as somebody --as-group nobodies").await;
+    assert!(
+        !acting.success && acting.out.contains("you may not create namespaces"),
+        "{acting:?}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_is_not_there_is_said_to_be() {
+    let server = ApiServer::start().await.unwrap();
+    let kubeconfig = server.dir().join("elsewhere.conf");
+    let text = std::fs::read_to_string(server.kubeconfig()).unwrap();
+    // A port of loopback where nobody listens.
+    std::fs::write(&kubeconfig, text.replace(":6443", ":1")).unwrap();
+    let said = run(&kubeconfig, "check --wait 0", path()).await;
+    assert!(!said.success);
+    contains(
+        &said.out,
+        &["× can query the Kubernetes API", "fix: kubectl cluster-info"],
+    );
+    let said = tulle(&server, "check --context nowhere").await;
+    contains(
+        &said.out,
+        &["× can initialize the client", "nowhere", "kubectl config get-contexts"],
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_is_reached_by_the_name_of_its_host() {
+    let server = ApiServer::start().await.unwrap();
+    let text = std::fs::read_to_string(server.kubeconfig()).unwrap();
+    let url = server.url();
+    let addr = url.strip_prefix("https://").unwrap().to_owned();
+    // The server has an address of its own; its certificate is for localhost as well.
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let forwarding = tokio::spawn(async move {
+        loop {
+            let (mut here, _) = listener.accept().await.unwrap();
+            let mut there = tokio::net::TcpStream::connect(&addr).await.unwrap();
+            tokio::spawn(async move { tokio::io::copy_bidirectional(&mut here, &mut there).await });
+        }
+    });
+    for (host, reached) in [("localhost", true), ("nowhere.invalid", false)] {
+        let kubeconfig = server.dir().join(format!("{host}.conf"));
+        std::fs::write(&kubeconfig, text.replace(&url, &format!("https://{host}:{port}"))).unwrap();
+        let said = run(&kubeconfig, "check --pre --wait 0", path()).await;
+        assert_eq!(said.success, reached, "{said:?}");
+        let line = match reached {
+            true => "√ can query the Kubernetes API",
+            false => "× can query the Kubernetes API",
+        };
+        contains(&said.out, &[line]);
+    }
+    forwarding.abort();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_control_plane_is_installed_checked_upgraded_pruned_and_removed() {
+    let server = ApiServer::start().await.unwrap();
+    let refused = tulle(&server, "install").await;
+    assert!(!refused.success);
+    contains(&refused.err, &["tulle install --crds | kubectl apply -f -"]);
+    let refused = tulle(&server, "install --crds").await;
+    contains(&refused.err, &["--set installGatewayAPI=true"]);
+
+    let crds = tulle(&server, "install --crds --set installGatewayAPI=true").await;
+    assert!(crds.success, "{}", crds.err);
+    kubectl(&server, "apply -f -", &crds.out).await;
+    let checked = tulle(&server, "check --crds").await;
+    assert!(checked.success, "{}", checked.out);
+
+    let installed = tulle(&server, "install --set controllerLogLevel=debug").await;
+    assert!(installed.success, "{}", installed.err);
+    contains(&installed.err, &["made a trust anchor and an issuer"]);
+    kubectl(&server, "apply -f -", &installed.out).await;
+    let again = tulle(&server, "install").await;
+    contains(
+        &again.err,
+        &["there is a control plane in namespace linkerd already", "tulle upgrade"],
+    );
+
+    // No node runs its pods, and nobody makes the certificates of webhooks; all else is well.
+    let half = tulle(&server, "check --wait 0").await;
+    assert!(!half.success);
+    contains(
+        &half.out,
+        &[
+            "√ control plane ClusterRoleBindings exist",
+            "√ 'linkerd-config' config map exists",
+            "× control plane pods are ready",
+            "there is no pod of linkerd-identity",
+            "√ cluster networks contains all services",
+            "√ issuer cert is issued by the trust anchor",
+            "× proxy-injector webhook has valid cert",
+            "fix: kubectl rollout restart deployment linkerd-proxy-injector -n linkerd",
+            "√ control plane and cli versions match",
+        ],
+    );
+    // What is waited for is told when it changes, and not each time that it is looked at.
+    let waited = tulle(&server, "check --wait 3s").await;
+    let mut told: Vec<_> = waited.err.lines().filter(|line| line.starts_with("waiting")).collect();
+    contains(&told.join("\n"), &["control plane pods are ready"]);
+    let all = told.len();
+    told.dedup();
+    assert_eq!(told.len(), all, "{}", waited.err);
+
+    let before = tulle(&server, "upgrade").await;
+    let upgraded = tulle(&server, "upgrade --controller-replicas 2").await;
+    assert!(upgraded.success, "{}", upgraded.err);
+    assert_eq!(before.out, tulle(&server, "upgrade").await.out);
+    let issuer = |text: &str| {
+        let at = text.find("crt.pem: ").expect("an issuer");
+        text[at..].lines().next().unwrap().to_owned()
+    };
+    assert_eq!(issuer(&upgraded.out), issuer(&installed.out));
+    kubectl(&server, "apply -f -", &upgraded.out).await;
+    let replicas = "get deployment linkerd-destination -n linkerd -o jsonpath={.spec.replicas}";
+    assert_eq!(kubectl(&server, replicas, "").await, "2");
+    let log_level = kubectl(&server, "get configmap linkerd-config -n linkerd -o yaml", "").await;
+    contains(&log_level, &["controllerLogLevel: debug", "controllerReplicas: 2"]);
+
+    assert_eq!(tulle(&server, "prune").await.out, "");
+    kubectl(&server, "create service clusterip old -n linkerd --tcp=80", "").await;
+    kubectl(
+        &server,
+        "label service old -n linkerd linkerd.io/control-plane-ns=linkerd",
+        "",
+    )
+    .await;
+    let pruned = tulle(&server, "prune").await;
+    contains(&pruned.out, &["kind: Service", "name: old"]);
+    assert_eq!(pruned.out.matches("kind:").count(), 1, "{}", pruned.out);
+
+    kubectl(&server, "create namespace shop", "").await;
+    kubectl(&server, "create serviceaccount default -n shop", "").await;
+    let pod = "\
+apiVersion: v1
+kind: Pod
+metadata: {name: web, namespace: shop, labels: {linkerd.io/control-plane-ns: linkerd}}
+spec: {containers: [{name: linkerd-proxy, image: none}]}
+";
+    // The webhook has no bundle yet, and lets pods pass.
+    kubectl(&server, "apply -f -", pod).await;
+    let refused = tulle(&server, "uninstall").await;
+    assert!(!refused.success);
+    contains(
+        &refused.err,
+        &["1 pods have a proxy of this control plane (shop/web)", "--force"],
+    );
+    kubectl(&server, "delete pod web -n shop --force --grace-period=0", "").await;
+
+    let all = tulle(&server, "uninstall").await;
+    assert!(all.success, "{}", all.err);
+    kubectl(&server, "delete --wait=false -f -", &all.out).await;
+    eventually("nothing of the control plane is left", async || {
+        let left = "get clusterrole,clusterrolebinding,crd,role,rolebinding -A -o name";
+        (!kubectl(&server, left, "").await.contains("linkerd")).then_some(())
+    })
+    .await;
+    let gone = tulle(&server, "upgrade").await;
+    contains(&gone.err, &["there is no control plane in namespace linkerd"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_helm_the_way_out_is_named() {
+    let said = run(
+        Path::new("/dev/null"),
+        "install --ignore-cluster",
+        "/nowhere".to_owned(),
+    )
+    .await;
+    assert!(!said.success);
+    contains(
+        &said.err,
+        &[
+            "there is no helm on the PATH",
+            "https://helm.sh/docs/intro/install",
+            "helm install linkerd-crds tulle/tulle-crds",
+            "helm install linkerd-control-plane tulle/tulle-control-plane",
+        ],
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn values_are_given_as_to_helm_and_those_that_do_not_exist_are_refused() {
+    let line = "install --ignore-cluster --set proxy.logLevel=a\\,b --set-string podLabels.n=1 -o json";
+    let said = run(Path::new("/dev/null"), line, path()).await;
+    assert!(said.success, "{}", said.err);
+    let documents = serde_json::Deserializer::from_str(&said.out).into_iter::<Value>();
+    let documents: Vec<Value> = documents.collect::<Result<_, _>>().unwrap();
+    let secret = documents
+        .iter()
+        .find(|document| document["metadata"]["name"] == "linkerd-config-overrides")
+        .unwrap();
+    let overrides = secret["stringData"]["linkerd-config-overrides"].as_str().unwrap();
+    contains(overrides, &["logLevel: a,b", "n: '1'", "BEGIN CERTIFICATE"]);
+    let said = run(
+        Path::new("/dev/null"),
+        "install --ignore-cluster --set proxy.colour=red",
+        path(),
+    )
+    .await;
+    assert!(!said.success && said.err.contains("colour"), "{}", said.err);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn profiles_and_authorizations_are_what_the_api_server_takes_and_has() {
+    let server = ApiServer::start().await.unwrap();
+    let crds = tulle(&server, "install --crds --set installGatewayAPI=true").await;
+    kubectl(&server, "apply -f -", &crds.out).await;
+    server.create_namespace("shop").await.unwrap();
+    let template = tulle(&server, "profile --template web -n shop --ignore-cluster").await;
+    contains(&kubectl(&server, "apply -f -", &template.out).await, &["created"]);
+    let refused = tulle(&server, "profile --template web -n shop").await;
+    contains(
+        &refused.err,
+        &["--ignore-cluster", "there is no control plane in namespace linkerd"],
+    );
+
+    let objects = "\
+{apiVersion: v1, kind: Pod, metadata: {name: web, namespace: shop, labels: {app: web}}, spec: {containers: [{name: a, image: a}]}}
+---
+apiVersion: policy.linkerd.io/v1beta3
+kind: Server
+metadata: {name: web-http, namespace: shop}
+spec: {podSelector: {matchLabels: {app: web}}, port: 80, proxyProtocol: HTTP/1}
+---
+apiVersion: policy.linkerd.io/v1alpha1
+kind: AuthorizationPolicy
+metadata: {name: friends, namespace: shop}
+spec:
+  targetRef: {group: policy.linkerd.io, kind: Server, name: web-http}
+  requiredAuthenticationRefs: [{kind: ServiceAccount, name: friend}]
+";
+    kubectl(&server, "apply -f -", objects).await;
+    for resource in ["pod/web -n shop", "po -n shop", "ns/shop"] {
+        let said = tulle(&server, &format!("authz {resource}")).await;
+        contains(
+            &said.out,
+            &["ROUTE   SERVER     AUTHORIZATION_POLICY", "*       web-http   friends"],
+        );
+    }
+    let said = tulle(&server, "authz deploy/web -n shop").await;
+    assert!(!said.success);
+    contains(&said.err, &["getting deployment web of namespace shop", "not found"]);
+    let said = tulle(&server, "metrics pod/web -n shop").await;
+    contains(&said.err, &["pod/web of namespace shop has no pod with a proxy"]);
+    let said = tulle(&server, "diagnostics endpoints web.shop.svc.cluster.local:80").await;
+    contains(
+        &said.err,
+        &[
+            "namespace linkerd has no pod of linkerd-destination that is ready",
+            "tulle check",
+        ],
+    );
+}

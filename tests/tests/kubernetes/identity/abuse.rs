@@ -1,0 +1,171 @@
+//! Requests that nobody honest sends: each is refused with its reason, and the next good one is answered.
+
+use std::fs;
+
+use jsonwebtoken::{EncodingKey, Header};
+use rcgen::{KeyPair, SanType};
+use serde_json::Value;
+use tonic::Code::{self, FailedPrecondition, Internal, InvalidArgument, OutOfRange};
+use tulle_proto::identity::CertifyRequest;
+
+use super::scene::{AUDIENCE, Scene, WEB, csr, dns};
+
+const ADMIN: &str = "admin.shop.serviceaccount.identity.linkerd.cluster.local";
+const FORGED: &str = "web.linkerd.serviceaccount.identity.linkerd.cluster.local";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tokens_that_prove_nothing_are_refused() {
+    let scene = Scene::new().await;
+    let good = scene.good().await;
+    let expired = resigned(&scene, &good.token, |claims| {
+        for (claim, seconds) in [("iat", 7200), ("nbf", 7200), ("exp", 3600)] {
+            claims[claim] = (claims["iat"].as_i64().unwrap() - seconds).into();
+        }
+    });
+    let early = resigned(&scene, &good.token, |claims| {
+        claims["nbf"] = (claims["nbf"].as_i64().unwrap() + 3600).into();
+    });
+    let foreign_issuer = resigned(&scene, &good.token, |claims| claims["iss"] = "https://elsewhere".into());
+    let gone = scene.api.token("shop", "gone", &[AUDIENCE]).await.unwrap().into_bytes();
+    scene
+        .api
+        .kubectl(&["delete", "serviceaccount", "gone", "-n", "shop"])
+        .await
+        .unwrap();
+    let audience = scene.api.token("shop", "web", &["vault"]).await.unwrap().into_bytes();
+    // The claims of a stranger under the signature of somebody else.
+    let other = scene.api.token("linkerd", "web", &[AUDIENCE]).await.unwrap();
+    let [mine, theirs] = [std::str::from_utf8(&good.token).unwrap(), &other].map(|token| {
+        let parts: Vec<_> = token.split('.').map(str::to_owned).collect();
+        <[String; 3]>::try_from(parts).unwrap()
+    });
+    let forged = [mine[0].as_str(), &theirs[1], &mine[2]].join(".").into_bytes();
+    for (token, reason) in [
+        (expired, "service account token has expired"),
+        (early, "not valid yet"),
+        (foreign_issuer, "invalid bearer token"),
+        (gone, "serviceaccounts \"gone\" not found"),
+        (audience, "token audiences [\"vault\"] is invalid"),
+        (forged, "cryptographic primitive"),
+        (b"hello".to_vec(), "invalid bearer token"),
+        (b"a.b.c".to_vec(), "invalid bearer token"),
+        (vec![0xff; 100], "it is not text"),
+        (Vec::new(), "has no token"),
+    ] {
+        let req = CertifyRequest { token, ..good.clone() };
+        scene.refused(req, InvalidArgument, reason).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_token_is_good_for_its_own_identity_only() {
+    let scene = Scene::new().await;
+    let good = scene.good().await;
+    for identity in [
+        ADMIN,
+        FORGED,
+        "linkerd-identity.linkerd.serviceaccount.identity.linkerd.cluster.local",
+        "example.com",
+    ] {
+        let req = CertifyRequest {
+            identity: identity.to_owned(),
+            certificate_signing_request: csr(&[dns(identity)], &KeyPair::generate().unwrap()),
+            ..good.clone()
+        };
+        scene
+            .refused(req, FailedPrecondition, &format!("the token is for {WEB}"))
+            .await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_signing_request_asks_for_one_name_with_an_ecdsa_key() {
+    let scene = Scene::new().await;
+    let good = scene.good().await;
+    let key = KeyPair::generate().unwrap();
+    let uri = SanType::URI("spiffe://root/web".try_into().unwrap());
+    let ip = SanType::IpAddress("10.0.0.1".parse().unwrap());
+    let email = SanType::Rfc822Name("web@shop".try_into().unwrap());
+    let rsa = KeyPair::generate_for(&rcgen::PKCS_RSA_SHA256).unwrap();
+    let ed25519 = KeyPair::generate_for(&rcgen::PKCS_ED25519).unwrap();
+    let mut broken = csr(&[dns(WEB)], &key);
+    *broken.last_mut().unwrap() ^= 1;
+    let cases: [(Vec<u8>, Code, &str); 12] = [
+        (
+            csr(&[dns(WEB), dns(ADMIN)], &key),
+            FailedPrecondition,
+            "2 subject alternative names",
+        ),
+        (
+            csr(&[dns(WEB), dns(WEB)], &key),
+            FailedPrecondition,
+            "2 subject alternative names",
+        ),
+        (csr(&[], &key), FailedPrecondition, "0 subject alternative names"),
+        (csr(&[dns(ADMIN)], &key), FailedPrecondition, "asks for the DNS name"),
+        (
+            csr(&[dns(WEB), uri], &key),
+            FailedPrecondition,
+            "the URI \"spiffe://root/web\"",
+        ),
+        (csr(&[ip], &key), FailedPrecondition, "the IP address \"10.0.0.1\""),
+        (csr(&[dns(WEB), email], &key), FailedPrecondition, "the email address"),
+        (csr(&[dns(WEB)], &rsa), Internal, "expected ECDSA P-256 or P-384"),
+        (csr(&[dns(WEB)], &ed25519), Internal, "expected ECDSA P-256 or P-384"),
+        (broken, InvalidArgument, "not signed by its own key"),
+        (vec![0x30; 1000], InvalidArgument, "cannot be read"),
+        (Vec::new(), InvalidArgument, "no certificate signing request"),
+    ];
+    for (certificate_signing_request, code, reason) in cases {
+        let req = CertifyRequest {
+            certificate_signing_request,
+            ..good.clone()
+        };
+        scene.refused(req, code, reason).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_that_are_too_large_are_refused_unread() {
+    let scene = Scene::new().await;
+    let good = scene.good().await;
+    for n in [100 * 1024, 5 * 1024 * 1024] {
+        for req in [
+            CertifyRequest {
+                token: vec![b'a'; n],
+                ..good.clone()
+            },
+            CertifyRequest {
+                certificate_signing_request: vec![0x30; n],
+                ..good.clone()
+            },
+            CertifyRequest {
+                identity: "a".repeat(n),
+                ..good.clone()
+            },
+        ] {
+            let status = scene.certify(req).await.unwrap_err();
+            assert_eq!(status.code(), OutOfRange, "{status:?}");
+            scene.certify(good.clone()).await.unwrap();
+        }
+    }
+    // What is large and within bounds is judged.
+    let req = CertifyRequest {
+        identity: "a".repeat(60 * 1024),
+        ..good.clone()
+    };
+    scene.refused(req, InvalidArgument, "expected a DNS name").await;
+}
+
+/// A token with other claims, signed by the key of the API server itself.
+fn resigned(scene: &Scene, token: &[u8], change: impl FnOnce(&mut Value)) -> Vec<u8> {
+    let mut data = jsonwebtoken::dangerous::insecure_decode::<Value>(token).unwrap();
+    change(&mut data.claims);
+    let header = Header {
+        kid: data.header.kid,
+        ..Header::new(data.header.alg)
+    };
+    let key = fs::read(scene.api.dir().join("pki/sa.key")).unwrap();
+    let key = EncodingKey::from_ec_pem(&key).unwrap();
+    jsonwebtoken::encode(&header, &data.claims, &key).unwrap().into_bytes()
+}

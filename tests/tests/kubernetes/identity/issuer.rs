@@ -1,0 +1,99 @@
+//! The issuer's Secret and the ConfigMap of trust anchors, swapped as kubelets do.
+
+use std::time::Duration;
+
+use tonic::Code;
+use tulle_control::trust;
+use tulle_tests::eventually::eventually;
+
+use super::scene::Scene;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_new_issuer_signs_as_soon_as_its_secret_is_mounted_and_a_bad_one_never() {
+    for names in [["crt.pem", "key.pem"], ["tls.crt", "tls.key"]] {
+        let scene = Scene::with(names).await;
+        let [certificate, key] = names;
+        let first = issuer_of(&scene).await;
+        let second = trust::create_issuer("second", trust::ISSUER_LIFETIME, &scene.anchor).unwrap();
+        let files = [
+            (certificate, second.certificate.as_str()),
+            (key, &second.key),
+            // What cert-manager puts beside them.
+            ("ca.crt", &scene.anchor.certificate),
+        ];
+        scene.mounts.swap("issuer", &files);
+        eventually("the second issuer signs", async || {
+            (issuer_of(&scene).await != first).then_some(())
+        })
+        .await;
+        let event = scene.event("linkerd", "IssuerUpdated").await;
+        let regarding = event.regarding.unwrap();
+        assert_eq!(
+            (regarding.kind.as_deref(), regarding.name.as_deref()),
+            (Some("Deployment"), Some("linkerd-identity"))
+        );
+        assert_eq!(event.type_.as_deref(), Some("Normal"));
+
+        // An issuer that the trust anchors do not know.
+        let foreign = trust::create_anchor("foreign", trust::ANCHOR_LIFETIME).unwrap();
+        let third = trust::create_issuer("third", trust::ISSUER_LIFETIME, &foreign).unwrap();
+        let before = issuer_of(&scene).await;
+        scene
+            .mounts
+            .swap("issuer", &[(certificate, &third.certificate), (key, &third.key)]);
+        let event = scene.event("linkerd", "IssuerUpdateSkipped").await;
+        assert_eq!(event.type_.as_deref(), Some("Warning"));
+        let note = event.note.unwrap();
+        assert!(note.contains("does not lead to the trust anchors"), "{note}");
+        assert_eq!(issuer_of(&scene).await, before, "the old one goes on");
+
+        // Until they do: the ConfigMap is read again when it changes.
+        let both = [scene.anchor.certificate.as_str(), &foreign.certificate].concat();
+        scene.mounts.swap("trust-roots", &[("ca-bundle.crt", &both)]);
+        eventually("the third issuer signs, and both anchors are told", async || {
+            let answer = scene.certify(scene.good().await).await.ok()?;
+            (answer.intermediate_certificates[0] != before && answer.trust_anchors.len() == 2).then_some(())
+        })
+        .await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_issuer_that_expires_signs_nothing_more_and_says_so_until_it_is_replaced() {
+    let scene = Scene::new().await;
+    let short = trust::create_issuer("short", Duration::from_secs(5), &scene.anchor).unwrap();
+    scene
+        .mounts
+        .swap("issuer", &[("crt.pem", &short.certificate), ("key.pem", &short.key)]);
+    // A new connection would find an expired certificate, because the service's own is signed by this issuer too.
+    let channel = scene.connect().await.unwrap();
+    let status = eventually("the issuer has expired", async || {
+        Scene::certify_over(channel.clone(), scene.good().await).await.err()
+    })
+    .await;
+    assert_eq!(status.code(), Code::Unknown, "{status:?}");
+    assert!(status.message().contains("xpired"), "{status:?}");
+    let event = scene.event("linkerd", "IssuerValidationFailed").await;
+    assert_eq!(event.type_.as_deref(), Some("Warning"));
+    let ttl = scene.admin("/metrics").await.1;
+    let ttl = ttl
+        .lines()
+        .find_map(|line| line.strip_prefix("issuer_cert_ttl_seconds "))
+        .unwrap();
+    assert!(ttl.parse::<f64>().unwrap() <= 0.0, "{ttl}");
+
+    let issuer = trust::create_issuer("issuer", trust::ISSUER_LIFETIME, &scene.anchor).unwrap();
+    scene
+        .mounts
+        .swap("issuer", &[("crt.pem", &issuer.certificate), ("key.pem", &issuer.key)]);
+    eventually("the new issuer signs", async || {
+        scene.certify(scene.good().await).await.ok()
+    })
+    .await;
+}
+
+/// The certificate of who signs now.
+async fn issuer_of(scene: &Scene) -> Vec<u8> {
+    let answer = scene.certify(scene.good().await).await.unwrap();
+    answer.intermediate_certificates[0].clone()
+}

@@ -1,0 +1,133 @@
+//! Who gets a certificate, and who hears of it.
+
+use rcgen::KeyPair;
+use tonic::Code;
+use tulle_tests::cluster::ApiServer;
+
+use super::scene::{AUDIENCE, Scene, Service, WEB, csr, dns};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_service_account_gets_a_certificate_for_its_token_and_its_readers_are_told() {
+    let scene = Scene::new().await;
+    let answer = scene.certify(scene.good().await).await.unwrap();
+    assert_eq!(answer.trust_anchors.len(), 1);
+    assert_eq!(answer.intermediate_certificates.len(), 1);
+    let event = scene.event("shop", "IssuedLeafCertificate").await;
+    let regarding = event.regarding.unwrap();
+    assert_eq!(regarding.kind.as_deref(), Some("ServiceAccount"));
+    assert_eq!(regarding.name.as_deref(), Some("web"));
+    let account = scene.api.kubectl(&[
+        "get",
+        "serviceaccount",
+        "web",
+        "-n",
+        "shop",
+        "-o",
+        "jsonpath={.metadata.uid}",
+    ]);
+    assert_eq!(regarding.uid, Some(account.await.unwrap()));
+    assert_eq!(event.type_.as_deref(), Some("Normal"));
+    assert_eq!(event.reporting_controller.as_deref(), Some("linkerd-identity"));
+    let note = event.note.unwrap();
+    let hash = openssl_sha256(&answer.leaf_certificate).await;
+    assert!(
+        note.contains(WEB) && note.contains(&hash) && note.contains("until 20"),
+        "{note}"
+    );
+    let described = scene
+        .api
+        .kubectl(&["describe", "serviceaccount", "web", "-n", "shop"])
+        .await
+        .unwrap();
+    assert!(described.contains("IssuedLeafCertificate"), "{described}");
+}
+
+/// Pods without a projected token have one for the API server.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_token_for_the_api_server_is_taken_as_well_and_one_for_somebody_else_is_not() {
+    let scene = Scene::new().await;
+    let mut req = scene.good().await;
+    req.token = scene.api.token("shop", "web", &[]).await.unwrap().into_bytes();
+    scene.certify(req.clone()).await.unwrap();
+    req.token = scene.api.token("shop", "web", &["vault"]).await.unwrap().into_bytes();
+    scene
+        .refused(req.clone(), Code::InvalidArgument, "token audiences")
+        .await;
+    req.token = scene
+        .api
+        .token("shop", "web", &["vault", AUDIENCE])
+        .await
+        .unwrap()
+        .into_bytes();
+    scene.certify(req).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_the_right_to_review_tokens_the_service_does_not_start_and_names_the_rule() {
+    let scene = Scene::new().await;
+    let stranger = scene.api.kubeconfig_of("shop", "stranger").await.unwrap();
+    let error = format!("{:#}", Service::start(&scene.mounts, &stranger).await.err().unwrap());
+    assert!(error.contains("may not review tokens"), "{error}");
+    assert!(
+        error.contains("apiGroups: [authentication.k8s.io], resources: [tokenreviews], verbs: [create]"),
+        "{error}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_an_api_server_requests_fail_and_the_service_lives() {
+    let scene = Scene::new().await;
+    let req = scene.good().await;
+    let Scene { api, .. } = &scene;
+    let other = ApiServer::start().await.unwrap();
+    // A token of another cluster: reviewed, and refused.
+    other.create_namespace("shop").await.unwrap();
+    let foreign = other.token("shop", "web", &[AUDIENCE]).await.unwrap().into_bytes();
+    scene
+        .refused(
+            tulle_proto::identity::CertifyRequest {
+                token: foreign,
+                ..req.clone()
+            },
+            Code::InvalidArgument,
+            "invalid bearer token",
+        )
+        .await;
+    api.kubectl(&["delete", "clusterrolebinding", "identity"])
+        .await
+        .unwrap();
+    tulle_tests::eventually::eventually("reviews are forbidden", async || {
+        let status = scene.certify(req.clone()).await.err()?;
+        (status.code() == Code::Internal && status.message().contains("forbidden")).then_some(())
+    })
+    .await;
+    assert_eq!(scene.admin("/ready").await.0, 200);
+    let key = KeyPair::generate().unwrap();
+    let mut two = req.clone();
+    two.certificate_signing_request = csr(&[dns(WEB), dns("b.c")], &key);
+    let status = scene.certify(two).await.unwrap_err();
+    assert_eq!(
+        status.code(),
+        Code::FailedPrecondition,
+        "what needs no review is judged as before: {status}"
+    );
+}
+
+async fn openssl_sha256(bytes: &[u8]) -> String {
+    use std::process::Stdio;
+    use tokio::io::AsyncWriteExt as _;
+    let mut child = tokio::process::Command::new("openssl")
+        .args(["dgst", "-sha256", "-r"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(bytes).await.unwrap();
+    let said = child.wait_with_output().await.unwrap();
+    String::from_utf8(said.stdout)
+        .unwrap()
+        .split(' ')
+        .next()
+        .unwrap()
+        .to_owned()
+}

@@ -1,0 +1,351 @@
+//! What an API server holds becomes what proxies are told, as it changes.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+use tonic::{Status, Streaming};
+use tulle_control::cluster::Cluster;
+use tulle_control::source::kubernetes::kinds::{Drives, Needs};
+use tulle_control::source::kubernetes::{self, SourceError};
+use tulle_control::{destination, kubernetes as client};
+use tulle_core::drain;
+use tulle_core::metrics::Registry;
+use tulle_proto::destination::destination_client::DestinationClient;
+use tulle_proto::destination::{DestinationProfile, GetDestination, Update, update};
+use tulle_tests::cluster::ApiServer;
+use tulle_tests::eventually::eventually;
+
+/// Destination on an API server, asked in this process.
+struct Mesh {
+    api: ApiServer,
+    cluster: Cluster,
+    registry: Registry,
+    drain: drain::Watch,
+    source: JoinHandle<Result<(), SourceError>>,
+    _signal: drain::Signal,
+}
+
+impl Drop for Mesh {
+    fn drop(&mut self) {
+        self.source.abort();
+    }
+}
+
+/// Starts an API server with namespace `shop` and these objects in it, and waits until all is known.
+async fn mesh(objects: &[Value]) -> Mesh {
+    let api = ApiServer::start().await.unwrap();
+    api.create_namespace("shop").await.unwrap();
+    for object in objects {
+        apply(&api, object).await;
+    }
+    let registry = Registry::new();
+    let (signal, drain) = drain::channel();
+    let cluster = Cluster::new(tulle_control::cluster::Config::default(), &registry);
+    let access = client::Config {
+        kubeconfig: Some(api.kubeconfig()),
+        ..client::Config::default()
+    };
+    let config = kubernetes::Config {
+        needs: Needs {
+            destination: true,
+            policy: false,
+            drives: Drives::Slices,
+        },
+        namespace: "linkerd".to_owned(),
+        addr: ":8086".to_owned(),
+    };
+    let client = client::client(&access, &registry).await.unwrap();
+    let source = kubernetes::run(client, config, cluster.writer(), registry.clone(), drain.clone());
+    let source = tokio::spawn(source);
+    soon(cluster.synced()).await;
+    Mesh {
+        api,
+        cluster,
+        registry,
+        drain,
+        source,
+        _signal: signal,
+    }
+}
+
+async fn soon<T>(future: impl Future<Output = T>) -> T {
+    timeout(Duration::from_secs(60), future)
+        .await
+        .expect("it took a minute")
+}
+
+/// Applies an object; its status is what a node would write.
+async fn apply(api: &ApiServer, object: &Value) {
+    let path = api.dir().join("object.json");
+    std::fs::write(&path, object.to_string()).unwrap();
+    let path = path.to_str().unwrap();
+    api.kubectl(&["apply", "-f", path]).await.unwrap();
+    if object.get("status").is_some() {
+        api.kubectl(&[
+            "apply",
+            "--subresource=status",
+            "--server-side",
+            "--force-conflicts",
+            "-f",
+            path,
+        ])
+        .await
+        .unwrap();
+    }
+}
+
+impl Mesh {
+    fn destination(&self) -> DestinationClient<tulle_control::grpc::Service<destination::server::Service>> {
+        let config = destination::Config::default();
+        DestinationClient::new(destination::server(self.cluster.clone(), config, self.drain.clone()))
+    }
+
+    async fn get(&self, path: &str) -> Result<Streaming<Update>, Status> {
+        soon(self.destination().get(target(path)))
+            .await
+            .map(tonic::Response::into_inner)
+    }
+
+    async fn profile(&self, path: &str) -> Streaming<DestinationProfile> {
+        soon(self.destination().get_profile(target(path)))
+            .await
+            .unwrap()
+            .into_inner()
+    }
+
+    fn metric(&self, line: &str) -> bool {
+        self.registry.render().lines().any(|other| other == line)
+    }
+}
+
+fn target(path: &str) -> GetDestination {
+    GetDestination {
+        scheme: String::new(),
+        path: path.to_owned(),
+        context_token: r#"{"ns":"shop","nodeName":"node-a","pod":"client"}"#.to_owned(),
+    }
+}
+
+async fn next<T>(stream: &mut Streaming<T>) -> T {
+    soon(stream.message()).await.unwrap().expect("the stream has ended")
+}
+
+/// An update in short: `+` and addresses, `-` and addresses, or whether the service exists.
+fn short(update: Update) -> String {
+    let socket = |addr| std::net::SocketAddr::try_from(addr).unwrap().to_string();
+    match update.update.unwrap() {
+        update::Update::Add(set) => {
+            let addrs = set.addrs.into_iter().map(|weighted| socket(weighted.addr.unwrap()));
+            format!("+{}", addrs.collect::<Vec<_>>().join(","))
+        }
+        update::Update::Remove(set) => {
+            let addrs: Vec<_> = set.addrs.into_iter().map(socket).collect();
+            format!("-{}", addrs.join(","))
+        }
+        update::Update::NoEndpoints(none) => none.exists.to_string(),
+    }
+}
+
+fn service() -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Service", "metadata": {"name": "web", "namespace": "shop"},
+        "spec": {"clusterIP": "10.247.0.100", "ports": [{"name": "http", "port": 80}]},
+    })
+}
+
+fn slice(addresses: &[&str]) -> Value {
+    let endpoint = |ip: &&str| {
+        json!({
+            "addresses": [ip], "zone": "a", "nodeName": "node-a",
+            "targetRef": {"kind": "Pod", "namespace": "shop", "name": pod_name(ip)},
+        })
+    };
+    json!({
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
+        "metadata": {"name": "web-1", "namespace": "shop", "labels": {"kubernetes.io/service-name": "web"}},
+        "addressType": "IPv4", "ports": [{"name": "http", "port": 8080}],
+        "endpoints": addresses.iter().map(endpoint).collect::<Vec<_>>(),
+    })
+}
+
+fn pod_name(ip: &str) -> String {
+    format!("web-{}", ip.replace('.', "-"))
+}
+
+fn pod(ip: &str) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": {
+            "name": pod_name(ip), "namespace": "shop", "labels": {"app": "web"},
+            "ownerReferences": [{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "web-5d", "uid": "u"}],
+        },
+        "spec": {"nodeName": "node-a", "containers": [{"name": "web", "image": "web", "ports": [{"containerPort": 8080}]}]},
+        "status": {"phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}], "hostIP": "192.168.0.1", "hostIPs": [{"ip": "192.168.0.1"}]},
+    })
+}
+
+fn replica_set() -> Value {
+    let template =
+        json!({"metadata": {"labels": {"app": "web"}}, "spec": {"containers": [{"name": "web", "image": "web"}]}});
+    json!({
+        "apiVersion": "apps/v1", "kind": "ReplicaSet",
+        "metadata": {
+            "name": "web-5d", "namespace": "shop",
+            "ownerReferences": [{"apiVersion": "apps/v1", "kind": "Deployment", "name": "web", "uid": "v"}],
+        },
+        "spec": {"replicas": 0, "selector": {"matchLabels": {"app": "web"}}, "template": template},
+    })
+}
+
+fn node() -> Value {
+    json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node-a", "labels": {"topology.kubernetes.io/zone": "a"}}})
+}
+
+const WEB: &str = "web.shop.svc.cluster.local:80";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn slices_of_an_api_server_are_endpoints_and_followed() {
+    let mesh = mesh(&[
+        node(),
+        replica_set(),
+        pod("10.1.0.1"),
+        pod("10.1.0.2"),
+        service(),
+        slice(&["10.1.0.1"]),
+    ])
+    .await;
+    let mut stream = mesh.get(WEB).await.unwrap();
+    let first = next(&mut stream).await;
+    let Some(update::Update::Add(set)) = &first.update else {
+        panic!("no addition: {first:?}")
+    };
+    let labels = &set.addrs[0].metric_labels;
+    let labels = ["pod", "deployment", "zone", "zone_locality"].map(|key| labels.get(key).map(String::as_str));
+    assert_eq!(labels, [Some("web-10-1-0-1"), Some("web"), Some("a"), Some("local")]);
+    assert_eq!(short(first), "+10.1.0.1:8080");
+
+    apply(&mesh.api, &slice(&["10.1.0.2"])).await;
+    assert_eq!(short(next(&mut stream).await), "+10.1.0.2:8080");
+    assert_eq!(short(next(&mut stream).await), "-10.1.0.1:8080");
+    mesh.api
+        .kubectl(&["delete", "endpointslice", "-n", "shop", "web-1"])
+        .await
+        .unwrap();
+    assert_eq!(short(next(&mut stream).await), "-10.1.0.2:8080");
+    assert_eq!(short(next(&mut stream).await), "true");
+    mesh.api
+        .kubectl(&["delete", "service", "-n", "shop", "web"])
+        .await
+        .unwrap();
+    assert_eq!(short(next(&mut stream).await), "false");
+    assert_eq!(mesh.get(WEB).await.unwrap_err().message(), "Service web.shop not found");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pod_is_known_by_its_address_from_its_start_to_its_deletion() {
+    let mesh = mesh(&[]).await;
+    let mut stream = mesh.profile("10.1.0.1:8080").await;
+    let pod_of = |profile: DestinationProfile| profile.endpoint.unwrap().metric_labels.remove("pod");
+    assert_eq!(pod_of(next(&mut stream).await), None);
+    apply(&mesh.api, &pod("10.1.0.1")).await;
+    assert_eq!(pod_of(next(&mut stream).await).as_deref(), Some("web-10-1-0-1"));
+    let delete = [
+        "delete",
+        "pod",
+        "-n",
+        "shop",
+        "web-10-1-0-1",
+        "--force",
+        "--grace-period=0",
+    ];
+    mesh.api.kubectl(&delete).await.unwrap();
+    assert_eq!(pod_of(next(&mut stream).await), None);
+}
+
+fn server_definition() -> Value {
+    json!({
+        "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
+        "metadata": {"name": "servers.policy.linkerd.io"},
+        "spec": {
+            "group": "policy.linkerd.io", "scope": "Namespaced",
+            "names": {"plural": "servers", "singular": "server", "kind": "Server"},
+            "versions": [{
+                "name": "v1beta3", "served": true, "storage": true,
+                "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": true}},
+            }],
+        },
+    })
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn kinds_that_are_installed_later_are_picked_up_and_given_up_with_their_definition() {
+    let mut meshed = pod("10.1.0.1");
+    meshed["metadata"]["labels"]["linkerd.io/control-plane-ns"] = "linkerd".into();
+    let env = ["ADMIN:4191", "CONTROL:4190", "INBOUND:4143"].map(|entry| {
+        let (name, port) = entry.split_once(':').unwrap();
+        json!({"name": format!("LINKERD2_PROXY_{name}_LISTEN_ADDR"), "value": format!("0.0.0.0:{port}")})
+    });
+    meshed["spec"]["containers"] = json!([{"name": "linkerd-proxy", "image": "proxy", "env": env}]);
+    let mesh = mesh(&[meshed]).await;
+    let mut stream = mesh.profile("10.1.0.1:8080").await;
+    assert!(!next(&mut stream).await.opaque_protocol);
+
+    apply(&mesh.api, &server_definition()).await;
+    let established = ["wait", "--for=condition=established", "crd/servers.policy.linkerd.io"];
+    mesh.api.kubectl(&established).await.unwrap();
+    let server = json!({
+        "apiVersion": "policy.linkerd.io/v1beta3", "kind": "Server",
+        "metadata": {"name": "web", "namespace": "shop"},
+        "spec": {"podSelector": {}, "port": 8080, "proxyProtocol": "opaque"},
+    });
+    apply(&mesh.api, &server).await;
+    assert!(next(&mut stream).await.opaque_protocol);
+    assert!(mesh.metric(r#"server_cache_size{cluster="local"} 1"#));
+
+    // What cannot be understood is left out, and what can be is not.
+    let mut bad = server.clone();
+    bad["metadata"]["name"] = "bad".into();
+    bad["spec"]["port"] = json!([]);
+    apply(&mesh.api, &bad).await;
+    mesh.api
+        .kubectl(&["delete", "crd", "servers.policy.linkerd.io"])
+        .await
+        .unwrap();
+    assert!(!next(&mut stream).await.opaque_protocol);
+    eventually("an empty cache", async || {
+        mesh.metric(r#"server_cache_size{cluster="local"} 0"#).then_some(())
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_metadata_of_secrets_in_our_own_namespace_is_asked_for() {
+    let secret = |namespace: &str| {
+        json!({
+            "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s", "namespace": namespace},
+            "stringData": {"key": "value"},
+        })
+    };
+    let mesh = mesh(&[secret("shop")]).await;
+    mesh.api.create_namespace("linkerd").await.unwrap();
+    apply(&mesh.api, &secret("linkerd")).await;
+    eventually("one secret", async || {
+        mesh.metric(r#"secret_cache_size{cluster="local"} 1"#).then_some(())
+    })
+    .await;
+    let page = mesh.registry.render();
+    let counted = |line: &str| {
+        page.lines()
+            .any(|other| other.starts_with(line) && !other.ends_with(" 0"))
+    };
+    for line in [
+        r#"http_client_requests_total{client="k8s",code="200",method="get"}"#,
+        r#"http_client_requests_total{client="l5dCrd",code="404",method="get"}"#,
+        r#"http_client_request_latency_seconds_count{client="k8s"}"#,
+        r#"endpointslices_cache_size{cluster="local"}"#,
+    ] {
+        assert!(counted(line), "{line} is not in\n{page}");
+    }
+}

@@ -1,0 +1,499 @@
+//! Webhooks as an API server calls them: verdicts about objects, and certificates that mend themselves.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::ByteString;
+use k8s_openapi::api::core::v1::Secret;
+use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
+use kube::core::{ApiResource, DynamicObject, GroupVersionKind};
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::task::{JoinHandle, JoinSet};
+use tulle_control::admission::{PolicyValidator, ProfileValidator};
+use tulle_control::webhook::creds::Creds;
+use tulle_control::webhook::keeper::{Config, Keeper};
+use tulle_control::webhook::metrics::HttpMetrics;
+use tulle_control::webhook::rotation::Times;
+use tulle_control::webhook::{Handler, Server};
+use tulle_core::drain;
+use tulle_core::metrics::Registry;
+use tulle_core::ready::Readiness;
+use tulle_tests::cluster::ApiServer;
+use tulle_tests::eventually::eventually;
+
+const POLICIES: &str = "linkerd-policy-validator-webhook-config";
+const PROFILES: &str = "linkerd-sp-validator-webhook-config";
+const SECRET: &str = "linkerd-policy-validator-k8s-tls";
+
+/// An API server that asks our webhooks.
+struct Asked {
+    server: ApiServer,
+    signal: Option<drain::Signal>,
+    drain: drain::Watch,
+    registry: Registry,
+    tasks: JoinSet<()>,
+    readiness: Readiness,
+}
+
+impl Asked {
+    async fn start(times: Times) -> Self {
+        let server = ApiServer::start().await.unwrap();
+        for namespace in ["linkerd", "shop"] {
+            server.create_namespace(namespace).await.unwrap();
+        }
+        for (group, kind, plural, versions) in KINDS {
+            define(&server, group, kind, plural, versions).await;
+        }
+        let (signal, drain) = drain::channel();
+        let mut asked = Self {
+            server,
+            signal: Some(signal),
+            drain,
+            registry: Registry::new(),
+            tasks: JoinSet::new(),
+            readiness: Readiness::new(),
+        };
+        let at = Config {
+            server_name: "localhost".to_owned(),
+            times,
+            ..Config::policy_validator("linkerd".to_owned())
+        };
+        let port = asked.serve(PolicyValidator, at).await;
+        let groups = ["policy.linkerd.io", "gateway.networking.k8s.io"];
+        asked.register(POLICIES, &groups, port).await;
+        let at = Config {
+            server_name: "localhost".to_owned(),
+            times,
+            ..Config::sp_validator("linkerd".to_owned())
+        };
+        let port = asked.serve(ProfileValidator, at).await;
+        asked.register(PROFILES, &["linkerd.io"], port).await;
+        eventually("certificates", async || asked.readiness.is_ready().then_some(())).await;
+        // The API server reads configurations from its own cache; until it has them, it asks nobody.
+        for (api_version, kind) in [
+            ("policy.linkerd.io/v1beta3", "Server"),
+            ("linkerd.io/v1alpha2", "ServiceProfile"),
+        ] {
+            let bad = object(api_version, kind, json!({"name": "probe"}), json!({"nonsense": 1}));
+            eventually("a first verdict", async || {
+                let refused = asked.create(&bad).await.err();
+                if refused.is_none() {
+                    asked.delete(&bad).await;
+                }
+                refused
+            })
+            .await;
+        }
+        asked
+    }
+
+    async fn serve(&mut self, handler: impl Handler, config: Config) -> u16 {
+        let creds = Arc::new(Creds::new());
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let webhook = Server::new(config.service, creds.clone(), handler, HttpMetrics::new(&self.registry));
+        self.tasks.spawn(webhook.serve(listener, self.drain.clone()));
+        let latch = self.readiness.latch(config.service);
+        let keeper = Keeper::new(self.server.client(), config, creds);
+        self.tasks.spawn(keeper.run(latch, self.drain.clone()));
+        port
+    }
+
+    /// A configuration as a chart writes it: without a bundle.
+    async fn register(&self, name: &str, groups: &[&str], port: u16) {
+        let rules: Vec<_> = groups
+            .iter()
+            .map(|group| {
+                json!({"operations": ["CREATE", "UPDATE"], "apiGroups": [group], "apiVersions": ["*"], "resources": ["*"]})
+            })
+            .collect();
+        let configuration = json!({
+            "apiVersion": "admissionregistration.k8s.io/v1",
+            "kind": "ValidatingWebhookConfiguration",
+            "metadata": {"name": name},
+            "webhooks": [{
+                "name": name.replace("-webhook-config", ".linkerd.io"),
+                "clientConfig": {"url": format!("https://localhost:{port}/")},
+                "failurePolicy": "Fail",
+                "admissionReviewVersions": ["v1", "v1beta1"],
+                "sideEffects": "None",
+                "rules": rules,
+            }],
+        });
+        let configuration = serde_json::from_value(configuration).unwrap();
+        self.configurations()
+            .create(&PostParams::default(), &configuration)
+            .await
+            .unwrap();
+    }
+
+    fn configurations(&self) -> Api<DynamicObject> {
+        let kind = GroupVersionKind::gvk("admissionregistration.k8s.io", "v1", "ValidatingWebhookConfiguration");
+        Api::all_with(self.server.client(), &ApiResource::from_gvk(&kind))
+    }
+
+    fn secrets(&self) -> Api<Secret> {
+        Api::namespaced(self.server.client(), "linkerd")
+    }
+
+    fn api(&self, object: &DynamicObject) -> Api<DynamicObject> {
+        let types = object.types.as_ref().unwrap();
+        let (group, version) = types.api_version.split_once('/').unwrap();
+        let plural = KINDS
+            .iter()
+            .find(|(in_group, kind, ..)| (*in_group, *kind) == (group, &types.kind))
+            .unwrap()
+            .2;
+        let kind = GroupVersionKind::gvk(group, version, &types.kind);
+        Api::namespaced_with(
+            self.server.client(),
+            "shop",
+            &ApiResource::from_gvk_with_plural(&kind, plural),
+        )
+    }
+
+    /// The reason why the API server refuses the object, if it does.
+    async fn create(&self, object: &DynamicObject) -> Result<(), String> {
+        match self.api(object).create(&PostParams::default(), object).await {
+            Ok(_) => Ok(()),
+            Err(kube::Error::Api(status)) => Err(status.message),
+            Err(err) => panic!("{err}"),
+        }
+    }
+
+    async fn delete(&self, object: &DynamicObject) {
+        let name = object.metadata.name.as_deref().unwrap();
+        self.api(object).delete(name, &DeleteParams::default()).await.unwrap();
+    }
+
+    async fn data(&self, key: &str) -> Option<String> {
+        let secret = self.secrets().get_opt(SECRET).await.unwrap()?;
+        let bytes = secret.data?.remove(key)?;
+        Some(String::from_utf8(bytes.0).unwrap())
+    }
+
+    async fn bundle(&self) -> Value {
+        let configuration = self.configurations().get(POLICIES).await.unwrap();
+        configuration
+            .data
+            .pointer("/webhooks/0/clientConfig/caBundle")
+            .cloned()
+            .unwrap_or_default()
+    }
+
+    async fn end(mut self) {
+        self.signal.take().unwrap().drain().await;
+        self.tasks.join_all().await;
+    }
+}
+
+const KINDS: &[(&str, &str, &str, &[&str])] = &[
+    ("policy.linkerd.io", "Server", "servers", &["v1beta3"]),
+    ("policy.linkerd.io", "HTTPRoute", "httproutes", &["v1beta3"]),
+    ("policy.linkerd.io", "EgressNetwork", "egressnetworks", &["v1alpha1"]),
+    ("policy.linkerd.io", "Other", "others", &["v1"]),
+    ("gateway.networking.k8s.io", "HTTPRoute", "httproutes", &["v1"]),
+    ("gateway.networking.k8s.io", "TCPRoute", "tcproutes", &["v1alpha2"]),
+    ("linkerd.io", "ServiceProfile", "serviceprofiles", &["v1alpha2"]),
+];
+
+/// Defines a kind without a schema, so that what is refused is refused by us.
+async fn define(server: &ApiServer, group: &str, kind: &str, plural: &str, versions: &[&str]) {
+    let schema = json!({"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": true}});
+    let versions: Vec<_> = versions
+        .iter()
+        .map(|name| json!({"name": name, "served": true, "storage": true, "schema": schema}))
+        .collect();
+    let mut definition = json!({
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": format!("{plural}.{group}")},
+        "spec": {
+            "group": group,
+            "names": {"kind": kind, "plural": plural},
+            "scope": "Namespaced",
+            "versions": versions,
+        },
+    });
+    if group.ends_with("k8s.io") {
+        definition["metadata"]["annotations"] = json!({"api-approved.kubernetes.io": "unapproved, a test"});
+    }
+    let definitions = GroupVersionKind::gvk("apiextensions.k8s.io", "v1", "CustomResourceDefinition");
+    let definitions = Api::<DynamicObject>::all_with(server.client(), &ApiResource::from_gvk(&definitions));
+    let definition = serde_json::from_value(definition).unwrap();
+    definitions.create(&PostParams::default(), &definition).await.unwrap();
+    let name = format!("{plural}.{group}");
+    eventually("a kind that is served", async || {
+        let found = definitions.get(&name).await.unwrap();
+        let conditions = found.data.pointer("/status/conditions").cloned().unwrap_or_default();
+        let is_established = |condition: &Value| condition["type"] == "Established" && condition["status"] == "True";
+        conditions
+            .as_array()
+            .is_some_and(|all| all.iter().any(is_established))
+            .then_some(())
+    })
+    .await;
+}
+
+fn object(api_version: &str, kind: &str, metadata: Value, spec: Value) -> DynamicObject {
+    let mut object = json!({"apiVersion": api_version, "kind": kind, "metadata": metadata, "spec": spec});
+    object["metadata"]["namespace"] = json!("shop");
+    serde_json::from_value(object).unwrap()
+}
+
+fn server_named(name: &str) -> DynamicObject {
+    object(
+        "policy.linkerd.io/v1beta3",
+        "Server",
+        json!({"name": name}),
+        json!({"podSelector": {}, "port": 80}),
+    )
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_api_server_stores_what_is_good_and_tells_why_not() {
+    let asked = Asked::start(Times::default()).await;
+    let parent = |kind: &str| json!([{"group": "policy.linkerd.io", "kind": kind, "name": "x"}]);
+    let deep = (0..500).fold(json!({}), |inner, _| json!({"all": [inner]}));
+    let rows: [(&str, &str, Value, Result<(), &str>); 11] = [
+        (
+            "policy.linkerd.io/v1beta3",
+            "Server",
+            json!({"podSelector": {}, "port": 80}),
+            Ok(()),
+        ),
+        (
+            "policy.linkerd.io/v1beta3",
+            "Server",
+            json!({"podSelector": {}, "port": 80, "accessPolicy": "some"}),
+            Err("\"some\" is no default policy"),
+        ),
+        (
+            "policy.linkerd.io/v1alpha1",
+            "EgressNetwork",
+            json!({"trafficPolicy": "Deny", "networks": []}),
+            Err("spec.networks is empty"),
+        ),
+        (
+            "policy.linkerd.io/v1beta3",
+            "HTTPRoute",
+            json!({"parentRefs": parent("EgressNetwork")}),
+            Err("needs a port"),
+        ),
+        (
+            "gateway.networking.k8s.io/v1",
+            "HTTPRoute",
+            json!({"parentRefs": parent("Server")}),
+            Ok(()),
+        ),
+        ("gateway.networking.k8s.io/v1", "HTTPRoute", json!({"rules": 7}), Ok(())),
+        (
+            "gateway.networking.k8s.io/v1alpha2",
+            "TCPRoute",
+            json!({"rules": []}),
+            Err("exactly one is accepted"),
+        ),
+        (
+            "policy.linkerd.io/v1",
+            "Other",
+            json!({}),
+            Err("unsupported resource type: policy.linkerd.io.v1.Other"),
+        ),
+        ("linkerd.io/v1alpha2", "ServiceProfile", json!({"routes": []}), Ok(())),
+        (
+            "linkerd.io/v1alpha2",
+            "ServiceProfile",
+            json!({"routes": [{"name": "a", "condition": {}}]}),
+            Err("condition sets none of"),
+        ),
+        (
+            "linkerd.io/v1alpha2",
+            "ServiceProfile",
+            json!({"routes": [{"name": "a", "condition": deep}]}),
+            Err("recursion limit"),
+        ),
+    ];
+    for (i, (api_version, kind, spec, expected)) in rows.into_iter().enumerate() {
+        let object = object(api_version, kind, json!({"name": format!("row-{i}")}), spec.clone());
+        let found = asked.create(&object).await;
+        match (&found, expected) {
+            (Ok(()), Ok(())) => {}
+            (Err(found), Err(expected)) if found.contains("denied the request") && found.contains(expected) => {}
+            _ => panic!("{kind} {spec}: {found:?}"),
+        }
+    }
+    // Objects that are already there are judged when they change.
+    let patch = json!({"spec": {"proxyProtocol": "HTTP/9"}});
+    let servers = asked.api(&server_named("row-0"));
+    let refused = servers
+        .patch("row-0", &PatchParams::default(), &Patch::Merge(patch))
+        .await
+        .unwrap_err();
+    assert!(refused.to_string().contains("unknown variant `HTTP/9`"), "{refused}");
+    let page = asked.registry.render();
+    assert!(
+        page.contains(r#"http_server_requests_total{code="200",method="post"}"#),
+        "{page}"
+    );
+    asked.end().await;
+}
+
+/// Creates and deletes an object over and over, and counts the reviews that failed.
+fn load(asked: &Arc<Asked>) -> (JoinHandle<(usize, Vec<String>)>, drain::Signal) {
+    let (signal, end) = drain::channel();
+    let asked = asked.clone();
+    let running = tokio::spawn(async move {
+        let (mut n, mut failed) = (0, Vec::new());
+        let object = server_named("load");
+        while !end.is_signaled() {
+            n += 1;
+            match asked.create(&object).await {
+                Ok(()) => asked.delete(&object).await,
+                Err(reason) => failed.push(reason),
+            }
+        }
+        (n, failed)
+    });
+    (running, signal)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_certificate_that_is_deleted_broken_or_replaced_is_mended_while_reviews_go_on() {
+    let asked = Arc::new(Asked::start(Times::default()).await);
+    let (running, signal) = load(&asked);
+    let (certificate, bundle) = (asked.data("tls.crt").await.unwrap(), asked.bundle().await);
+    let secret = asked.secrets().get(SECRET).await.unwrap();
+    assert_eq!(secret.type_.as_deref(), Some("kubernetes.io/tls"));
+    assert_eq!(secret.metadata.owner_references.unwrap()[0].name, POLICIES);
+
+    asked.secrets().delete(SECRET, &DeleteParams::default()).await.unwrap();
+    eventually("the same certificate again", async || {
+        (asked.data("tls.crt").await.as_ref() == Some(&certificate)).then_some(())
+    })
+    .await;
+    let broken = json!({"data": {"tls.crt": ByteString(b"nonsense".to_vec())}});
+    asked
+        .secrets()
+        .patch(SECRET, &PatchParams::default(), &Patch::Merge(broken))
+        .await
+        .unwrap();
+    eventually("the certificate mended", async || {
+        (asked.data("tls.crt").await.as_ref() == Some(&certificate)).then_some(())
+    })
+    .await;
+
+    // Another certificate for the name is taken on: first it is trusted, then it is shown.
+    let key = rcgen::KeyPair::generate().unwrap();
+    let other = rcgen::CertificateParams::new(["localhost".to_owned()])
+        .unwrap()
+        .self_signed(&key)
+        .unwrap();
+    let [pem, key] = [other.pem(), key.serialize_pem()].map(|text| ByteString(text.into_bytes()));
+    let replaced = json!({"data": {"tls.crt": pem, "tls.key": key}});
+    asked
+        .secrets()
+        .patch(SECRET, &PatchParams::default(), &Patch::Merge(replaced))
+        .await
+        .unwrap();
+    eventually("both certificates in the bundle", async || {
+        let listed = asked.data("ca.crt").await?;
+        (listed.contains(other.pem().trim()) && listed.contains(certificate.trim()) && asked.bundle().await != bundle)
+            .then_some(())
+    })
+    .await;
+    signal.drain().await;
+    let (n, failed) = running.await.unwrap();
+    assert!(n > 1 && failed.is_empty(), "{} of {n} failed: {failed:?}", failed.len());
+
+    // A broken bundle fails reviews, until it is written again.
+    let listed = asked.bundle().await;
+    let foreign = json!(ByteString(other.pem().into_bytes()));
+    let name = POLICIES.replace("-webhook-config", ".linkerd.io");
+    let patch = json!({"webhooks": [{"name": name, "clientConfig": {"caBundle": foreign}}]});
+    let params = PatchParams::default();
+    asked
+        .configurations()
+        .patch(POLICIES, &params, &Patch::Strategic(patch))
+        .await
+        .unwrap();
+    eventually("the bundle again", async || {
+        (asked.bundle().await == listed).then_some(())
+    })
+    .await;
+    eventually("reviews again", async || {
+        asked.create(&server_named("after")).await.ok()
+    })
+    .await;
+    Arc::into_inner(asked).unwrap().end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn certificates_are_renewed_before_they_end_and_no_review_fails() {
+    // Short enough that the time for clocks that are behind is most of it: a new one is due at once.
+    let times = Times {
+        lifetime: Duration::from_secs(60),
+        settle: Duration::from_secs(1),
+    };
+    let asked = Arc::new(Asked::start(times).await);
+    let (running, signal) = load(&asked);
+    let mut shown = asked.data("tls.crt").await;
+    for _ in 0..3 {
+        shown = Some(
+            eventually("another certificate", async || {
+                asked.data("tls.crt").await.filter(|now| Some(now) != shown.as_ref())
+            })
+            .await,
+        );
+    }
+    signal.drain().await;
+    let (n, failed) = running.await.unwrap();
+    assert!(n > 1 && failed.is_empty(), "{} of {n} failed: {failed:?}", failed.len());
+    Arc::into_inner(asked).unwrap().end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn replicas_share_a_certificate_and_leave_one_that_is_given_alone() {
+    let mut asked = Asked::start(Times::default()).await;
+    let certificate = asked.data("tls.crt").await.unwrap();
+    let replica = |namespace: &str| Config {
+        server_name: "localhost".to_owned(),
+        ..Config::policy_validator(namespace.to_owned())
+    };
+    asked.serve(PolicyValidator, replica("linkerd")).await;
+    eventually("a second replica", async || asked.readiness.is_ready().then_some(())).await;
+    assert_eq!(asked.data("tls.crt").await, Some(certificate));
+
+    // The configuration goes, and with it whoever calls: the Secret is nobody's to write any more.
+    let version = asked.secrets().get(SECRET).await.unwrap().metadata.resource_version;
+    asked
+        .configurations()
+        .delete(POLICIES, &DeleteParams::default())
+        .await
+        .unwrap();
+    asked.secrets().delete(SECRET, &DeleteParams::default()).await.unwrap();
+    let given = Secret {
+        metadata: kube::api::ObjectMeta {
+            name: Some(SECRET.to_owned()),
+            ..Default::default()
+        },
+        ..Secret::default()
+    };
+    let given = asked.secrets().create(&PostParams::default(), &given).await.unwrap();
+    asked.register(POLICIES, &["policy.linkerd.io"], 1).await;
+    // The other webhook's configuration shows that ours have looked by now.
+    asked
+        .secrets()
+        .delete("linkerd-sp-validator-k8s-tls", &DeleteParams::default())
+        .await
+        .unwrap();
+    eventually("a Secret of ours", async || {
+        asked.secrets().get_opt("linkerd-sp-validator-k8s-tls").await.unwrap()
+    })
+    .await;
+    let now = asked.secrets().get(SECRET).await.unwrap().metadata;
+    assert_eq!(now.resource_version, given.metadata.resource_version);
+    assert_ne!(now.resource_version, version);
+    assert_eq!(asked.bundle().await, Value::Null);
+    asked.end().await;
+}

@@ -1,0 +1,92 @@
+//! Which of several replicas leads.
+
+use k8s_openapi::api::apps::v1::Deployment;
+use kube::api::PostParams;
+use serde_json::json;
+use tokio::time::{Instant, sleep};
+
+use super::*;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_killed_leader_is_replaced_within_thirty_seconds_and_an_ended_one_at_once() {
+    let server = api_server().await;
+    let deployment: Deployment = serde_json::from_value(json!({
+        "metadata": {"name": "linkerd-destination"},
+        "spec": {
+            "selector": {"matchLabels": {"app": "x"}},
+            "template": {"metadata": {"labels": {"app": "x"}}, "spec": {"containers": [{"name": "x", "image": "x"}]}},
+        },
+    }))
+    .unwrap();
+    let deployments = Api::<Deployment>::namespaced(server.client(), "linkerd");
+    let deployment = deployments.create(&PostParams::default(), &deployment).await.unwrap();
+
+    let first = Replica::start(&server.client(), "first");
+    for lease in [ENDPOINT_LEASE, STATUS_LEASE] {
+        leads(&server, lease, "first").await;
+    }
+    let leases = Api::<Lease>::namespaced(server.client(), "linkerd");
+    for lease in [ENDPOINT_LEASE, STATUS_LEASE] {
+        let lease = leases.get(lease).await.unwrap();
+        let owners: Vec<_> = lease.owner_references().iter().map(|owner| &owner.uid).collect();
+        assert_eq!(
+            owners,
+            [deployment.metadata.uid.as_ref().unwrap()],
+            "{}",
+            lease.name_any()
+        );
+    }
+    let lease = leases.get(STATUS_LEASE).await.unwrap();
+    assert_eq!(lease.managed_fields()[0].manager.as_deref(), Some("policy-controller"));
+    assert_eq!(lease.spec.unwrap().lease_duration_seconds, Some(30));
+
+    let second = Replica::start(&server.client(), "second");
+    // Long enough that the second has looked several times.
+    sleep(Duration::from_secs(7)).await;
+    let killed_at = Instant::now();
+    first.kill();
+    for lease in [ENDPOINT_LEASE, STATUS_LEASE] {
+        let taken = async {
+            while holder(&server, lease).await.as_deref() != Some("second") {
+                sleep(Duration::from_millis(20)).await;
+            }
+        };
+        taken.await;
+        let waited = killed_at.elapsed();
+        println!("{lease}: in new hands {waited:?} after the kill");
+        assert!(waited <= Duration::from_secs(30), "{lease}: {waited:?}");
+        let lease = leases.get(lease).await.unwrap();
+        assert_eq!(lease.spec.unwrap().lease_transitions, Some(1));
+    }
+
+    let third = Replica::start(&server.client(), "third");
+    sleep(Duration::from_secs(3)).await;
+    second.end().await;
+    for lease in [ENDPOINT_LEASE, STATUS_LEASE] {
+        leads(&server, lease, "third").await;
+    }
+    third.end().await;
+    assert_eq!(holder(&server, ENDPOINT_LEASE).await, None, "it was given back");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_lease_for_endpoint_slices_is_renewed_every_two_seconds() {
+    let server = api_server().await;
+    let replica = Replica::start(&server.client(), "only");
+    leads(&server, ENDPOINT_LEASE, "only").await;
+    let leases = Api::<Lease>::namespaced(server.client(), "linkerd");
+    let mut renewals = Vec::new();
+    while renewals.len() < 5 {
+        let spec = leases.get(ENDPOINT_LEASE).await.unwrap().spec.unwrap();
+        let renewed_at = spec.renew_time.unwrap().0;
+        if renewals.last() != Some(&renewed_at) {
+            renewals.push(renewed_at);
+        }
+        sleep(Duration::from_millis(50)).await;
+    }
+    for pair in renewals.windows(2) {
+        let apart = pair[1].duration_since(pair[0]).as_secs_f64();
+        assert!((1.9..4.0).contains(&apart), "{renewals:?}");
+    }
+    replica.end().await;
+}

@@ -1,0 +1,128 @@
+//! What the control plane writes into a cluster: leases, EndpointSlices of external workloads, statuses of policies.
+
+mod leases;
+mod slices;
+mod statuses;
+
+use std::time::Duration;
+
+use k8s_openapi::api::coordination::v1::Lease;
+use kube::api::Api;
+use kube::{Client, ResourceExt};
+use serde_json::Value;
+use tokio::task::JoinSet;
+use tulle_control::resources::event::Writer;
+use tulle_control::source::kubernetes::kinds::{Drives, Needs};
+use tulle_control::source::kubernetes::{self, Config};
+use tulle_control::writeback;
+use tulle_core::drain;
+use tulle_core::metrics::Registry;
+use tulle_tests::charts::install_custom_resources;
+use tulle_tests::cluster::ApiServer;
+use tulle_tests::eventually::eventually;
+
+/// One process of the control plane, as far as it writes: the shared watches and the controllers beside them.
+struct Replica {
+    registry: Registry,
+    signal: drain::Signal,
+    tasks: JoinSet<()>,
+}
+
+impl Replica {
+    fn start(client: &Client, name: &str) -> Self {
+        let registry = Registry::new();
+        let (signal, drain) = drain::channel();
+        let config = writeback::Config {
+            controller_namespace: "linkerd".to_owned(),
+            holder: name.to_owned(),
+            deployment: "linkerd-destination".to_owned(),
+            slices: Some(writeback::Slices),
+            statuses: Some(writeback::Statuses {
+                cluster_networks: vec!["10.0.0.0/8".parse().unwrap()],
+                patch_timeout: Duration::from_secs(5),
+            }),
+        };
+        let nobody_else = Writer::new(|_| {});
+        let (writer, controllers) = writeback::attach(client, config, nobody_else, &registry, &drain);
+        let mut tasks = JoinSet::new();
+        for controller in controllers {
+            tasks.spawn(controller.run);
+        }
+        let source = Config {
+            needs: Needs {
+                destination: true,
+                policy: true,
+                drives: Drives::Slices,
+            },
+            namespace: "linkerd".to_owned(),
+            addr: ":8086".to_owned(),
+        };
+        let watching = kubernetes::run(client.clone(), source, writer, registry.clone(), drain);
+        tasks.spawn(async move { watching.await.expect("the watches last as long as the replica") });
+        Self {
+            registry,
+            signal,
+            tasks,
+        }
+    }
+
+    /// Ends as on SIGTERM.
+    async fn end(mut self) {
+        self.signal.drain().await;
+        while let Some(ended) = self.tasks.join_next().await {
+            ended.unwrap();
+        }
+    }
+
+    /// Ends as on SIGKILL.
+    fn kill(mut self) {
+        self.tasks.abort_all();
+    }
+
+    fn metric(&self, series: &str) -> f64 {
+        let page = self.registry.render();
+        let value = page
+            .lines()
+            .find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+        value.map_or(0.0, |value| value.parse().unwrap())
+    }
+}
+
+/// An API server with our custom resources and the namespaces of the tutorial.
+async fn api_server() -> ApiServer {
+    let server = ApiServer::start().await.unwrap();
+    install_custom_resources(&server).await.unwrap();
+    for namespace in ["linkerd", "simple-app"] {
+        server.create_namespace(namespace).await.unwrap();
+    }
+    server
+}
+
+/// Applies a manifest.
+async fn apply(server: &ApiServer, manifest: &Value) {
+    let name = manifest["metadata"]["name"].as_str().expect("manifests have names");
+    let kind = manifest["kind"].as_str().expect("manifests have kinds");
+    let file = server.dir().join(format!("{kind}-{name}.json"));
+    std::fs::write(&file, manifest.to_string()).unwrap();
+    server
+        .kubectl(&["apply", "--server-side", "-f", file.to_str().unwrap()])
+        .await
+        .unwrap();
+}
+
+async fn holder(server: &ApiServer, lease: &str) -> Option<String> {
+    let leases = Api::<Lease>::namespaced(server.client(), "linkerd");
+    let lease = leases.get_opt(lease).await.unwrap()?;
+    lease.spec?.holder_identity.filter(|holder| !holder.is_empty())
+}
+
+async fn leads(server: &ApiServer, lease: &str, replica: &str) {
+    let what = format!("{replica} holds {lease}");
+    eventually(&what, async || {
+        (holder(server, lease).await.as_deref() == Some(replica)).then_some(())
+    })
+    .await;
+}
+
+const ENDPOINT_LEASE: &str = "linkerd-destination-endpoint-write";
+const STATUS_LEASE: &str = "policy-controller-write";

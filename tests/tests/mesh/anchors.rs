@@ -1,0 +1,90 @@
+//! Another trust anchor for a mesh that is in use: nothing restarts and nothing fails.
+
+use std::cell::{Cell, RefCell};
+
+use futures_util::future::join;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tulle_control::trust;
+use tulle_tests::apps;
+use tulle_tests::eventually::eventually;
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, mesh};
+
+/// Proxies know their anchors from a variable, as injected ones do; what comes after that, the control plane tells them.
+#[test]
+fn trust_anchors_are_rotated_by_an_overlapping_bundle_without_a_restart_or_a_failed_connection() {
+    mesh()
+        .flag("--identity-issuance-lifetime=1m")
+        .flag("--identity-clock-skew-allowance=1s")
+        .env("IDENTITY_MIN_REFRESH", "300ms")
+        .env("IDENTITY_MAX_REFRESH", "300ms")
+        .workload("client")
+        .workload("web")
+        .run(async |mesh: &Mesh| {
+            apps::echo(mesh, "web").await;
+            let (failures, n_ok, ended) = (RefCell::new(Vec::new()), Cell::new(0), Cell::new(false));
+            let load = async {
+                while !ended.get() {
+                    match echo(mesh).await {
+                        Ok(()) => n_ok.set(n_ok.get() + 1),
+                        Err(error) => failures.borrow_mut().push(error.to_string()),
+                    }
+                }
+            };
+            let rotation = async {
+                rotate(mesh).await;
+                ended.set(true);
+            };
+            join(load, rotation).await;
+            let failures = failures.into_inner();
+            assert!(
+                failures.is_empty() && n_ok.get() > 0,
+                "{} of {}: {failures:?}",
+                failures.len(),
+                n_ok.get()
+            );
+            assert_eq!(mesh.get("client", mesh.service("web", HTTP), "/").await.status, 200);
+        });
+}
+
+/// Both anchors, then an issuer below the new one, then the new one alone; each when everybody knows what came before.
+async fn rotate(mesh: &Mesh) {
+    let files = mesh.files();
+    let new = trust::create_anchor("new", trust::ANCHOR_LIFETIME).expect("ten years are a lifetime");
+    files
+        .replace_anchors(&[files.anchors.as_str(), &new.certificate].concat())
+        .expect("the temporary directory is ours");
+    everybody_knows(mesh).await;
+    let issuer = trust::create_issuer("new", trust::ISSUER_LIFETIME, &new).expect("the anchor is good");
+    files.replace_issuer(&issuer).expect("the temporary directory is ours");
+    everybody_knows(mesh).await;
+    files
+        .replace_anchors(&new.certificate)
+        .expect("the temporary directory is ours");
+    everybody_knows(mesh).await;
+}
+
+/// Waits until every proxy has asked for a certificate and got it, after the control plane has seen the change.
+///
+/// Of three renewals the first may have begun before the change, and the second before it was read.
+async fn everybody_knows(mesh: &Mesh) {
+    let ok = [r#"result="ok""#];
+    for workload in ["client", "web"] {
+        let before = mesh.metric(workload, REFRESHES, &ok).await;
+        eventually("three renewals", async || {
+            (mesh.metric(workload, REFRESHES, &ok).await >= before + 3.).then_some(())
+        })
+        .await;
+    }
+}
+
+/// One connection from end to end: bytes that nobody looks at, so that each has a handshake of its own between proxies.
+async fn echo(mesh: &Mesh) -> std::io::Result<()> {
+    let mut stream = mesh.dial("client", mesh.service("web", OPAQUE)).await;
+    stream.write_all(b"ping").await?;
+    let mut bytes = [0; 4];
+    stream.read_exact(&mut bytes).await?;
+    assert_eq!(&bytes, b"ping");
+    Ok(())
+}
+
+const REFRESHES: &str = "control_identity_cert_refreshes_total";
