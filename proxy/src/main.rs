@@ -30,7 +30,7 @@ fn main() -> ExitCode {
         }
     };
     for ignored in &config.ignored {
-        tracing::warn!("{ignored} is set, but what it asks for is not supported yet: it has no effect");
+        tracing::info!("{ignored} is set, but what it asks for is not supported yet: it has no effect");
     }
     let surroundings = Surroundings::redirected(Some(log), env::shown(std::env::vars()));
     match App::build(config, surroundings).and_then(App::run) {

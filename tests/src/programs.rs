@@ -1,8 +1,9 @@
-//! Where the programs of a cluster are.
+//! Where programs are: those of a cluster, and our own.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 
 /// The path of a program: from `PATH`, from where `./run setup` puts what it builds, or from where only root looks.
 ///
@@ -23,6 +24,34 @@ pub fn find(program: &str) -> anyhow::Result<PathBuf> {
                 built.display()
             )
         })
+}
+
+/// A binary of this build.
+///
+/// # Errors
+/// When it is not built.
+pub fn built(name: &str) -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe().context("the path of this program")?;
+    // Cargo puts tests into `<profile>/deps`.
+    let profile = own.ancestors().nth(2).context("the directory of the build")?;
+    let path = profile.join(name);
+    ensure!(
+        path.is_file(),
+        "{} is missing; `cargo build --workspace --bins`, with the profile of this test, makes it",
+        path.display()
+    );
+    Ok(path)
+}
+
+/// Puts a binary of this build where the proxy's user can start it: that user may have no right to the directory it was
+/// built in.
+///
+/// # Errors
+/// When it is not built, or cannot be copied.
+pub fn install(name: &str, into: &Path) -> anyhow::Result<PathBuf> {
+    let (from, to) = (built(name)?, into.join(name));
+    fs::hard_link(&from, &to).or_else(|_| fs::copy(&from, &to).map(drop))?;
+    Ok(to)
 }
 
 /// What `./run` keeps between runs.

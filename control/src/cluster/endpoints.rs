@@ -67,8 +67,8 @@ impl View for EndpointsView {
         metrics.endpoints(&key.service, key.port, key.hostname.as_deref())
     }
 
-    fn observe(metrics: &SlotMetrics, value: &Endpoints) {
-        metrics.sized(value.addresses.len(), value.existence == Existence::Present);
+    fn observe(_metrics: &Metrics, slot: &mut SlotMetrics, value: &Endpoints) {
+        slot.sized(value.addresses.len(), value.existence == Existence::Present);
     }
 
     fn share(old: &Endpoints, new: &mut Endpoints) {

@@ -1,13 +1,15 @@
 //! Gauges and counters of objects held and answers asked for.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use tulle_core::metrics::{Counter, Family, Gauge, Labels, Registry};
 
-use crate::cluster::store::Change;
-use crate::resources::Kind;
+use crate::cluster::Follower;
+use crate::cluster::store::{Change, Fact, Store};
 use crate::resources::meta::Name;
+use crate::resources::route::ParentKind;
+use crate::resources::{Kind, Object};
 
 pub(super) struct Metrics {
     registry: Registry,
@@ -22,6 +24,10 @@ pub(super) struct Metrics {
     service_subscribers: Family<Gauge>,
     policy_subscribers: Family<Gauge>,
     policy_updates: Family<Counter>,
+    service_addresses: Arc<Gauge>,
+    services: Arc<Gauge>,
+    routed_services: Family<Gauge>,
+    followed_service_ports: Family<Gauge>,
 }
 
 impl Metrics {
@@ -48,6 +54,20 @@ impl Metrics {
                 "policy_updates",
                 "Changes of policies that streams follow, by direction.",
             ),
+            service_addresses: registry
+                .gauge("outbound_index_service_index_size", "Addresses of Services.")
+                .get(&Labels::new()),
+            services: registry
+                .gauge("outbound_index_service_info_index_size", "Services that are known.")
+                .get(&Labels::new()),
+            routed_services: registry.gauge(
+                "outbound_index_service_route_index_size",
+                "Services that have routes, by their namespace.",
+            ),
+            followed_service_ports: registry.gauge(
+                "outbound_index_service_port_route_index_size",
+                "Policies of Services' ports that streams follow, by the Services' namespace.",
+            ),
             registry: registry.clone(),
         }
     }
@@ -65,6 +85,7 @@ impl Metrics {
             subscribers: self.endpoints_subscribers.get(&labels),
             updates: self.endpoints_updates.get(&labels),
             size: Some((self.endpoints_pods.get(&labels), self.endpoints_exists.get(&labels))),
+            service_port: None,
         }
     }
 
@@ -74,6 +95,7 @@ impl Metrics {
             subscribers: self.workload_subscribers.get(&labels),
             updates: self.workload_updates.get(&labels),
             size: None,
+            service_port: None,
         }
     }
 
@@ -83,6 +105,7 @@ impl Metrics {
             subscribers: self.profile_subscribers.get(&labels),
             updates: self.profile_updates.get(&labels),
             size: None,
+            service_port: None,
         }
     }
 
@@ -91,12 +114,19 @@ impl Metrics {
         self.service_subscribers.get(&labels)
     }
 
+    /// Counts a followed policy of a service's port, until it is dropped.
+    pub(super) fn service_port(&self, namespace: &str) -> Follower {
+        let labels = Labels::new().with("namespace", namespace);
+        Follower::new(self.followed_service_ports.get(&labels))
+    }
+
     pub(super) fn policy(&self, direction: &str) -> SlotMetrics {
         let labels = Labels::new().with("direction", direction);
         SlotMetrics {
             subscribers: self.policy_subscribers.get(&labels),
             updates: self.policy_updates.get(&labels),
             size: None,
+            service_port: None,
         }
     }
 }
@@ -107,6 +137,8 @@ pub(super) struct SlotMetrics {
     updates: Arc<Counter>,
     /// Endpoints, and whether their service exists.
     size: Option<(Arc<Gauge>, Arc<Gauge>)>,
+    /// Counted while the key leads to a port of a service.
+    service_port: Option<Follower>,
 }
 
 impl SlotMetrics {
@@ -122,6 +154,10 @@ impl SlotMetrics {
         self.updates.inc();
     }
 
+    pub(super) fn leads_to(&mut self, service_port: Option<Follower>) {
+        self.service_port = service_port;
+    }
+
     pub(super) fn sized(&self, n_endpoints: usize, exists: bool) {
         if let Some((pods, existence)) = &self.size {
             pods.set(i64::try_from(n_endpoints).unwrap_or(i64::MAX));
@@ -130,11 +166,15 @@ impl SlotMetrics {
     }
 }
 
-/// Counts the objects held, by kind, and policy objects by namespace too.
+/// Counts the objects held, by kind, policy objects by namespace too, and what leads to services.
 #[derive(Default)]
 pub(super) struct Census {
     by_kind: HashMap<Kind, Arc<Gauge>>,
     by_namespace: HashMap<(Kind, Arc<str>), Arc<Gauge>>,
+    /// Addresses of services.
+    addresses: HashSet<Fact>,
+    /// Routes of services.
+    routes: HashMap<Fact, Follower>,
 }
 
 impl Census {
@@ -146,6 +186,34 @@ impl Census {
         }
     }
 
+    /// Looks again at what leads to services.
+    pub(super) fn look(&mut self, metrics: &Metrics, store: &Store, touched: &HashSet<Fact>) {
+        for fact in touched {
+            match fact {
+                Fact::At(_) => {
+                    if store.under(fact).any(|object| matches!(object, Object::Service(_))) {
+                        self.addresses.insert(fact.clone());
+                    } else {
+                        self.addresses.remove(fact);
+                    }
+                }
+                Fact::RoutesOf(ParentKind::Service, service) => {
+                    if store.under(fact).next().is_none() {
+                        self.routes.remove(fact);
+                    } else if !self.routes.contains_key(fact) {
+                        let labels = Labels::new().with("namespace", &service.namespace);
+                        let routed = Follower::new(metrics.routed_services.get(&labels));
+                        self.routes.insert(fact.clone(), routed);
+                    }
+                }
+                _ => {}
+            }
+        }
+        metrics
+            .service_addresses
+            .set(i64::try_from(self.addresses.len()).unwrap_or(i64::MAX));
+    }
+
     fn count(&mut self, metrics: &Metrics, kind: Kind, namespace: &Arc<str>, change: i64) {
         let by_kind = self.by_kind.entry(kind).or_insert_with(|| {
             let name = format!("{}_cache_size", kind.info().metric);
@@ -155,6 +223,9 @@ impl Census {
                 .get(&Labels::new().with("cluster", "local"))
         });
         by_kind.add(change);
+        if kind == Kind::Service {
+            metrics.services.add(change);
+        }
         let Some(index) = policy_index(kind) else { return };
         let by_namespace = self.by_namespace.entry((kind, namespace.clone())).or_insert_with(|| {
             metrics

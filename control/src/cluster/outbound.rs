@@ -62,6 +62,19 @@ impl View for OutboundView {
         metrics.policy("outbound")
     }
 
+    fn observe(metrics: &Metrics, slot: &mut SlotMetrics, value: &Outbound) {
+        let service_port = match value {
+            Outbound::Policy(policy) => match &policy.reference {
+                Reference::Object(object) if object.kind == ParentKind::Service.name() => {
+                    Some(metrics.service_port(&object.namespace))
+                }
+                _ => None,
+            },
+            Outbound::Unknown => None,
+        };
+        slot.leads_to(service_port);
+    }
+
     fn table(state: &mut State) -> &mut Table<Self> {
         &mut state.outbound
     }
@@ -617,7 +630,7 @@ fn accrual(accrual: annotations::FailureAccrual) -> FailureAccrual {
 fn service_reference(name: &Name, port: u16) -> Reference {
     Reference::Object(ObjectRef {
         group: "core",
-        kind: "Service",
+        kind: ParentKind::Service.name(),
         namespace: name.namespace.clone(),
         name: name.name.clone(),
         port: Some(port),

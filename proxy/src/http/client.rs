@@ -16,6 +16,7 @@ use bytes::Bytes;
 use h2::client::SendRequest;
 use http::{Request, Response};
 use parking_lot::Mutex;
+use tokio::time::Instant;
 
 use crate::{
     http::{
@@ -45,6 +46,7 @@ pub(crate) struct Client {
     http2: Mutex<Option<SendRequest<Bytes>>>,
     /// Held while dialling, so that others wait for the same connection.
     dialling: tokio::sync::Mutex<()>,
+    dialled_since: Mutex<Option<Instant>>,
     /// Dials that failed; who waited for one shares its failure.
     failed: AtomicU64,
     params: http2::Params,
@@ -79,70 +81,88 @@ impl Client {
             connect,
             http2: Mutex::new(None),
             dialling: tokio::sync::Mutex::new(()),
+            dialled_since: Mutex::new(None),
             failed: AtomicU64::new(0),
             params,
             pool: Pool::new(pool.idle_timeout, pool.max_idle),
         }
     }
 
-    /// A connection for one request: a warm one where there is one.
+    /// A connection for one request: an open one where there is one.
+    ///
+    /// # Errors
+    /// As [`Client::dial`].
+    pub(crate) async fn ready(&self, protocol: Protocol, reuse: Reuse) -> Result<Ready, Error> {
+        match self.open(protocol, reuse).await {
+            Some(ready) => Ok(ready),
+            // Rare: the first request, or the connection ended.
+            None => Box::pin(self.dial(protocol, reuse)).await,
+        }
+    }
+
+    /// An open connection, if there is one that this request may use.
+    pub(crate) async fn open(&self, protocol: Protocol, reuse: Reuse) -> Option<Ready> {
+        match (protocol, reuse) {
+            (Protocol::Http1, Reuse::OwnConnection) => None,
+            (Protocol::Http1, Reuse::Pooled) => Some(Ready::Http1(self.pool.take()?, Some(self.pool.clone()))),
+            (Protocol::Http2, _) => {
+                let known = self.http2.lock().clone()?;
+                known.ready().await.ok().map(Ready::Http2)
+            }
+        }
+    }
+
+    /// A new connection; one of HTTP/2 is shared by all who ask for it meanwhile.
     ///
     /// # Errors
     /// Dialling or the handshake failed. Nothing of the request has been sent.
-    pub(crate) async fn ready(&self, protocol: Protocol, reuse: Reuse) -> Result<Ready, Error> {
-        match (protocol, reuse) {
-            (Protocol::Http1, Reuse::OwnConnection) => {
-                let io = (self.connect)(Protocol::Http1).await?;
-                Ok(Ready::Http1(h1::Connection::new(io), None))
-            }
-            (Protocol::Http1, Reuse::Pooled) => {
-                let connection = match self.pool.take() {
-                    Some(connection) => connection,
-                    None => h1::Connection::new((self.connect)(Protocol::Http1).await?),
-                };
-                Ok(Ready::Http1(connection, Some(self.pool.clone())))
-            }
-            (Protocol::Http2, _) => self.ready_http2().await.map(Ready::Http2),
+    pub(crate) async fn dial(&self, protocol: Protocol, reuse: Reuse) -> Result<Ready, Error> {
+        if protocol == Protocol::Http2 {
+            return self.dial_http2().await;
+        }
+        let connection = h1::Connection::new((self.connect)(Protocol::Http1).await?);
+        let pool = (reuse == Reuse::Pooled).then(|| self.pool.clone());
+        Ok(Ready::Http1(connection, pool))
+    }
+
+    /// Keeps a connection that nobody has used.
+    pub(crate) fn keep(&self, ready: Ready) {
+        if let Ready::Http1(connection, Some(pool)) = ready {
+            connection.keep(&pool);
         }
     }
 
-    async fn ready_http2(&self) -> Result<SendRequest<Bytes>, Error> {
-        let known = self.http2.lock().clone();
-        if let Some(send) = known
-            && let Ok(send) = send.ready().await
-        {
-            return Ok(send);
-        }
-        // Rare: the first request, or the connection ended.
-        Box::pin(self.dial_http2()).await
+    /// When the dial began that is under way for all who wait for HTTP/2.
+    pub(crate) fn dialled_since(&self) -> Option<Instant> {
+        *self.dialled_since.lock()
     }
 
-    async fn dial_http2(&self) -> Result<SendRequest<Bytes>, Error> {
+    async fn dial_http2(&self) -> Result<Ready, Error> {
         let failed_before = self.failed.load(Ordering::Relaxed);
         let _turn = self.dialling.lock().await;
-        let known = self.http2.lock().clone();
-        if let Some(send) = known
-            && let Ok(send) = send.ready().await
-        {
-            return Ok(send); // somebody else dialled meanwhile
+        if let Some(ready) = self.open(Protocol::Http2, Reuse::Pooled).await {
+            return Ok(ready); // somebody else dialled meanwhile
         }
         if self.failed.load(Ordering::Relaxed) != failed_before {
             return Err(Error::DialFailed { addr: self.addr }); // so did the dial that this request waited for
         }
         *self.http2.lock() = None;
+        *self.dialled_since.lock() = Some(Instant::now());
         let dialled = match (self.connect)(Protocol::Http2).await {
             Ok(io) => http2::connect(io, &self.params).await,
             Err(error) => Err(error),
         };
+        *self.dialled_since.lock() = None;
         let send = dialled.inspect_err(|_| {
             self.failed.fetch_add(1, Ordering::Relaxed);
         })?;
         *self.http2.lock() = Some(send.clone());
-        send.ready().await.map_err(|_| Error::Closed {
+        let ready = send.ready().await.map_err(|_| Error::Closed {
             addr: self.addr,
             reused: false,
             sent: false,
-        })
+        });
+        ready.map(Ready::Http2)
     }
 
     /// Sends a request on a connection of this client.

@@ -154,6 +154,11 @@ impl Connection {
         Self { io, reused: false }
     }
 
+    /// Puts it into the pool unused.
+    pub(super) fn keep(self, pool: &Arc<Pool>) {
+        pool.put(self.io);
+    }
+
     /// Sends a request and reads the response head. The connection goes back to `pool` when the body has ended.
     ///
     /// # Errors

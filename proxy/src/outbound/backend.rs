@@ -220,6 +220,14 @@ impl Backend {
             Self::Fail => Err(Error::NoBackend("it has no dispatcher")),
         }
     }
+
+    /// As [`Backend::pick`], if there is one to be had at once.
+    pub(super) fn pick_now(&self, tried: &[Arc<Endpoint>]) -> Option<Arc<Endpoint>> {
+        match self {
+            Self::Balanced(balanced) => balanced.balancer.pick_now(Instant::now(), tried),
+            Self::Forward(_) | Self::Fail => None,
+        }
+    }
 }
 
 /// What an endpoint is believed to take before it has answered.

@@ -89,13 +89,17 @@ async fn follow(discover: Arc<Discover>, destination: Arc<Destination>) {
     let target = Addr::Socket(destination.orig_dst);
     let mut profile = discover.destinations.profile(&target, decode::profile::profile);
     let timeout = discover.forward.detect_timeout;
-    let mut policy = discover.policies.outbound(&target, move |policy| {
-        decode::outbound::client_policy(policy).unwrap_or_else(|error| {
-            tracing::warn!(%error, "policy of a destination cannot be understood, nothing is sent there");
-            ClientPolicy::invalid(timeout)
+    let ask = || {
+        discover.policies.outbound(&target, move |policy| {
+            decode::outbound::client_policy(policy).unwrap_or_else(|error| {
+                tracing::warn!(%error, "policy of a destination cannot be understood, nothing is sent there");
+                ClientPolicy::invalid(timeout)
+            })
         })
-    });
+    };
+    let mut policy = ask();
     loop {
+        let unknown = matches!(&*policy.borrow(), Watched::Refused(refusal) if unknown_there(refusal));
         if let Some(plan) = plan(&discover, destination.orig_dst, profile.as_ref(), &policy) {
             destination.plan.store(Arc::new(plan));
             destination.known.send_replace(true);
@@ -111,16 +115,32 @@ async fn follow(discover: Arc<Discover>, destination: Arc<Destination>) {
         };
         let policy_changed = async {
             if policy.changed().await.is_err() {
-                std::future::pending::<()>().await; // refused for good; the profile may still change
+                std::future::pending::<()>().await; // refused; the profile may still change
+            }
+        };
+        // What is unknown may be created at any time, or the control plane has only not heard of it yet. Until it answers,
+        // the plan stays.
+        let asked_again = async {
+            match unknown {
+                true => tokio::time::sleep(UNKNOWN_FOR).await,
+                false => std::future::pending().await,
             }
         };
         tokio::select! {
-            () = profile_changed => {}
+            () = profile_changed => {
+                if unknown {
+                    policy = ask();
+                }
+            }
             () = policy_changed => {}
+            () = asked_again => policy = ask(),
             () = unused(&discover, &destination) => return,
         }
     }
 }
+
+/// How long a destination is believed to be unknown to the control plane.
+const UNKNOWN_FOR: Duration = Duration::from_secs(5);
 
 /// The plan that follows from what has been said so far; none while an answer is outstanding.
 fn plan(

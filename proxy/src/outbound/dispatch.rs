@@ -3,7 +3,6 @@
 use http::{HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
 use http_body::Body as _;
 use hyper::upgrade::OnUpgrade;
-use smallvec::SmallVec;
 use std::{sync::Arc, time::Duration};
 use tokio::time::Instant;
 use tulle_core::{drain, metrics::Labels, names::header as names};
@@ -13,18 +12,20 @@ use crate::{
     http::{
         body::Body,
         classify::{self, Ended},
-        client::{Protocol, Ready, Reuse},
+        client::{Protocol, Reuse},
         error::{Error, Retry, grpc},
         headers, orig_proto,
         replay::{self, Kept},
         tunnel,
     },
     metrics::http::Outcome,
-    outbound::{backend::Backend, endpoint::Endpoint, metrics::Families},
+    outbound::{
+        backend::Backend,
+        endpoint::Endpoint,
+        metrics::Families,
+        reach::{MAX_TRIES, Tried},
+    },
 };
-
-/// Endpoints that one request is sent to at most.
-const MAX_TRIES: usize = 3;
 
 /// What a request needs besides itself.
 pub(super) struct Dispatch<'a> {
@@ -38,11 +39,11 @@ pub(super) struct Dispatch<'a> {
 
 /// What a request needs of a connection.
 #[derive(Clone, Copy)]
-struct Needs {
+pub(super) struct Needs {
     version: Version,
     /// HTTP/2 cannot stand for it: it asks for an upgrade, or names no host.
     as_it_is: bool,
-    reuse: Reuse,
+    pub(super) reuse: Reuse,
 }
 
 /// A request that can be sent again.
@@ -72,13 +73,13 @@ impl Dispatch<'_> {
         upgrade: Option<OnUpgrade>,
     ) -> Result<Response<Body>, Error> {
         let started = Instant::now();
-        let mut tried: SmallVec<[Arc<Endpoint>; MAX_TRIES]> = SmallVec::new();
+        let mut tried = Tried::new();
         let needs = Needs::of(&req, upgrade.is_some());
         let (mut endpoint, mut ready) = self.reach(&mut tried, needs).await?;
         let mut copy = if upgrade.is_none() { Copy::of(&mut req) } else { None };
         loop {
             let version = req.version();
-            let protocol = endpoint.protocol(version, needs.as_it_is);
+            let protocol = needs.protocol(&endpoint);
             prepare(&mut req, &endpoint, protocol)?;
             let mut flight = Flight::start(&endpoint, started);
             endpoint.series.request();
@@ -126,48 +127,7 @@ impl Dispatch<'_> {
         }
     }
 
-    /// An endpoint and a connection to it; endpoints that cannot be reached are added to `tried`.
-    async fn reach(
-        &self,
-        tried: &mut SmallVec<[Arc<Endpoint>; MAX_TRIES]>,
-        needs: Needs,
-    ) -> Result<(Arc<Endpoint>, Ready), Error> {
-        loop {
-            let endpoint = self.backend.pick(tried).await?;
-            match self.connect(&endpoint, needs).await {
-                Ok(ready) => return Ok((endpoint, ready)),
-                Err(error) if error.retry() == Retry::NeverSent && self.may_try_another(tried.len()) => {
-                    self.count_resent(error.cause());
-                    tried.push(endpoint);
-                }
-                Err(error) => return Err(error),
-            }
-        }
-    }
-
-    /// A connection to the endpoint; a failure counts against it.
-    async fn connect(&self, endpoint: &Arc<Endpoint>, needs: Needs) -> Result<Ready, Error> {
-        if let Some(required) = self.required
-            && endpoint.identity().is_none_or(|identity| identity.as_str() != required)
-        {
-            return Err(Error::RequireId {
-                required: required.to_owned(),
-                actual: endpoint.identity().cloned(),
-            });
-        }
-        let protocol = endpoint.protocol(needs.version, needs.as_it_is);
-        let ready = endpoint.client(self.worker).ready(protocol, needs.reuse).await;
-        match &ready {
-            Ok(_) => endpoint.breaker().connected(),
-            Err(error) => {
-                tracing::debug!(addr = %endpoint.spec.addr, %error, "endpoint cannot be reached");
-                endpoint.breaker().connect_failed(Instant::now());
-            }
-        }
-        ready
-    }
-
-    fn may_try_another(&self, n_tried: usize) -> bool {
+    pub(super) fn may_try_another(&self, n_tried: usize) -> bool {
         n_tried + 1 < MAX_TRIES && !matches!(self.backend, Backend::Forward(_))
     }
 
@@ -180,7 +140,7 @@ impl Dispatch<'_> {
         safe && copy.is_some() && self.may_try_another(n_tried)
     }
 
-    fn count_resent(&self, cause: &str) {
+    pub(super) fn count_resent(&self, cause: &str) {
         self.families.retries.get(&Labels::new().with("cause", cause)).inc();
     }
 }
@@ -196,6 +156,11 @@ impl Needs {
             as_it_is: upgrade || (anonymous && version <= Version::HTTP_11),
             reuse: if own { Reuse::OwnConnection } else { Reuse::Pooled },
         }
+    }
+
+    /// The version in which the request travels to this endpoint.
+    pub(super) fn protocol(&self, endpoint: &Endpoint) -> Protocol {
+        endpoint.protocol(self.version, self.as_it_is)
     }
 }
 

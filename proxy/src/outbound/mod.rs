@@ -13,6 +13,7 @@ mod http;
 pub(crate) mod metrics;
 mod opaque;
 mod profile;
+mod reach;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use crate::cluster;
+use crate::programs;
 use anyhow::{Context as _, bail};
 use tempfile::TempDir;
 
@@ -65,7 +65,7 @@ impl Helm {
     }
 
     fn command(&self) -> anyhow::Result<Command> {
-        let mut command = Command::new(cluster::find_program("helm")?);
+        let mut command = Command::new(programs::find("helm")?);
         command.current_dir(self.home.path());
         for (variable, dir) in [
             ("HELM_CACHE_HOME", "cache"),

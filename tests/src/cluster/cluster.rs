@@ -1,7 +1,7 @@
 //! A whole cluster: a control plane, nodes in network namespaces, and DNS.
 
 use std::fs::{self, File};
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -217,6 +217,15 @@ impl Cluster {
     /// The nodes, the first with the control plane.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
+    }
+
+    /// Adds a machine that is no node: it reaches nodes, pods and Services, and they reach it.
+    ///
+    /// # Errors
+    /// When its address is taken, or not one beside the nodes.
+    pub fn join(&mut self, name: &str, addr: Ipv4Addr) -> anyhow::Result<Arc<Namespace>> {
+        let lab = self.lab.as_mut().context("the network of a cluster that is running")?;
+        node::machine(lab, name, addr, self.nodes.len())
     }
 
     /// For files of a test; removed with the cluster.

@@ -17,7 +17,6 @@ mod leftovers;
 mod node;
 mod pki;
 
-pub use crate::programs::find as find_program;
 pub use api_server::{ApiServer, Controllers, Options};
 pub use audit::{AuditObject, AuditPolicy, AuditRecord, AuditStatus, AuditUser};
 pub use cluster::{Cluster, ClusterOptions, MOST_NODES, down, inside, load_archive};

@@ -275,6 +275,19 @@ pub(super) fn containers(dir: &Path) -> Vec<PathBuf> {
     entries(dir).flat_map(of_node).collect()
 }
 
+/// A host beside so many nodes, with routes to what runs on them; the first forwards to Services.
+pub(super) fn machine(lab: &mut Lab, name: &str, addr: Ipv4Addr, nodes: usize) -> anyhow::Result<Arc<Namespace>> {
+    let host = lab.add(Host {
+        name,
+        addrs: &[&format!("{addr}/24")],
+        gateways: &[&node_addr(1).to_string()],
+    })?;
+    let nodes = 1..=u8::try_from(nodes)?;
+    let routes = nodes.map(|number| format!("route add {} via {}\n", pod_network(number), node_addr(number)));
+    host.ip(&routes.collect::<String>())?;
+    Ok(host)
+}
+
 /// Where node `number` is.
 pub(super) fn node_addr(number: u8) -> IpAddr {
     IpAddr::from(Ipv4Addr::new(172, 30, 0, number))

@@ -1,9 +1,11 @@
 //! grpc-go's interop client and server.
 
 use tulle_bench::run::process::Process;
+use tulle_tests::hosts::command;
+use tulle_tests::programs::find;
 
 use crate::programs;
-use crate::scene::{GRPC, Scene, command, identity, scene, service};
+use crate::scene::{GRPC, Scene, identity, scene, service};
 
 #[test]
 fn the_interop_client_of_grpc_go_passes_every_plaintext_case() {
@@ -35,7 +37,7 @@ fn the_interop_client_of_grpc_go_passes_every_plaintext_case() {
 }
 
 fn server(scene: &Scene) -> Process {
-    let program = programs::find("grpc-interop-server").unwrap();
+    let program = find("grpc-interop-server").unwrap();
     let mut command = command(&scene.server, &[], &program);
     command.args(["-port", &GRPC.to_string()]);
     let mut server = scene.start("grpc-interop-server", command);

@@ -5,10 +5,12 @@ use std::sync::Arc;
 
 use tulle_bench::run::process::Process;
 use tulle_core::netns::Namespace;
+use tulle_tests::hosts;
+use tulle_tests::programs::find;
 
 use crate::credentials::Leaf;
 use crate::programs::{self, Said};
-use crate::scene::{self, Scene};
+use crate::scene::Scene;
 
 /// One connection of `openssl s_client`.
 #[derive(Clone, Copy)]
@@ -59,7 +61,7 @@ pub(crate) fn server(
     name: &str,
     [named, other]: [&Leaf; 2],
 ) -> Process {
-    let mut command = scene::command(host, &[], &programs::find("openssl").unwrap());
+    let mut command = hosts::command(host, &[], &find("openssl").unwrap());
     command.args(["s_server", "-www", "-accept", &port.to_string(), "-servername", name]);
     command.arg("-cert").arg(&other.certificate).arg("-key").arg(&other.key);
     command

@@ -1,12 +1,12 @@
-//! Other people's programs: where they are, and what they say.
+//! Other people's programs, and what they say.
 
 use std::fmt;
 use std::io::{Read as _, Write as _};
-use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::thread;
 
 use tulle_core::netns::Namespace;
+use tulle_tests::programs::find;
 
 /// What a program said before it ended.
 pub(crate) struct Said {
@@ -21,23 +21,9 @@ impl fmt::Debug for Said {
     }
 }
 
-/// Finds a program on the PATH, or where `./run setup` installs what Debian does not have.
-pub(crate) fn find(program: &str) -> Option<PathBuf> {
-    let cache = std::env::var_os("XDG_CACHE_HOME")
-        .map(PathBuf::from)
-        .or_else(|| Some(Path::new(&std::env::var_os("HOME")?).join(".cache")));
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let debian = ["/usr/sbin", "/sbin"].map(PathBuf::from);
-    std::env::split_paths(&path)
-        .chain(debian)
-        .chain(cache.map(|cache| cache.join("tulle/bin")))
-        .map(|dir| dir.join(program))
-        .find(|path| path.is_file())
-}
-
 /// Runs a program to its end inside a namespace, with `input`; cut off after a time.
 pub(crate) fn run(host: &Namespace, program: &str, args: &[&str], input: &[u8]) -> Said {
-    let program = find(program).unwrap_or_else(|| panic!("{program} is not installed; ./run setup installs it"));
+    let program = find(program).unwrap();
     let mut command: Command = host.command("timeout");
     let mut child = command
         .arg(LIMIT_SECONDS)

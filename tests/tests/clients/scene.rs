@@ -2,10 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, Permissions};
-use std::io::{Read as _, Write as _};
-use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,9 +15,10 @@ use tokio::time::Instant;
 use tulle_bench::run::process::Process;
 use tulle_core::names::port;
 use tulle_core::netns::{self, Lab, Namespace};
+use tulle_tests::hosts::{admin, command};
+use tulle_tests::programs::{self, built};
 
 use crate::credentials::Credentials;
-use crate::programs;
 
 /// The mesh and its hosts; all of it vanishes with the value.
 pub(crate) struct Scene {
@@ -35,8 +35,8 @@ pub(crate) struct Scene {
 /// Builds the scene for a test that needs these programs; `None`, and a loud word, where it cannot be had.
 ///
 /// In CI nothing may be missing.
-pub(crate) fn scene(programs: &[&str]) -> Option<Scene> {
-    let missing: Vec<_> = programs.iter().filter(|name| programs::find(name).is_none()).collect();
+pub(crate) fn scene(needed: &[&str]) -> Option<Scene> {
+    let missing: Vec<_> = needed.iter().filter(|name| programs::find(name).is_err()).collect();
     let reason = match (Uid::effective().is_root(), &missing[..]) {
         (true, []) => return Some(Scene::build()),
         (true, missing) => format!("{missing:?} are not installed; ./run setup installs them"),
@@ -56,7 +56,7 @@ impl Scene {
         let manifests = dir.path().join("manifests");
         fs::create_dir(&manifests).unwrap();
         fs::write(manifests.join("mesh.yaml"), include_str!("mesh.yaml")).unwrap();
-        let proxy = install("tulle-proxy", dir.path());
+        let proxy = programs::install("tulle-proxy", dir.path()).unwrap();
 
         netns::sweep(PREFIX).unwrap();
         let mut lab = Lab::new(PREFIX).unwrap();
@@ -153,7 +153,7 @@ impl Scene {
     }
 
     fn control(&self, host: &Namespace, manifests: &Path) -> Process {
-        let mut command = command(host, &[], &binary("tulle-control"));
+        let mut command = command(host, &[], &built("tulle-control").unwrap());
         command.arg("all-in-one");
         for (flag, path) in [
             ("--manifests", manifests),
@@ -173,7 +173,7 @@ impl Scene {
 
     /// The echo servers of HTTP, behind two policies.
     fn application(&self) -> Process {
-        let mut command = command(&self.server, &[], &binary("tulle-bench"));
+        let mut command = command(&self.server, &[], &built("tulle-bench").unwrap());
         command.arg("serve");
         for port in [HTTP, GUARDED] {
             command.args(["--http", &SocketAddr::from((SERVER, port)).to_string()]);
@@ -227,14 +227,6 @@ impl Scene {
     }
 }
 
-/// A command that starts inside a namespace, with these settings of `setpriv`, and ends with this test, whatever way that
-/// ends.
-pub(crate) fn command(host: &Namespace, settings: &[&str], program: &Path) -> Command {
-    let mut command = host.command("setpriv");
-    command.arg("--pdeathsig=KILL").args(settings).arg(program);
-    command
-}
-
 /// The identity of a service account of the scene.
 pub(crate) fn identity(service_account: &str) -> String {
     tulle_core::identity::service_account(service_account, NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
@@ -245,55 +237,13 @@ pub(crate) fn service(port: u16) -> SocketAddr {
     (SERVICE, port).into()
 }
 
-/// A binary of this build.
-pub(crate) fn binary(name: &str) -> PathBuf {
-    let own = std::env::current_exe().unwrap();
-    let profile = own.ancestors().nth(2).expect("cargo puts tests into <profile>/deps");
-    let path = profile.join(name);
-    assert!(
-        path.is_file(),
-        "{} is missing; `cargo build --workspace --bins`, with the profile of this test, makes it",
-        path.display()
-    );
-    path
-}
-
-/// Puts a binary where the proxy's user can start it: that user may have no right to the directory it was built in.
-pub(crate) fn install(name: &str, into: &Path) -> PathBuf {
-    let (from, to) = (binary(name), into.join(name));
-    fs::hard_link(&from, &to)
-        .or_else(|_| fs::copy(&from, &to).map(drop))
-        .unwrap();
-    to
-}
-
 fn redirect(host: &Namespace) {
-    let mut command = host.command(binary("tulle-init"));
+    let mut command = host.command(built("tulle-init").unwrap());
     let skipped = format!("{},{}", port::TAP, port::ADMIN);
     command.args(["-p", &port::INBOUND.to_string(), "-o", &port::OUTBOUND.to_string()]);
     command.args(["-u", &PROXY_UID.to_string(), "--inbound-ports-to-ignore", &skipped]);
     let output = command.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-}
-
-/// What the admin server of a host's sidecar says with success.
-pub(crate) fn admin(host: &Namespace, path: &str) -> std::io::Result<String> {
-    let ask = || {
-        let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port::ADMIN))?;
-        stream.set_read_timeout(Some(ADMIN_TIMEOUT))?;
-        write!(
-            stream,
-            "GET {path} HTTP/1.1\r\nhost: proxy\r\nconnection: close\r\n\r\n"
-        )?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer)?;
-        Ok(answer)
-    };
-    let answer: std::io::Result<String> = host.run(ask).unwrap();
-    match answer?.strip_prefix("HTTP/1.1 200") {
-        Some(answer) => Ok(answer.to_owned()),
-        None => Err(std::io::Error::other("not ready")),
-    }
 }
 
 pub(crate) const SERVER: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 20);
@@ -322,6 +272,5 @@ const POLICY: &str = "all-authenticated";
 /// The user whose traffic is not redirected.
 const PROXY_UID: u32 = 2102;
 const PREFIX: &str = "tr-";
-const ADMIN_TIMEOUT: Duration = Duration::from_secs(5);
 const COUNT_LIMIT: Duration = Duration::from_secs(5);
 const COUNT_PAUSE: Duration = Duration::from_millis(10);

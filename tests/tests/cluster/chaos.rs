@@ -207,15 +207,32 @@ async fn stop_kubelet(time: Duration) -> anyhow::Result<()> {
 fn print(namespace: &str, what: &str, report: &Report) {
     let ms = |of: fn(&crate::meshed::Latency) -> f64| report.latency_us.as_ref().map_or(0., of) / 1e3;
     eprintln!(
-        "{namespace:7} {what:28} {:6} requests, {} failed; p50 {:.1} ms, p99.9 {:.1} ms, max {:.1} ms {:?}",
+        "{namespace:7} {what:28} {:6} requests, {} failed; p50 {:.1} ms, p99 {:.1} ms, p99.9 {:.1} ms, max {:.1} ms {:?}",
         report.requests,
         report.failed,
         ms(|latency| latency.p50),
+        ms(|latency| latency.p99),
         ms(|latency| latency.p99_9),
         ms(|latency| latency.max),
         report.errors,
     );
+    for second in &report.intervals {
+        if let Some(latency) = second.latency_us.as_ref().filter(|latency| latency.max > SLOW_US) {
+            eprintln!(
+                "{:36} until {:5.1} s: {} requests; p50 {:.1} ms, p99 {:.1} ms, max {:.1} ms",
+                "",
+                second.at,
+                second.requests,
+                latency.p50 / 1e3,
+                latency.p99 / 1e3,
+                latency.max / 1e3,
+            );
+        }
+    }
 }
+
+/// What makes a second worth a line of its own.
+const SLOW_US: f64 = 500_000.;
 
 const APPLICATION: &str = "
 apiVersion: v1

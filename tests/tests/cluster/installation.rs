@@ -12,8 +12,10 @@ use anyhow::ensure;
 use tokio::process::Command;
 use tokio::time::Instant;
 use tulle_tests::charts::{Helm, Repository, path_of};
-use tulle_tests::cluster::{self, AuditRecord, Cluster};
+use tulle_tests::cluster::{AuditRecord, Cluster};
+use tulle_tests::programs;
 
+use crate::metrics::{self, Pages};
 use crate::permissions::{self, Excuse, Permission};
 
 /// What is granted, and used only at times that this test does not wait for.
@@ -94,6 +96,7 @@ async fn the_tutorial_meshes_an_application_with_permissions_that_are_just_enoug
         "helm took {helm:.1?}, every pod was ready after {:.1?}",
         begun.elapsed()
     );
+    let metrics = Pages::read(&cluster).await.unwrap();
     shows_what_the_tutorial_shows(&cluster).await;
 
     run(application).await;
@@ -110,6 +113,7 @@ async fn the_tutorial_meshes_an_application_with_permissions_that_are_just_enoug
     run(policy).await;
 
     work(&cluster).await;
+    metrics::all_move(&cluster, &metrics).await;
     may_what_it_does(&cluster, files.path()).await;
 
     cluster.kubectl(&["delete", "namespace", "work"]).await.unwrap();
@@ -186,9 +190,11 @@ async fn shows_what_the_tutorial_shows(cluster: &Cluster) {
         .windows(2)
         .map(|pair| (pair[1] - pair[0]).rem_euclid(60.))
         .collect();
-    // A busy machine may delay one; none comes early.
-    let shortest = gaps.iter().copied().fold(f64::INFINITY, f64::min);
-    assert!((1.5..3.).contains(&shortest), "renewed after {gaps:?} s");
+    // A busy machine may delay one, which brings it nearer to the next.
+    let mut sorted = gaps.clone();
+    sorted.sort_by(f64::total_cmp);
+    let median = sorted[sorted.len() / 2];
+    assert!((1.5..3.).contains(&median), "renewed after {gaps:?} s");
 
     let watches = |record: &&AuditRecord| {
         record.verb == "watch" && record.user.username == "system:serviceaccount:linkerd:linkerd-destination"
@@ -298,7 +304,7 @@ fn blocks() -> Vec<String> {
 
 fn path() -> OsString {
     let tools: BTreeSet<_> = ["helm", "step", "kubectl"]
-        .map(|tool| cluster::find_program(tool).unwrap().parent().unwrap().to_owned())
+        .map(|tool| programs::find(tool).unwrap().parent().unwrap().to_owned())
         .into();
     let path = env::var_os("PATH").unwrap_or_default();
     env::join_paths(tools.into_iter().chain(env::split_paths(&path))).unwrap()

@@ -6,6 +6,8 @@ mod chaos;
 mod harness;
 mod images;
 mod installation;
+mod machine;
 mod meshed;
+mod metrics;
 mod permissions;
 mod traffic;

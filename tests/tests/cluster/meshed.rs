@@ -30,11 +30,17 @@ pub(crate) struct Report {
     pub(crate) replicas: BTreeMap<String, u64>,
     pub(crate) outcomes: BTreeMap<String, u64>,
     pub(crate) errors: BTreeMap<String, u64>,
+    /// Seconds since the start, at the end of what is reported.
+    pub(crate) at: f64,
+    /// The reports about each second, where they were asked for.
+    #[serde(skip)]
+    pub(crate) intervals: Vec<Self>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Latency {
     pub(crate) p50: f64,
+    pub(crate) p99: f64,
     pub(crate) p99_9: f64,
     pub(crate) max: f64,
 }
@@ -214,12 +220,13 @@ struct Running {
 
 impl Running {
     async fn report(&mut self) -> anyhow::Result<Report> {
-        let mut last = None;
+        let mut reports = Vec::new();
         while let Some(line) = self.lines.next_line().await? {
-            last = Some(line);
+            reports.push(serde_json::from_str(&line).with_context(|| format!("a report: {line}"))?);
         }
-        let last = last.context("load that ended without a report")?;
-        serde_json::from_str(&last).with_context(|| format!("a report: {last}"))
+        let mut last: Report = reports.pop().context("load that ended without a report")?;
+        last.intervals = reports;
+        Ok(last)
     }
 }
 

@@ -1,5 +1,6 @@
 //! The demo's workloads on two nodes: every protocol and every way to name a service, both identities, refusals.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::ensure;
@@ -71,22 +72,20 @@ async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
         ),
     ];
     for (what, target, expected) in &edges {
-        let line = format!("{target} --rate=200 --requests=200");
-        let report = meshed.load(LOAD, &line).await.unwrap();
-        report.assert_all_ok(what);
-        assert_eq!(report.requests, 200, "{what}");
-        for replica in *expected {
-            assert!(
-                report.replicas.contains_key(*replica),
-                "{what}: {replica} of {:?}",
-                report.replicas
-            );
-        }
-        assert!(
-            expected.is_empty() || report.replicas.len() == expected.len(),
-            "{what}: {:?}",
-            report.replicas
-        );
+        let expected: BTreeSet<String> = expected.iter().map(|&replica| replica.to_owned()).collect();
+        let mut answered = BTreeSet::new();
+        // A replica that was slow a moment ago is left alone for some seconds: one run need not reach it.
+        let all_answer = async || {
+            let line = format!("{target} --rate=200 --requests=200");
+            let report = meshed.load(LOAD, &line).await?;
+            report.assert_all_ok(what);
+            assert_eq!(report.requests, 200, "{what}");
+            answered.extend(report.replicas.into_keys());
+            ensure!(expected.is_subset(&answered), "of {expected:?} only {answered:?}");
+            Ok(())
+        };
+        meshed.cluster.until(what, all_answer).await.unwrap();
+        assert!(expected.is_empty() || answered == expected, "{what}: {answered:?}");
     }
 
     // Who has no identity is refused, each in its way; a probe's path is open to all.

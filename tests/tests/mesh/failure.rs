@@ -1,15 +1,17 @@
 //! When something is missing or breaks: fast and honest answers, and none that could have been avoided.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use http::{Request, Response, Version};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
-use tokio::net::TcpStream;
-use tokio::time::Instant;
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::time::{Instant, timeout};
 use tulle_tests::apps;
-use tulle_tests::client::{AnyBody, Http1, Http2, full, request};
+use tulle_tests::client::{AnyBody, Http1, Http2, full, request, request2};
+use tulle_tests::eventually::eventually;
 use tulle_tests::load::load;
-use tulle_tests::mesh::{HTTP, Mesh, TCP, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, STRANGER, TCP, mesh};
 
 #[test]
 fn a_service_without_endpoints_is_refused_at_once() {
@@ -35,6 +37,64 @@ spec:
             assert!(!answer.header("l5d-proxy-error").is_empty());
             assert!(asked_at.elapsed() < Duration::from_secs(1), "{:?}", asked_at.elapsed());
         });
+}
+
+#[test]
+fn an_endpoint_that_does_not_answer_dials_holds_no_request_up() {
+    let half_silent = format!(
+        "\
+apiVersion: v1
+kind: Service
+metadata: {{name: half, namespace: shop}}
+spec: {{clusterIP: 10.66.2.2, ports: [{{port: 8080}}]}}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {{name: half, namespace: shop, labels: {{kubernetes.io/service-name: half}}}}
+addressType: IPv4
+ports: [{{port: 8080}}]
+endpoints: [{{addresses: [{STRANGER}]}}, {{addresses: ['@legacy']}}]
+"
+    );
+    mesh()
+        .env("TULLE_PROXY_BALANCER", "round-robin")
+        // Longer than anybody waits here.
+        .env("LINKERD2_PROXY_OUTBOUND_CONNECT_TIMEOUT", "60s")
+        .workload("client")
+        .unmeshed("legacy")
+        .run(async |mesh: &Mesh| {
+            let _silent = silent((STRANGER, HTTP).into()).await;
+            apps::echo(mesh, "legacy").await;
+            mesh.write("half", &half_silent.replace("@legacy", &mesh.ip("legacy").to_string()));
+            let half = ([10, 66, 2, 2], HTTP).into();
+            // Asked for before it is known, too.
+            eventually("the service is known", async || {
+                (mesh.get("client", half, "/").await.status == 200).then_some(())
+            })
+            .await;
+            let mut client = Http1::over(mesh.dial("client", half).await).await;
+            let mut client2 = Http2::over(mesh.dial("client", half).await).await;
+            let all = async {
+                for _ in 0..20 {
+                    assert_eq!(client.ask(request("/")).await.unwrap().text(), "legacy\n");
+                    assert_eq!(client2.ask(request2("/")).await.unwrap().text(), "legacy\n");
+                }
+            };
+            timeout(Duration::from_secs(20), all)
+                .await
+                .expect("no request waits for a dial");
+        });
+}
+
+/// A listener to which nobody can connect any more: its queue is full.
+async fn silent(addr: SocketAddr) -> (TcpListener, TcpStream) {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind(addr).unwrap();
+    let listener = socket.listen(0).unwrap();
+    let queued = TcpStream::connect(addr).await.unwrap();
+    let next = timeout(Duration::from_millis(100), TcpStream::connect(addr)).await;
+    assert!(next.is_err(), "a queue of 0 holds one connection");
+    (listener, queued)
 }
 
 #[test]
@@ -127,7 +187,7 @@ fn an_application_that_dies_under_load_fails_nothing() {
 }
 
 async fn until_requests(mesh: &Mesh, workload: &str, n: f64) {
-    tulle_tests::eventually::eventually("requests arrive", async || {
+    eventually("requests arrive", async || {
         (mesh.metric(workload, "request_total", &[]).await >= n).then_some(())
     })
     .await;

@@ -1,0 +1,231 @@
+//! A machine outside of the cluster, set up with the files and commands of `docs/vm.md`; only addresses and directories
+//! are replaced.
+
+use std::collections::BTreeMap;
+use std::fs::{self, Permissions};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use anyhow::{Context as _, ensure};
+use tulle_bench::run::process::Process;
+use tulle_control::trust::CertificateAuthority;
+use tulle_core::names::port;
+use tulle_core::netns::Namespace;
+
+use crate::{hosts, programs};
+
+/// Who the page says that the machine is.
+pub const IDENTITY: &str = "spiffe://root.linkerd.cluster.local/proxy-harness";
+const PAGE: &str = include_str!("../../docs/vm.md");
+
+/// The machine and its files, below a directory of the test.
+pub struct Machine {
+    host: Arc<Namespace>,
+    /// Its address.
+    addr: Ipv4Addr,
+    root: PathBuf,
+    files: BTreeMap<String, String>,
+}
+
+type Unit = BTreeMap<String, String>;
+
+impl Machine {
+    /// Writes the page's files below `root`, and makes the machine's issuer with the page's command.
+    ///
+    /// `control` is where the control plane is.
+    ///
+    /// # Errors
+    /// When a file cannot be written, or what `tulle trust` says.
+    pub fn new(
+        host: Arc<Namespace>,
+        addr: Ipv4Addr,
+        control: Ipv4Addr,
+        root: PathBuf,
+        anchor: &CertificateAuthority,
+    ) -> anyhow::Result<Self> {
+        let mut machine = Self {
+            host,
+            addr,
+            root,
+            files: files(PAGE),
+        };
+        for dir in ["/etc/tulle", "/etc/systemd/system", "/usr/local/bin"] {
+            fs::create_dir_all(machine.at(dir))?;
+        }
+        for program in ["tulle", "tulle-init", "tulle-proxy"] {
+            programs::install(program, &machine.at("/usr/local/bin"))?;
+        }
+        let replaced = machine
+            .files
+            .iter()
+            .map(|(name, text)| (name.clone(), machine.replace(text, control)));
+        machine.files = replaced.collect();
+        for (name, text) in machine.files.iter().filter(|(name, _)| name.starts_with('/')) {
+            fs::write(machine.at(name), text)?;
+        }
+
+        let etc = machine.at("/etc/tulle");
+        anchor.write(&machine.root.join("ca.crt"), &machine.root.join("ca.key"))?;
+        let line = command_of(PAGE, "tulle trust create-issuer").context("the page's command for an issuer")?;
+        let made = machine
+            .line(&format!("{}/{line}", machine.at("/usr/local/bin").display()))
+            .current_dir(&machine.root)
+            .output()?;
+        ensure!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        fs::rename(machine.root.join("proxy-harness-issuer"), etc.join("issuer"))?;
+        fs::rename(machine.root.join("ca.crt"), etc.join("ca.crt"))?;
+        fs::remove_file(machine.root.join("ca.key"))?;
+        fs::set_permissions(&machine.root, Permissions::from_mode(0o755))?;
+        Ok(machine)
+    }
+
+    /// A file of the page, by the name that it has there.
+    pub fn file(&self, name: &str) -> &str {
+        &self.files[name]
+    }
+
+    /// A path of the page, here.
+    pub fn at(&self, path: &str) -> PathBuf {
+        self.root.join(path.trim_start_matches('/'))
+    }
+
+    fn replace(&self, text: &str, control: Ipv4Addr) -> String {
+        let control = |port: u16| SocketAddr::from((control, port)).to_string();
+        let mut text = text.to_owned();
+        for (theirs, ours) in [
+            ("172.20.0.8", self.addr.to_string()),
+            (
+                "linkerd-dst-headless.linkerd.svc.cluster.local.:8086",
+                control(port::DESTINATION),
+            ),
+            ("linkerd-policy.linkerd.svc.cluster.local.:8090", control(port::POLICY)),
+            ("/etc/tulle", self.at("/etc/tulle").display().to_string()),
+            ("/run/tulle", self.at("/run/tulle").display().to_string()),
+            ("/usr/local/bin", self.at("/usr/local/bin").display().to_string()),
+        ] {
+            text = text.replace(theirs, &ours);
+        }
+        text
+    }
+
+    /// The settings of a unit.
+    pub fn unit(&self, name: &str) -> Unit {
+        let text = self.files[&format!("/etc/systemd/system/{name}")].replace("\\\n", "");
+        let settings = text.lines().filter_map(|line| line.split_once('='));
+        settings
+            .map(|(key, value)| (key.to_owned(), value.to_owned()))
+            .collect()
+    }
+
+    /// Starts a service as its unit says.
+    ///
+    /// # Errors
+    /// When its program does not start.
+    pub fn start(&self, name: &str) -> anyhow::Result<Process> {
+        let unit = self.unit(name);
+        if name.contains("workload-api") {
+            return self.serve_workload_api(&unit["ExecStart"]);
+        }
+        let user: Vec<String> = [("User", "--reuid"), ("Group", "--regid")]
+            .into_iter()
+            .filter_map(|(key, flag)| Some(format!("{flag}={}", unit.get(key)?)))
+            .collect();
+        let mut settings: Vec<&str> = user.iter().map(String::as_str).collect();
+        settings.push("--clear-groups");
+        let mut words = unit["ExecStart"].split_whitespace();
+        let mut command = hosts::command(&self.host, &settings, Path::new(words.next().context("a program")?));
+        command.args(words).env_clear();
+        if let Some(file) = unit.get("EnvironmentFile") {
+            let text = fs::read_to_string(file)?;
+            let lines = text.lines().filter(|line| !line.starts_with('#'));
+            command.envs(lines.filter_map(|line| line.split_once('=')));
+        }
+        Process::start(name, command, &self.root)
+    }
+
+    /// Starts the Workload API with a command line, and waits for its socket.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub fn serve_workload_api(&self, line: &str) -> anyhow::Result<Process> {
+        let mut words = line.split_whitespace();
+        let mut command = hosts::command(&self.host, &[], Path::new(words.next().context("a program")?));
+        command.args(words);
+        let mut process = Process::start("tulle-workload-api", command, &self.root)?;
+        let socket = self.at("/run/tulle/workload-api.sock");
+        process.wait_for("socket", |_| Ok(socket.exists()))?;
+        Ok(process)
+    }
+
+    /// The server whose port the page speaks of.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub fn application(&self) -> anyhow::Result<Process> {
+        let mut command = hosts::command(&self.host, &[], &programs::built("tulle-bench")?);
+        command.args(["serve", "--http", &SocketAddr::from((self.addr, 80)).to_string()]);
+        let mut application = Process::start("vm-application", command, &self.root)?;
+        application.listening(&[80])?;
+        Ok(application)
+    }
+
+    /// A command line, on the machine.
+    pub fn line(&self, line: &str) -> Command {
+        let mut words = line.split_whitespace();
+        let mut command = self.host.command(words.next().unwrap_or_default());
+        command.args(words);
+        command
+    }
+
+    /// Runs a command line on the machine.
+    ///
+    /// # Errors
+    /// What it says when it fails.
+    pub fn run(&self, line: &str) -> anyhow::Result<()> {
+        let output = self.line(line).output()?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "{line}: {said}");
+        Ok(())
+    }
+}
+
+/// The files of a page: blocks that stand behind a line with nothing but a name.
+fn files(page: &str) -> BTreeMap<String, String> {
+    let mut files = BTreeMap::new();
+    let mut parts = page.split("\n```");
+    let mut before = parts.next().unwrap_or_default();
+    while let (Some(block), Some(after)) = (parts.next(), parts.next()) {
+        let last = before.trim_end().lines().last().unwrap_or_default();
+        let name = last.strip_prefix('`').and_then(|rest| rest.strip_suffix("`:"));
+        if let (Some(name), Some((_language, text))) = (name, block.split_once('\n')) {
+            files.insert(name.to_owned(), format!("{text}\n"));
+        }
+        before = after;
+    }
+    files
+}
+
+/// The command of a page that starts so, on one line.
+fn command_of(page: &str, start: &str) -> Option<String> {
+    let (_, text) = page.split_once(&format!("\n{start}"))?;
+    let (text, _) = text.split_once("\n```")?;
+    Some(format!("{start}{text}").replace("\\\n", ""))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_page_has_its_files_and_commands() {
+        let files = files(PAGE);
+        for name in ["external.yaml", "policy.yaml", "/etc/tulle/proxy.env"] {
+            assert!(files.contains_key(name), "{name}");
+        }
+        let line = command_of(PAGE, "tulle trust create-issuer").unwrap();
+        assert!(line.ends_with("--dir proxy-harness-issuer"), "{line}");
+    }
+}

@@ -1,0 +1,184 @@
+//! A machine outside of the cluster that `docs/vm.md` has set up, and who keeps its EndpointSlice.
+
+use std::fs::{self, Permissions};
+use std::net::Ipv4Addr;
+use std::os::unix::fs::PermissionsExt as _;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tokio::time::Instant;
+use tulle_bench::run::process::Process;
+use tulle_control::trust::CertificateAuthority;
+use tulle_tests::hosts::admin;
+use tulle_tests::machine::{IDENTITY, Machine};
+
+use crate::meshed::{Client, Meshed};
+
+/// Beside the nodes.
+const ADDR: Ipv4Addr = Ipv4Addr::new(172, 30, 0, 8);
+const CLIENT: Client = Client {
+    namespace: "simple-app",
+    deployment: "client",
+    container: "client",
+};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_outside_is_a_member_and_its_slice_outlives_the_leader() {
+    let mut meshed = Meshed::start().await.unwrap();
+    let host = meshed.cluster.join("machine", ADDR).unwrap();
+    meshed.apply(APPLICATION).await.unwrap();
+    meshed.cluster.deployment_ready("simple-app", "client").await.unwrap();
+
+    let files = tempfile::tempdir().unwrap();
+    // The proxy runs as a user of its own.
+    fs::set_permissions(files.path(), Permissions::from_mode(0o755)).unwrap();
+    let selector = "linkerd.io/control-plane-component=destination";
+    let path = "get pods -n linkerd -o jsonpath={.items[0].status.podIP} -l";
+    let control = meshed.kubectl(&format!("{path} {selector}")).await.unwrap();
+    let anchor = CertificateAuthority::read(&meshed.file("ca.crt"), &meshed.file("ca.key")).unwrap();
+    let machine = Machine::new(
+        host.clone(),
+        ADDR,
+        control.parse().unwrap(),
+        files.path().join("machine"),
+        &anchor,
+    )
+    .unwrap();
+
+    // Who is not ready gets no traffic.
+    meshed.apply(machine.file("external.yaml")).await.unwrap();
+    meshed.apply(machine.file("policy.yaml")).await.unwrap();
+    slice_becomes(&meshed, &format!("{ADDR}:false")).await;
+    let ready = r#"{"status":{"conditions":[{"type":"Ready","status":"True"}]}}"#;
+    patch(&meshed, &["--subresource=status", "-p", ready]).await;
+    slice_becomes(&meshed, &format!("{ADDR}:true")).await;
+
+    let _application = machine.application().unwrap();
+    let _workload_api = machine.start("tulle-workload-api.service").unwrap();
+    let init = machine.unit("tulle-init.service");
+    machine.run(&init["ExecStart"]).unwrap();
+    let mut proxy = machine.start("tulle-proxy.service").unwrap();
+    let is_ready = |_: &Process| Ok(admin(&host, "/ready").is_ok());
+    proxy.wait_for("certificate, by its /ready", is_ready).unwrap();
+
+    // Each side has verified the other.
+    let line = "simple-app-v1.simple-app.svc.cluster.local:80/headers --rate=50 --requests=100";
+    let report = meshed.load(CLIENT, line).await.unwrap();
+    report.assert_all_ok("the machine");
+    let client = "default.simple-app.serviceaccount.identity.linkerd.cluster.local";
+    let metrics = admin(&host, "/metrics").unwrap();
+    let verified = format!("client_id=\"{client}\"");
+    assert!(metrics.lines().any(|line| line.contains(&verified)), "{metrics}");
+    let pod = &meshed.pods("simple-app", "app=client").await.unwrap()[0];
+    let metrics = meshed.proxy_metrics("simple-app", pod).await.unwrap();
+    let verified = format!("server_id=\"{IDENTITY}\"");
+    assert!(metrics.lines().any(|line| line.contains(&verified)), "{metrics}");
+
+    // The other way around.
+    let path = "get service -n simple-app inside -o jsonpath={.spec.clusterIP}";
+    let inside = meshed.kubectl(path).await.unwrap();
+    let answer = machine
+        .line(&format!("curl -sS http://{inside}/headers"))
+        .output()
+        .unwrap();
+    let answer = String::from_utf8_lossy(&answer.stdout).into_owned();
+    assert!(
+        answer.contains(&format!(r#""l5d-client-id":["{IDENTITY}"]"#)),
+        "{answer}"
+    );
+
+    outlives_the_leader(&meshed).await;
+}
+
+/// Another replica goes on where one that was killed has stopped.
+async fn outlives_the_leader(meshed: &Meshed) {
+    let scale = "scale -n linkerd deploy/linkerd-destination --replicas=2";
+    meshed.kubectl(scale).await.unwrap();
+    meshed
+        .cluster
+        .deployment_ready("linkerd", "linkerd-destination")
+        .await
+        .unwrap();
+    let holder = async || {
+        let path = "get lease -n linkerd linkerd-destination-endpoint-write -o jsonpath={.spec.holderIdentity}";
+        meshed.kubectl(path).await
+    };
+    let leader = holder().await.unwrap();
+    kill_process(&leader).unwrap();
+    let killed = Instant::now();
+    // Otherwise its container starts again under the same name.
+    let delete = format!("delete pod -n linkerd {leader} --force --grace-period=0");
+    meshed.kubectl(&delete).await.unwrap();
+    let moved = r#"{"spec":{"workloadIPs":[{"ip":"172.30.0.9"}]}}"#;
+    patch(meshed, &["-p", moved]).await;
+    slice_becomes(meshed, "172.30.0.9:true").await;
+    let took = killed.elapsed();
+    assert_ne!(holder().await.unwrap(), leader);
+    eprintln!("another replica writes {took:.1?} after the leader was killed");
+    // A lease lasts 30 s; the rest is for the slice, on a busy machine.
+    assert!(took < Duration::from_secs(35), "{took:.1?}");
+}
+
+async fn patch(meshed: &Meshed, args: &[&str]) {
+    let workload = "externalworkload/external-simple-app-v1-0e340584";
+    let fixed = ["patch", "-n", "simple-app", workload, "--type=merge"];
+    meshed.cluster.kubectl(&[&fixed[..], args].concat()).await.unwrap();
+}
+
+/// Waits for the addresses in our own slices, each with whether it is ready.
+async fn slice_becomes(meshed: &Meshed, expected: &str) {
+    let path = "jsonpath={range .items[*].endpoints[*]}{.addresses[0]}:{.conditions.ready}{end}";
+    let ours = "endpointslice.kubernetes.io/managed-by=linkerd-external-workloads-controller,\
+                kubernetes.io/service-name=simple-app-v1";
+    let args = ["get", "endpointslices", "-n", "simple-app", "-l", ours, "-o", path];
+    let found = async || {
+        let found = meshed.cluster.kubectl(&args).await?;
+        ensure!(found == expected, "slices have {found:?}, not {expected:?}");
+        Ok(())
+    };
+    meshed
+        .cluster
+        .until("slices follow their workload", found)
+        .await
+        .unwrap();
+}
+
+/// Kills the process of the control plane in this pod.
+fn kill_process(pod: &str) -> anyhow::Result<()> {
+    let is_it = |pid: &i32| {
+        let read = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
+        read("comm").trim() == "tulle-control" && read("environ").contains(&format!("HOSTNAME={pod}\0"))
+    };
+    let pids = fs::read_dir("/proc").context("reading /proc")?.flatten();
+    let mut pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    let pid = pids.find(is_it).with_context(|| format!("the process of {pod}"))?;
+    Ok(kill(Pid::from_raw(pid), Signal::SIGKILL)?)
+}
+
+const APPLICATION: &str = "
+apiVersion: v1
+kind: Namespace
+metadata: {name: simple-app, annotations: {linkerd.io/inject: enabled}}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: inside, namespace: simple-app}
+spec:
+  selector: {app: client}
+  ports: [{port: 80, targetPort: 8080}]
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: client, namespace: simple-app}
+spec:
+  selector: {matchLabels: {app: client}}
+  template:
+    metadata: {labels: {app: client}}
+    spec:
+      containers:
+        - name: client
+          image: ghcr.io/tulle-mesh/bench:0.1.0
+          args: [serve, '--http=0.0.0.0:8080']
+";
