@@ -56,6 +56,8 @@ pub(crate) enum Error {
     BadResponse(&'static str),
     #[error("receiving the request body")]
     RequestBody(#[source] hyper::Error),
+    #[error("the request is sent to another endpoint")]
+    TakenBack,
     #[error("invalid request: {0}")]
     BadRequest(&'static str),
     #[error("no endpoints")]
@@ -147,7 +149,7 @@ impl Error {
             | Self::BadResponse(_)
             | Self::RequireId { .. }
             | Self::RequestTimeout(_) => Side::Peer,
-            Self::Shed | Self::QueueFull | Self::Undiscovered(_) => Side::Us,
+            Self::TakenBack | Self::Shed | Self::QueueFull | Self::Undiscovered(_) => Side::Us,
             Self::NoEndpoints
             | Self::FailFast(_)
             | Self::Unavailable
@@ -189,6 +191,7 @@ impl Error {
             | Self::Response(_)
             | Self::BadResponse(_)
             | Self::RequireId { .. }
+            | Self::TakenBack
             | Self::NoBackend(_) => answer(StatusCode::BAD_GATEWAY, grpc::UNAVAILABLE, true),
             Self::NoEndpoints | Self::Unavailable | Self::QueueFull | Self::Shed | Self::Undiscovered(_) => {
                 answer(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true)
@@ -228,7 +231,7 @@ impl Error {
             Self::ConnectTimeout(_) | Self::Connect(ConnectError::Timeout { .. }) => "connect-timeout",
             Self::Connect(_) | Self::DialFailed { .. } => "connect-refused",
             Self::Tls { .. } => "tls-handshake",
-            Self::Closed { .. } => "connection-closed",
+            Self::Closed { .. } | Self::TakenBack => "connection-closed",
             Self::H2(_) => "stream-reset",
             Self::Response(_) | Self::BadResponse(_) => "bad-response",
             Self::RequestBody(_) | Self::BadRequest(_) => "bad-request",

@@ -4,7 +4,7 @@ use std::{
     collections::VecDeque,
     pin::Pin,
     sync::Arc,
-    task::{Context, Poll, ready},
+    task::{Context, Poll, Waker},
 };
 
 use bytes::Bytes;
@@ -16,60 +16,66 @@ use crate::http::{body::Body, error::Error};
 /// Longest body that is kept, in bytes.
 const LIMIT: usize = 64 * 1024;
 
-/// The way to get a body back whose sender has been dropped.
+/// The way to get a body back, whether or not it is still being sent.
 pub(crate) struct Kept(Arc<Mutex<State>>);
 
-#[derive(Default)]
 struct State {
+    /// Not read yet; gone once the body has been taken back.
+    rest: Option<Body>,
     frames: VecDeque<Bytes>,
     len: usize,
     /// Too long, or its trailers have passed: the body cannot be repeated.
     spent: bool,
-    /// What the sender had not read yet, once it is dropped.
-    rest: Option<Body>,
+    /// Whoever waits for more to send.
+    sender: Option<Waker>,
 }
 
 /// A body that is kept while it is sent.
-pub(crate) struct Keeping {
-    body: Body,
-    state: Arc<Mutex<State>>,
-}
+pub(crate) struct Keeping(Arc<Mutex<State>>);
 
 /// Splits a body into what is sent and the way to get it back.
 pub(crate) fn keep(body: Body) -> (Body, Kept) {
-    if body.size_hint().lower() > LIMIT as u64 {
-        let state = State {
-            spent: true,
-            ..State::default()
-        };
-        return (body, Kept(Arc::new(Mutex::new(state))));
-    }
-    let state = Arc::<Mutex<State>>::default();
-    (
-        Body::keeping(Box::new(Keeping {
-            body,
-            state: state.clone(),
-        })),
-        Kept(state),
-    )
+    let spent = body.size_hint().lower() > LIMIT as u64;
+    let (sent, rest) = match spent {
+        true => (Some(body), None),
+        false => (None, Some(body)),
+    };
+    let state = Arc::new(Mutex::new(State {
+        rest,
+        frames: VecDeque::new(),
+        len: 0,
+        spent,
+        sender: None,
+    }));
+    let sent = sent.unwrap_or_else(|| Body::keeping(Box::new(Keeping(state.clone()))));
+    (sent, Kept(state))
 }
 
 impl Kept {
-    /// The body from its start, where that is still possible.
+    /// The body from its start, where that is still possible. Who is still sending it finds that it has broken off.
     pub(crate) fn again(self) -> Option<Body> {
         let mut state = self.0.lock();
         if state.spent {
             return None;
         }
         let rest = state.rest.take()?;
+        if let Some(sender) = state.sender.take() {
+            sender.wake();
+        }
         Some(Body::replayed(std::mem::take(&mut state.frames), rest))
     }
 }
 
 impl Keeping {
     pub(crate) fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
-        let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
-        let mut state = self.state.lock();
+        let mut state = self.0.lock();
+        let Some(body) = &mut state.rest else {
+            return Poll::Ready(Some(Err(Error::TakenBack)));
+        };
+        let Poll::Ready(frame) = Pin::new(body).poll_frame(cx) else {
+            state.sender = Some(cx.waker().clone());
+            return Poll::Pending;
+        };
         if !state.spent {
             match &frame {
                 Some(Ok(frame)) if let Some(data) = frame.data_ref() => {
@@ -88,17 +94,11 @@ impl Keeping {
     }
 
     pub(crate) fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.0.lock().rest.as_ref().is_some_and(Body::is_end_stream)
     }
 
     pub(crate) fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
-}
-
-impl Drop for Keeping {
-    fn drop(&mut self) {
-        self.state.lock().rest = Some(std::mem::take(&mut self.body));
+        self.0.lock().rest.as_ref().map(Body::size_hint).unwrap_or_default()
     }
 }
 
@@ -115,6 +115,20 @@ mod tests {
         assert_eq!(sent.frame().await.unwrap().unwrap().into_data().unwrap(), "one");
         drop(sent);
         assert_eq!(kept.again().unwrap().collect().await.unwrap().to_bytes(), "onetwothree");
+    }
+
+    #[tokio::test]
+    async fn a_body_is_taken_from_who_still_sends_it() {
+        let pieces: VecDeque<_> = ["one", "two"].map(|s| Bytes::from_static(s.as_bytes())).into();
+        let (mut sent, kept) = keep(Body::replayed(pieces, Body::empty()));
+        assert_eq!(sent.frame().await.unwrap().unwrap().into_data().unwrap(), "one");
+        let again = kept.again().unwrap();
+        assert!(
+            sent.frame().await.unwrap().is_err(),
+            "it has broken off, and is not at its end"
+        );
+        assert!(!sent.is_end_stream());
+        assert_eq!(again.collect().await.unwrap().to_bytes(), "onetwo");
     }
 
     #[tokio::test]

@@ -143,6 +143,34 @@ fn requests_that_reached_no_application_go_to_another_endpoint() {
 }
 
 #[test]
+fn a_request_that_is_still_being_sent_goes_to_another_endpoint_too() {
+    let mesh = mesh().env("TULLE_PROXY_BALANCER", "round-robin");
+    mesh.workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web-1").await;
+        let mut clients = Vec::new();
+        for _ in 0..2 {
+            let mut client = mesh.dial("client", mesh.service("web", HTTP)).await;
+            let begun = b"POST /echo HTTP/1.1\r\nhost: web.test\r\ncontent-length: 6\r\nconnection: close\r\n\r\na b";
+            client.write_all(begun).await.unwrap();
+            clients.push(client);
+        }
+        eventually("one of them is refused", async || {
+            (mesh.metric("client", "tulle_outbound_resent_total", &[]).await >= 1.).then_some(())
+        })
+        .await;
+        for mut client in clients {
+            client.write_all(b"ody").await.unwrap();
+            let mut answer = String::new();
+            client.read_to_string(&mut answer).await.unwrap();
+            assert!(
+                answer.starts_with("HTTP/1.1 200 ") && answer.ends_with("a body"),
+                "{answer}"
+            );
+        }
+    });
+}
+
+#[test]
 fn grpc_calls_that_reached_no_application_go_to_another_endpoint() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
         apps::echo(mesh, "web-1").await;
