@@ -19,6 +19,14 @@ pub(super) fn create(name: &str) -> anyhow::Result<()> {
                 fs::write(&to, all).with_context(|| format!("writing {}", to.display()))?;
             }
         }
+        // On a machine of its own a node's daemons are one group beside its pods. Here each of their threads counts as
+        // much as all pods of a node do, which would starve those whenever a container starts.
+        for (file, share) in [("cpu.shares", "32768"), ("cpu.weight", "3200")] {
+            let file = group.join(file);
+            if file.exists() {
+                fs::write(&file, share).with_context(|| format!("writing {}", file.display()))?;
+            }
+        }
         // Version 2: controllers are handed down one level at a time.
         for dir in [&hierarchy, &group] {
             let Ok(controllers) = fs::read_to_string(dir.join("cgroup.controllers")) else {
