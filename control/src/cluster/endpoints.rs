@@ -63,12 +63,12 @@ impl View for EndpointsView {
         }
     }
 
-    fn metrics(metrics: &Metrics, key: &Key) -> SlotMetrics {
+    fn metrics(metrics: &Metrics, key: &Key, _value: &Endpoints) -> SlotMetrics {
         metrics.endpoints(&key.service, key.port, key.hostname.as_deref())
     }
 
-    fn observe(_metrics: &Metrics, slot: &mut SlotMetrics, value: &Endpoints) {
-        slot.sized(value.addresses.len(), value.existence == Existence::Present);
+    fn observe(metrics: &SlotMetrics, value: &Endpoints) {
+        metrics.sized(value.addresses.len(), value.existence == Existence::Present);
     }
 
     fn share(old: &Endpoints, new: &mut Endpoints) {

@@ -78,8 +78,8 @@ impl View for InboundView {
         })
     }
 
-    fn metrics(metrics: &Metrics, _key: &Key) -> SlotMetrics {
-        metrics.policy("inbound")
+    fn metrics(metrics: &Metrics, _key: &Key, _value: &Option<Model>) -> SlotMetrics {
+        metrics.inbound()
     }
 
     fn table(state: &mut State) -> &mut Table<Self> {

@@ -85,7 +85,7 @@ impl Metrics {
             subscribers: self.endpoints_subscribers.get(&labels),
             updates: self.endpoints_updates.get(&labels),
             size: Some((self.endpoints_pods.get(&labels), self.endpoints_exists.get(&labels))),
-            service_port: None,
+            _service_port: None,
         }
     }
 
@@ -95,7 +95,7 @@ impl Metrics {
             subscribers: self.workload_subscribers.get(&labels),
             updates: self.workload_updates.get(&labels),
             size: None,
-            service_port: None,
+            _service_port: None,
         }
     }
 
@@ -105,7 +105,7 @@ impl Metrics {
             subscribers: self.profile_subscribers.get(&labels),
             updates: self.profile_updates.get(&labels),
             size: None,
-            service_port: None,
+            _service_port: None,
         }
     }
 
@@ -114,19 +114,26 @@ impl Metrics {
         self.service_subscribers.get(&labels)
     }
 
-    /// Counts a followed policy of a service's port, until it is dropped.
-    pub(super) fn service_port(&self, namespace: &str) -> Follower {
-        let labels = Labels::new().with("namespace", namespace);
-        Follower::new(self.followed_service_ports.get(&labels))
+    pub(super) fn inbound(&self) -> SlotMetrics {
+        self.policy("inbound", None)
     }
 
-    pub(super) fn policy(&self, direction: &str) -> SlotMetrics {
+    /// `service_namespace` is that of the service that the policy is about.
+    pub(super) fn outbound(&self, service_namespace: Option<&str>) -> SlotMetrics {
+        let counted = service_namespace.map(|namespace| {
+            let labels = Labels::new().with("namespace", namespace);
+            Follower::new(self.followed_service_ports.get(&labels))
+        });
+        self.policy("outbound", counted)
+    }
+
+    fn policy(&self, direction: &str, service_port: Option<Follower>) -> SlotMetrics {
         let labels = Labels::new().with("direction", direction);
         SlotMetrics {
             subscribers: self.policy_subscribers.get(&labels),
             updates: self.policy_updates.get(&labels),
             size: None,
-            service_port: None,
+            _service_port: service_port,
         }
     }
 }
@@ -137,8 +144,8 @@ pub(super) struct SlotMetrics {
     updates: Arc<Counter>,
     /// Endpoints, and whether their service exists.
     size: Option<(Arc<Gauge>, Arc<Gauge>)>,
-    /// Counted while the key leads to a port of a service.
-    service_port: Option<Follower>,
+    /// Counts the policy of a service's port.
+    _service_port: Option<Follower>,
 }
 
 impl SlotMetrics {
@@ -152,10 +159,6 @@ impl SlotMetrics {
 
     pub(super) fn updated(&self) {
         self.updates.inc();
-    }
-
-    pub(super) fn leads_to(&mut self, service_port: Option<Follower>) {
-        self.service_port = service_port;
     }
 
     pub(super) fn sized(&self, n_endpoints: usize, exists: bool) {

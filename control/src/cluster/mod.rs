@@ -246,12 +246,11 @@ impl Shared {
                 let change = state.store.apply(event, &mut touched);
                 state.census.record(&self.metrics, &change);
             }
-            let (store, config, metrics) = (&state.store, &self.config, &self.metrics);
-            state.census.look(metrics, store, &touched);
-            state.endpoints.refresh(store, config, metrics, &touched);
-            state.profiles.refresh(store, config, metrics, &touched);
-            state.inbound.refresh(store, config, metrics, &touched);
-            state.outbound.refresh(store, config, metrics, &touched);
+            state.census.look(&self.metrics, &state.store, &touched);
+            state.endpoints.refresh(&state.store, &self.config, &touched);
+            state.profiles.refresh(&state.store, &self.config, &touched);
+            state.inbound.refresh(&state.store, &self.config, &touched);
+            state.outbound.refresh(&state.store, &self.config, &touched);
         }
         if synced {
             self.synced.send_replace(true);

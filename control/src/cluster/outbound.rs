@@ -58,21 +58,15 @@ impl View for OutboundView {
         }
     }
 
-    fn metrics(metrics: &Metrics, _key: &Key) -> SlotMetrics {
-        metrics.policy("outbound")
-    }
-
-    fn observe(metrics: &Metrics, slot: &mut SlotMetrics, value: &Outbound) {
-        let service_port = match value {
+    fn metrics(metrics: &Metrics, _key: &Key, value: &Outbound) -> SlotMetrics {
+        let service_namespace = match value {
             Outbound::Policy(policy) => match &policy.reference {
-                Reference::Object(object) if object.kind == ParentKind::Service.name() => {
-                    Some(metrics.service_port(&object.namespace))
-                }
+                Reference::Object(object) if object.kind == ParentKind::Service.name() => Some(&*object.namespace),
                 _ => None,
             },
             Outbound::Unknown => None,
         };
-        slot.leads_to(service_port);
+        metrics.outbound(service_namespace)
     }
 
     fn table(state: &mut State) -> &mut Table<Self> {

@@ -71,7 +71,10 @@ impl View for ProfileView {
         }
     }
 
-    fn metrics(metrics: &Metrics, key: &Key) -> SlotMetrics {
+    fn metrics(metrics: &Metrics, key: &Key, value: &Profile) -> SlotMetrics {
+        if let Profile::Service(profile) = value {
+            return metrics.profile(&profile.namespace, &profile.fqn);
+        }
         match key {
             Key::Service { service, fqn, .. } => metrics.profile(&service.namespace, fqn),
             Key::Instance { service, hostname, .. } => {

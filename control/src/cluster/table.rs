@@ -19,11 +19,11 @@ pub(super) trait View: Sized + 'static {
 
     fn compute(reader: &Reader<'_>, config: &Config, key: &Self::Key) -> Self::Value;
 
-    /// The series that belong to the key while somebody asks.
-    fn metrics(metrics: &Metrics, key: &Self::Key) -> SlotMetrics;
+    /// The series that belong to the key while somebody asks; `value` is the first answer.
+    fn metrics(metrics: &Metrics, key: &Self::Key, value: &Self::Value) -> SlotMetrics;
 
     /// Notes a new answer in them.
-    fn observe(_metrics: &Metrics, _slot: &mut SlotMetrics, _value: &Self::Value) {}
+    fn observe(_metrics: &SlotMetrics, _value: &Self::Value) {}
 
     /// Takes over the parts of the old answer that stay, so that those who hold them share them.
     fn share(_old: &Self::Value, _new: &mut Self::Value) {}
@@ -66,27 +66,27 @@ impl<V: View> Table<V> {
             return slot.value.subscribe();
         }
         let (value, facts) = compute::<V>(store, config, key);
-        let mut series = V::metrics(metrics, key);
+        let metrics = V::metrics(metrics, key, &value);
         let key = Arc::new(key.clone());
         for fact in &facts {
             self.readers.entry(fact.clone()).or_default().insert(key.clone());
         }
-        V::observe(metrics, &mut series, &value);
-        series.joined();
+        V::observe(&metrics, &value);
+        metrics.joined();
         let (sender, receiver) = watch::channel(Arc::new(Answer::new(value)));
         self.slots.insert(
             key,
             Slot {
                 value: sender,
                 facts,
-                metrics: series,
+                metrics,
             },
         );
         receiver
     }
 
     /// Computes again what depends on the touched facts; equal answers are not sent.
-    pub(super) fn refresh(&mut self, store: &Store, config: &Config, metrics: &Metrics, touched: &HashSet<Fact>) {
+    pub(super) fn refresh(&mut self, store: &Store, config: &Config, touched: &HashSet<Fact>) {
         let stale: HashSet<Arc<V::Key>> = touched
             .iter()
             .filter_map(|fact| self.readers.get(fact))
@@ -112,7 +112,7 @@ impl<V: View> Table<V> {
                 changed
             };
             if changed {
-                V::observe(metrics, &mut slot.metrics, &value);
+                V::observe(&slot.metrics, &value);
                 slot.metrics.updated();
                 slot.value.send_replace(Arc::new(Answer::new(value)));
             }

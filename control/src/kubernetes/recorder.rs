@@ -17,7 +17,7 @@ use kube::api::{Api, Patch, PatchParams, PostParams};
 use kube::{Client, Error};
 use serde_json::json;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep, timeout};
 use tracing::debug;
 use tulle_core::backoff::Backoff;
 use tulle_core::drain::Watch;
@@ -146,7 +146,7 @@ impl Publisher {
     }
 
     async fn publish(&mut self) {
-        let mut ticks = interval(TELL_INTERVAL);
+        let mut ticks = interval_at(Instant::now() + TELL_INTERVAL, TELL_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {

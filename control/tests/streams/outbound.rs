@@ -10,7 +10,7 @@ use tulle_proto::outbound::http_route::filter::Kind as Filter;
 use tulle_proto::outbound::proxy_protocol::{Detect, Kind};
 use tulle_proto::outbound::{Backend, HttpRoute, OutboundPolicy, failure_accrual, http_route, opaque_route};
 
-use crate::harness::{mesh, mesh_with, next};
+use crate::harness::{eventually, mesh, mesh_with, next};
 
 const WEB: &str = "
 apiVersion: v1
@@ -214,6 +214,24 @@ spec:
   - backendRefs: [{name: bucket, kind: Bucket}]
   - {}
 ";
+
+#[tokio::test]
+async fn what_leads_to_services_is_counted() {
+    let mesh = mesh(&format!("{WEB}{ROUTE}")).await;
+    let watch = mesh.policies(CLIENT, "10.96.0.10:80").await.unwrap();
+    let page = mesh.registry.render();
+    for line in [
+        "outbound_index_service_index_size 2",
+        "outbound_index_service_info_index_size 2",
+        "outbound_index_service_route_index_size{namespace=\"shop\"} 1",
+        "outbound_index_service_port_route_index_size{namespace=\"shop\"} 1",
+    ] {
+        assert!(page.lines().any(|other| other == line), "no {line} in {page}");
+    }
+    drop(watch);
+    let none = "outbound_index_service_port_route_index_size{namespace=\"shop\"} 0";
+    eventually(|| mesh.registry.render().contains(none)).await;
+}
 
 #[tokio::test]
 async fn routes_split_traffic_and_bad_backends_fail_their_share() {

@@ -85,7 +85,23 @@ impl Meshed {
         let named = ["tulle-control-plane", &control_plane];
         meshed.helm.run(&[&install[..], &named, &credentials].concat())?;
         meshed.control_plane_ready().await?;
+        meshed.injects().await?;
         Ok(meshed)
+    }
+
+    /// Waits until new pods get a sidecar: an injector that the API server does not reach yet is passed over.
+    async fn injects(&self) -> anyhow::Result<()> {
+        let file = self.file("probe.yaml");
+        fs::write(&file, PROBE).context("writing a manifest")?;
+        let containers = "jsonpath={.spec.initContainers[*].name}";
+        let file = file.display().to_string();
+        let args = ["apply", "--dry-run=server", "-f", &file, "-o", containers];
+        let injected = async || {
+            let containers = self.cluster.kubectl(&args).await?;
+            ensure!(containers.contains("linkerd-proxy"), "init containers: {containers:?}");
+            Ok(())
+        };
+        self.cluster.until("pods are injected", injected).await
     }
 
     /// For files of a test.
@@ -244,4 +260,10 @@ impl Report {
     }
 }
 
+const PROBE: &str = "
+apiVersion: v1
+kind: Pod
+metadata: {name: probe, namespace: default, annotations: {linkerd.io/inject: enabled}}
+spec: {containers: [{name: app, image: 'ghcr.io/tulle-mesh/bench:0.1.0'}]}
+";
 pub(crate) const COMPONENTS: [&str; 3] = ["destination", "identity", "proxy-injector"];

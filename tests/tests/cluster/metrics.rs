@@ -121,7 +121,7 @@ const MOVED: &[(&str, &[&str])] = &[
     (
         "destination",
         &[
-            "endpointslice_cache_size",
+            "endpointslices_cache_size",
             "pod_cache_size",
             "service_cache_size",
             "serviceprofile_cache_size",
