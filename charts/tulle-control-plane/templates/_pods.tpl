@@ -132,6 +132,8 @@ readinessProbe:
   httpGet:
     path: /ready
     port: {{ .port }}
+  # A pod that has become ready is used at once, and one that no longer is, not for long.
+  periodSeconds: 1
   failureThreshold: 7
   timeoutSeconds: {{ .of.readinessProbe.timeoutSeconds }}
 {{- end }}
