@@ -172,7 +172,11 @@ impl Cluster {
         let mut controllers = place.controller_manager("*")?;
         self.components.push(place.scheduler()?);
         for node in &self.nodes {
-            self.components.push(node.kubelet(place)?);
+            let mut kubelet = node.kubelet(place)?;
+            // All kubelets put theirs at one path: two at the same moment, and one of them ends.
+            let listens = async || node.listens_for_device_plugins();
+            kubelet.until("a socket for device plugins", listens).await?;
+            self.components.push(kubelet);
             self.components.push(node.kube_proxy(place)?);
         }
         let accounts = Api::<ServiceAccount>::namespaced(self.client(), "default");

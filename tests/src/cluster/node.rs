@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use serde_json::json;
 use tulle_core::netns::{Host, Lab, Namespace};
 
@@ -181,6 +181,16 @@ state = "{state}"
             format!("--node-labels=topology.kubernetes.io/zone=zone-{}", self.number),
         ]);
         self.start(place, "kubelet", command)
+    }
+
+    /// Fails until the kubelet has made this socket, which is one of the last things that can end it.
+    pub(super) fn listens_for_device_plugins(&self) -> anyhow::Result<()> {
+        let sockets = self
+            .namespace
+            .run(|| fs::read_to_string("/proc/thread-self/net/unix"))?
+            .context("reading the sockets of a node")?;
+        ensure!(sockets.contains("/device-plugins/kubelet.sock"), "there is none yet");
+        Ok(())
     }
 
     pub(super) fn kube_proxy(&self, place: &Place<'_>) -> anyhow::Result<Component> {
