@@ -5,17 +5,14 @@
 //! `TULLE_TEST_FULL=1` does all of them, and to the same application without sidecars, for comparison of the times.
 
 use std::env;
-use std::fs;
 use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use tokio::time::sleep;
 use tulle_control::trust;
 use tulle_tests::charts::path_of;
 
-use crate::meshed::{COMPONENTS, Client, Meshed, Report};
+use crate::meshed::{COMPONENTS, Client, Meshed, Report, the_process};
 
 const TARGET: &str = "http://echo:80/echo --rate=500 --body-size=200";
 
@@ -189,15 +186,10 @@ impl Chaos {
 
 /// Stops the kubelet of the second node and lets it go on after a while.
 async fn stop_kubelet(time: Duration) -> anyhow::Result<()> {
-    let is_it = |pid: &i32| {
-        let line = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let kubelet = the_process("the kubelet of node2", |read| {
+        let line = read("cmdline");
         line.contains("/kubelet\0") && line.contains("/node2/")
-    };
-    let pids = fs::read_dir("/proc").context("reading /proc")?.flatten();
-    let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    let found: Vec<i32> = pids.filter(is_it).collect();
-    ensure!(found.len() == 1, "kubelets of node2: {found:?}");
-    let kubelet = Pid::from_raw(found[0]);
+    })?;
     kill(kubelet, Signal::SIGSTOP)?;
     sleep(time).await;
     kill(kubelet, Signal::SIGCONT)?;

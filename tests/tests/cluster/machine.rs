@@ -5,16 +5,15 @@ use std::net::Ipv4Addr;
 use std::os::unix::fs::PermissionsExt as _;
 use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
+use anyhow::ensure;
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use tokio::time::Instant;
 use tulle_bench::run::process::Process;
 use tulle_control::trust::CertificateAuthority;
 use tulle_tests::hosts::admin;
 use tulle_tests::machine::{IDENTITY, Machine};
 
-use crate::meshed::{Client, Meshed};
+use crate::meshed::{Client, Meshed, the_process};
 
 /// Beside the nodes.
 const ADDR: Ipv4Addr = Ipv4Addr::new(172, 30, 0, 8);
@@ -106,7 +105,11 @@ async fn outlives_the_leader(meshed: &Meshed) {
         meshed.kubectl(path).await
     };
     let leader = holder().await.unwrap();
-    kill_process(&leader).unwrap();
+    let hostname = format!("HOSTNAME={leader}\0");
+    let process = the_process("that of the leader", |read| {
+        read("comm").trim() == "tulle-control" && read("environ").contains(&hostname)
+    });
+    kill(process.unwrap(), Signal::SIGKILL).unwrap();
     let killed = Instant::now();
     // Otherwise its container starts again under the same name.
     let delete = format!("delete pod -n linkerd {leader} --force --grace-period=0");
@@ -143,18 +146,6 @@ async fn slice_becomes(meshed: &Meshed, expected: &str) {
         .until("slices follow their workload", found)
         .await
         .unwrap();
-}
-
-/// Kills the process of the control plane in this pod.
-fn kill_process(pod: &str) -> anyhow::Result<()> {
-    let is_it = |pid: &i32| {
-        let read = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
-        read("comm").trim() == "tulle-control" && read("environ").contains(&format!("HOSTNAME={pod}\0"))
-    };
-    let pids = fs::read_dir("/proc").context("reading /proc")?.flatten();
-    let mut pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    let pid = pids.find(is_it).with_context(|| format!("the process of {pod}"))?;
-    Ok(kill(Pid::from_raw(pid), Signal::SIGKILL)?)
 }
 
 const APPLICATION: &str = "

@@ -7,6 +7,7 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use nix::unistd::Pid;
 use serde::Deserialize;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt as _, BufReader};
@@ -226,6 +227,20 @@ impl Meshed {
         ensure!(!names.is_empty(), "no pods of {selector} in {namespace}");
         Ok(names.split_whitespace().map(str::to_owned).collect())
     }
+}
+
+/// The one process of this machine, pods included, that is told by its files below `/proc/<pid>`.
+///
+/// # Errors
+/// When there is none, or more than one.
+pub(crate) fn the_process(what: &str, is_it: impl Fn(&dyn Fn(&str) -> String) -> bool) -> anyhow::Result<Pid> {
+    let pids = fs::read_dir("/proc").context("reading /proc")?.flatten();
+    let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    // A process may end while it is looked at.
+    let read = |pid: i32, file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
+    let found: Vec<i32> = pids.filter(|pid| is_it(&|file| read(*pid, file))).collect();
+    ensure!(found.len() == 1, "{what}: {found:?}");
+    Ok(Pid::from_raw(found[0]))
 }
 
 /// Load that is running.
