@@ -203,10 +203,11 @@ impl Census {
                 Fact::RoutesOf(ParentKind::Service, service) => {
                     if store.under(fact).next().is_none() {
                         self.routes.remove(fact);
-                    } else if !self.routes.contains_key(fact) {
-                        let labels = Labels::new().with("namespace", &service.namespace);
-                        let routed = Follower::new(metrics.routed_services.get(&labels));
-                        self.routes.insert(fact.clone(), routed);
+                    } else {
+                        self.routes.entry(fact.clone()).or_insert_with(|| {
+                            let labels = Labels::new().with("namespace", &service.namespace);
+                            Follower::new(metrics.routed_services.get(&labels))
+                        });
                     }
                 }
                 _ => {}

@@ -16,9 +16,10 @@ use crate::http::{body::Body, error::Error};
 /// Longest body that is kept, in bytes.
 const LIMIT: usize = 64 * 1024;
 
-/// The way to get a body back, whether or not it is still being sent.
-pub(crate) struct Kept(Arc<Mutex<State>>);
+/// The way to get a body back, whether or not it is still being sent; none where it is too long from the start.
+pub(crate) struct Kept(Option<Arc<Mutex<State>>>);
 
+#[derive(Default)]
 struct State {
     /// Not read yet; gone once the body has been taken back.
     rest: Option<Body>,
@@ -35,26 +36,20 @@ pub(crate) struct Keeping(Arc<Mutex<State>>);
 
 /// Splits a body into what is sent and the way to get it back.
 pub(crate) fn keep(body: Body) -> (Body, Kept) {
-    let spent = body.size_hint().lower() > LIMIT as u64;
-    let (sent, rest) = match spent {
-        true => (Some(body), None),
-        false => (None, Some(body)),
-    };
+    if body.size_hint().lower() > LIMIT as u64 {
+        return (body, Kept(None));
+    }
     let state = Arc::new(Mutex::new(State {
-        rest,
-        frames: VecDeque::new(),
-        len: 0,
-        spent,
-        sender: None,
+        rest: Some(body),
+        ..State::default()
     }));
-    let sent = sent.unwrap_or_else(|| Body::keeping(Box::new(Keeping(state.clone()))));
-    (sent, Kept(state))
+    (Body::keeping(Box::new(Keeping(state.clone()))), Kept(Some(state)))
 }
 
 impl Kept {
     /// The body from its start, where that is still possible. Who is still sending it finds that it has broken off.
     pub(crate) fn again(self) -> Option<Body> {
-        let mut state = self.0.lock();
+        let mut state = self.0.as_ref()?.lock();
         if state.spent {
             return None;
         }

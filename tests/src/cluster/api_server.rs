@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep};
 
 use super::audit::{AuditPolicy, AuditRecord};
 use super::component::{Component, Life};
-use super::control_plane::{API_PORT, Place, ready};
+use super::control_plane::{API_PORT, Place, default_account_made, ready};
 use super::kubeconfig;
 use crate::programs;
 
@@ -92,19 +92,9 @@ impl ApiServer {
             Controllers::None => None,
             Controllers::All => Some(place.controller_manager(WITHOUT_NODES)?),
         };
-        let accounts = Api::<ServiceAccount>::namespaced(client.clone(), "default");
         match &mut controllers {
-            None => create_default_account(&accounts).await?,
-            Some(controllers) => {
-                let made = async || {
-                    accounts
-                        .get("default")
-                        .await
-                        .map(drop)
-                        .context("the default service account")
-                };
-                controllers.until("a service account", made).await?;
-            }
+            None => create_account(&Api::namespaced(client.clone(), "default"), "default").await?,
+            Some(controllers) => default_account_made(controllers, client.clone()).await?,
         }
         Ok(Self {
             controllers,
@@ -152,7 +142,7 @@ impl ApiServer {
         };
         let namespaces = Api::<Namespace>::all(self.client());
         namespaces.create(&PostParams::default(), &namespace).await?;
-        create_default_account(&Api::namespaced(self.client(), name)).await
+        create_account(&Api::namespaced(self.client(), name), "default").await
     }
 
     /// Writes a kubeconfig with a token of a service account, which is created if it is missing.
@@ -258,10 +248,6 @@ impl ApiServer {
 }
 
 /// Pods are refused without it. The controller manager, where there is one, may have been quicker.
-async fn create_default_account(accounts: &Api<ServiceAccount>) -> anyhow::Result<()> {
-    create_account(accounts, "default").await
-}
-
 async fn create_account(accounts: &Api<ServiceAccount>, name: &str) -> anyhow::Result<()> {
     let account = ServiceAccount {
         metadata: named(name),

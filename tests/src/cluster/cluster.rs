@@ -9,7 +9,7 @@ use std::{io, mem};
 
 use anyhow::{Context as _, bail, ensure};
 use k8s_openapi::api::apps::v1::Deployment;
-use k8s_openapi::api::core::v1::{Node as NodeObject, ServiceAccount};
+use k8s_openapi::api::core::v1::Node as NodeObject;
 use kube::api::Api;
 use nix::fcntl::{Flock, FlockArg};
 use nix::unistd::Uid;
@@ -21,7 +21,7 @@ use tulle_core::netns::{Lab, Namespace};
 
 use super::audit::{AuditPolicy, AuditRecord};
 use super::component::{Component, Life, START_LIMIT};
-use super::control_plane::{API_PORT, Place, ready};
+use super::control_plane::{API_PORT, Place, default_account_made, ready};
 use super::kubeconfig;
 use super::leftovers;
 use super::node::{self, Node, node_addr};
@@ -179,15 +179,7 @@ impl Cluster {
             self.components.push(kubelet);
             self.components.push(node.kube_proxy(place)?);
         }
-        let accounts = Api::<ServiceAccount>::namespaced(self.client(), "default");
-        let made = async || {
-            accounts
-                .get("default")
-                .await
-                .map(drop)
-                .context("the default service account")
-        };
-        controllers.until("a service account", made).await?;
+        default_account_made(&mut controllers, self.client()).await?;
         self.components.push(controllers);
         Ok(())
     }

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::Context as _;
+use k8s_openapi::api::core::v1::ServiceAccount;
+use kube::api::Api;
 use tulle_core::netns::Namespace;
 
 use super::audit::{self, AuditPolicy, AuditRecord};
@@ -208,6 +210,16 @@ pub(super) async fn ready(client: &kube::Client) -> anyhow::Result<()> {
     let request = http::Request::get("/readyz").body(Vec::new())?;
     client.request_text(request).await?;
     Ok(())
+}
+
+/// Waits until pods of the default namespace may be made.
+pub(super) async fn default_account_made(controllers: &mut Component, client: kube::Client) -> anyhow::Result<()> {
+    let accounts = Api::<ServiceAccount>::namespaced(client, "default");
+    let made = async || {
+        let account = accounts.get("default").await;
+        account.map(drop).context("the default service account")
+    };
+    controllers.until("a service account", made).await
 }
 
 /// The file name for a user of the system.

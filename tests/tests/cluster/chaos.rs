@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use tokio::time::sleep;
+use tulle_bench::load::tally::{Latency, Report};
 use tulle_control::trust;
 use tulle_tests::charts::path_of;
 
-use crate::meshed::{COMPONENTS, Client, Meshed, Report, the_process};
+use crate::meshed::{COMPONENTS, Client, Meshed, assert_all_ok, the_process};
 
 const TARGET: &str = "http://echo:80/echo --rate=500 --body-size=200";
 
@@ -63,11 +64,11 @@ impl Chaos {
             container: "client",
         };
         let line = format!("{TARGET} --duration={seconds}s");
-        let report = self.meshed.load_during(client, &line, disturb).await;
-        let report = report.unwrap_or_else(|error| panic!("{what}: {error:#}"));
-        print(namespace, what, &report);
+        let reports = self.meshed.load_during(client, &line, disturb).await;
+        let (report, seconds) = reports.unwrap_or_else(|error| panic!("{what}: {error:#}"));
+        print(namespace, what, &report, &seconds);
         if namespace == "meshed" {
-            report.assert_all_ok(what);
+            assert_all_ok(&report, what);
         }
     }
 
@@ -196,8 +197,8 @@ async fn stop_kubelet(time: Duration) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn print(namespace: &str, what: &str, report: &Report) {
-    let ms = |of: fn(&crate::meshed::Latency) -> f64| report.latency_us.as_ref().map_or(0., of) / 1e3;
+fn print(namespace: &str, what: &str, report: &Report, seconds: &[Report]) {
+    let ms = |of: fn(&Latency) -> f64| report.latency_us.as_ref().map_or(0., of) / 1e3;
     eprintln!(
         "{namespace:7} {what:28} {:6} requests, {} failed; p50 {:.1} ms, p99 {:.1} ms, p99.9 {:.1} ms, max {:.1} ms {:?}",
         report.requests,
@@ -208,7 +209,7 @@ fn print(namespace: &str, what: &str, report: &Report) {
         ms(|latency| latency.max),
         report.errors,
     );
-    for second in &report.intervals {
+    for second in seconds {
         if let Some(latency) = second.latency_us.as_ref().filter(|latency| latency.max > SLOW_US) {
             eprintln!(
                 "{:36} until {:5.1} s: {} requests; p50 {:.1} ms, p99 {:.1} ms, max {:.1} ms",

@@ -190,11 +190,9 @@ async fn shows_what_the_tutorial_shows(cluster: &Cluster) {
         .windows(2)
         .map(|pair| (pair[1] - pair[0]).rem_euclid(60.))
         .collect();
-    // A busy machine may delay one, which brings it nearer to the next.
-    let mut sorted = gaps.clone();
-    sorted.sort_by(f64::total_cmp);
-    let median = sorted[sorted.len() / 2];
-    assert!((1.5..3.).contains(&median), "renewed after {gaps:?} s");
+    // A busy machine may delay one; none comes early.
+    let shortest = gaps.iter().copied().fold(f64::INFINITY, f64::min);
+    assert!((1.5..3.).contains(&shortest), "renewed after {gaps:?} s");
 
     let watches = |record: &&AuditRecord| {
         record.verb == "watch" && record.user.username == "system:serviceaccount:linkerd:linkerd-destination"

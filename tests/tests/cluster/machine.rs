@@ -13,7 +13,7 @@ use tulle_control::trust::CertificateAuthority;
 use tulle_tests::hosts::admin;
 use tulle_tests::machine::{IDENTITY, Machine};
 
-use crate::meshed::{Client, Meshed, the_process};
+use crate::meshed::{Client, Meshed, assert_all_ok, the_process};
 
 /// Beside the nodes.
 const ADDR: Ipv4Addr = Ipv4Addr::new(172, 30, 0, 8);
@@ -65,7 +65,7 @@ async fn a_machine_outside_is_a_member_and_its_slice_outlives_the_leader() {
     // Each side has verified the other.
     let line = "simple-app-v1.simple-app.svc.cluster.local:80/headers --rate=50 --requests=100";
     let report = meshed.load(CLIENT, line).await.unwrap();
-    report.assert_all_ok("the machine");
+    assert_all_ok(&report, "the machine");
     let client = "default.simple-app.serviceaccount.identity.linkerd.cluster.local";
     let metrics = admin(&host, "/metrics").unwrap();
     let verified = format!("client_id=\"{client}\"");

@@ -1,6 +1,5 @@
 //! A cluster with tulle on it, as `helm install` puts it there, and load that runs inside.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -8,10 +7,10 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use nix::unistd::Pid;
-use serde::Deserialize;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::process::Child;
+use tulle_bench::load::tally::Report;
 use tulle_control::trust;
 use tulle_tests::charts::{Helm, path_of};
 use tulle_tests::cluster::Cluster;
@@ -20,30 +19,6 @@ pub(crate) struct Meshed {
     pub(crate) cluster: Cluster,
     pub(crate) helm: Helm,
     files: TempDir,
-}
-
-/// What `tulle-bench load --json` reports.
-#[derive(Clone, Debug, Deserialize)]
-pub(crate) struct Report {
-    pub(crate) requests: u64,
-    pub(crate) failed: u64,
-    pub(crate) latency_us: Option<Latency>,
-    pub(crate) replicas: BTreeMap<String, u64>,
-    pub(crate) outcomes: BTreeMap<String, u64>,
-    pub(crate) errors: BTreeMap<String, u64>,
-    /// Seconds since the start, at the end of what is reported.
-    pub(crate) at: f64,
-    /// The reports about each second, where they were asked for.
-    #[serde(skip)]
-    pub(crate) intervals: Vec<Self>,
-}
-
-#[derive(Clone, Debug, Deserialize)]
-pub(crate) struct Latency {
-    pub(crate) p50: f64,
-    pub(crate) p99: f64,
-    pub(crate) p99_9: f64,
-    pub(crate) max: f64,
 }
 
 /// A container that has `tulle-bench`.
@@ -156,7 +131,8 @@ impl Meshed {
     /// When it could not run.
     pub(crate) async fn load(&self, client: Client, line: &str) -> anyhow::Result<Report> {
         let mut running = self.start_load(client, line)?;
-        running.report().await.with_context(|| line.to_owned())
+        let (total, _) = running.reports().await.with_context(|| line.to_owned())?;
+        Ok(total)
     }
 
     fn start_load(&self, client: Client, line: &str) -> anyhow::Result<Running> {
@@ -191,6 +167,7 @@ impl Meshed {
     }
 
     /// Runs load in a container, and disturbs it once the first second of it has passed.
+    /// Returns what came of it, in all and in each further second.
     ///
     /// # Errors
     /// When the load could not run, or the disturbance could not be made.
@@ -199,12 +176,12 @@ impl Meshed {
         client: Client,
         line: &str,
         disturb: impl Future<Output = anyhow::Result<()>>,
-    ) -> anyhow::Result<Report> {
+    ) -> anyhow::Result<(Report, Vec<Report>)> {
         let mut running = self.start_load(client, &format!("{line} --report-every=1s"))?;
         running.lines.next_line().await?.context("the first second of load")?;
-        let (report, disturbed) = tokio::join!(running.report(), disturb);
+        let (reports, disturbed) = tokio::join!(running.reports(), disturb);
         disturbed?;
-        report
+        reports
     }
 
     /// The metrics of a pod's proxy.
@@ -250,29 +227,27 @@ struct Running {
 }
 
 impl Running {
-    async fn report(&mut self) -> anyhow::Result<Report> {
+    /// The last report, which is about all of it, and those before it.
+    async fn reports(&mut self) -> anyhow::Result<(Report, Vec<Report>)> {
         let mut reports = Vec::new();
         while let Some(line) = self.lines.next_line().await? {
             reports.push(serde_json::from_str(&line).with_context(|| format!("a report: {line}"))?);
         }
-        let mut last: Report = reports.pop().context("load that ended without a report")?;
-        last.intervals = reports;
-        Ok(last)
+        let total = reports.pop().context("load that ended without a report")?;
+        Ok((total, reports))
     }
 }
 
-impl Report {
-    /// Asserts that every request was answered well.
-    pub(crate) fn assert_all_ok(&self, what: &str) {
-        assert!(
-            self.requests > 0 && self.failed == 0,
-            "{what}: {} of {} failed: {:?} {:?}",
-            self.failed,
-            self.requests,
-            self.outcomes,
-            self.errors
-        );
-    }
+/// Asserts that every request was answered well.
+pub(crate) fn assert_all_ok(report: &Report, what: &str) {
+    assert!(
+        report.requests > 0 && report.failed == 0,
+        "{what}: {} of {} failed: {:?} {:?}",
+        report.failed,
+        report.requests,
+        report.outcomes,
+        report.errors
+    );
 }
 
 const PROBE: &str = "

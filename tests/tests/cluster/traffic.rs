@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::ensure;
 
-use crate::meshed::{Client, Meshed};
+use crate::meshed::{Client, Meshed, assert_all_ok};
 
 const LOAD: Client = Client {
     namespace: "demo",
@@ -78,7 +78,7 @@ async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
         let all_answer = async || {
             let line = format!("{target} --rate=200 --requests=200");
             let report = meshed.load(LOAD, &line).await?;
-            report.assert_all_ok(what);
+            assert_all_ok(&report, what);
             assert_eq!(report.requests, 200, "{what}");
             answered.extend(report.replicas.into_keys());
             ensure!(expected.is_subset(&answered), "of {expected:?} only {answered:?}");
@@ -103,7 +103,7 @@ async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
         .load(STRANGER, "web.demo:80/ready --rate=20 --requests=20")
         .await
         .unwrap();
-    probe.assert_all_ok("a probe");
+    assert_all_ok(&probe, "a probe");
 
     // Each side has verified the other, on this node and across nodes and zones.
     let load = &meshed.pods("demo", "app=load").await.unwrap()[0];
