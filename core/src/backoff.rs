@@ -28,6 +28,16 @@ impl Backoff {
             base: self.min,
         }
     }
+
+    /// The same, but no longer than `limit` between attempts.
+    #[must_use]
+    pub fn at_most(self, limit: Duration) -> Self {
+        Self {
+            min: self.min.min(limit),
+            max: self.max.min(limit),
+            ..self
+        }
+    }
 }
 
 impl Steps {
@@ -61,6 +71,9 @@ mod tests {
         assert_eq!(delays, [100, 200, 350, 350]);
         steps.reset();
         assert_eq!(steps.next_delay().as_millis(), 100);
+        let mut steps = steps.backoff.at_most(Duration::from_millis(150)).steps();
+        let delays: Vec<u128> = (0..3).map(|_| steps.next_delay().as_millis()).collect();
+        assert_eq!(delays, [100, 150, 150]);
     }
 
     #[test]

@@ -178,24 +178,30 @@ impl Channel {
         sent.map_err(|error| Status::unavailable(format!("asking {}: {}", shared.target.addr, Causes(&error))))
     }
 
-    /// The connection, as soon as there is one that works.
-    async fn ready(&mut self) -> Result<SendRequest<Body>, Status> {
-        let Shared {
-            wanted,
-            call_wait,
-            target,
-            ..
-        } = &*self.shared;
-        let waiting = async {
-            loop {
-                match &*self.connection.borrow_and_update() {
-                    Connection::Ready(connection) if !connection.is_closed() => return Some(connection.clone()),
-                    Connection::Ready(_) | Connection::Missing(_) => wanted.notify_one(),
-                }
-                self.connection.changed().await.ok()?;
+    /// Waits for a connection that works, however long that takes.
+    pub(crate) async fn connected(&mut self) {
+        if self.connection().await.is_none() {
+            // The runtime is ending, and takes who waits with it.
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// The connection, as soon as there is one that works; none when the runtime of the channel has ended.
+    async fn connection(&mut self) -> Option<SendRequest<Body>> {
+        loop {
+            match &*self.connection.borrow_and_update() {
+                Connection::Ready(connection) if !connection.is_closed() => return Some(connection.clone()),
+                Connection::Ready(_) | Connection::Missing(_) => self.shared.wanted.notify_one(),
             }
-        };
-        match timeout(*call_wait, waiting).await {
+            self.connection.changed().await.ok()?;
+        }
+    }
+
+    /// The connection that a call is made on.
+    async fn ready(&mut self) -> Result<SendRequest<Body>, Status> {
+        let shared = self.shared.clone();
+        let Shared { call_wait, target, .. } = &*shared;
+        match timeout(*call_wait, self.connection()).await {
             Ok(Some(connection)) => Ok(connection),
             Ok(None) => Err(Status::unavailable("the runtime of control plane clients has ended")),
             Err(_) => Err(Status::unavailable(match &*self.connection.borrow() {
@@ -240,7 +246,7 @@ impl Dialler {
 
     async fn dial_on_demand(&self, connection: &watch::Sender<Connection>) {
         let addr = &self.shared.target.addr;
-        let mut delays = self.config.backoff.steps();
+        let mut delays = self.config.backoff.at_most(LONGEST_PAUSE).steps();
         let failing = &self.shared.failing;
         loop {
             self.shared.wanted.notified().await;
@@ -414,6 +420,8 @@ impl std::fmt::Display for Causes<'_> {
 pub(crate) const CALL_WAIT: Duration = Duration::from_secs(10);
 /// The largest message that is read: the endpoints of a large service take more than the 4 MiB of tonic's default.
 pub(super) const MESSAGE_LIMIT: usize = 64 * 1024 * 1024;
+/// Between attempts to connect: endpoints change while a control plane comes back, and who learns it late fails.
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// A connection that lasted this long was a good one.
 const SETTLED: Duration = Duration::from_secs(10);
 /// Dead peers are found out within 13 seconds while streams are open.

@@ -57,6 +57,7 @@ pub(crate) struct Config {
 }
 
 struct Shared {
+    channel: Channel,
     config: Config,
     runtime: Handle,
 }
@@ -122,8 +123,12 @@ impl Destinations {
             config.limits = StreamLimits::default();
         }
         Self {
-            client: DestinationClient::new(channel).max_decoding_message_size(MESSAGE_LIMIT),
-            shared: Arc::new(Shared { config, runtime }),
+            client: DestinationClient::new(channel.clone()).max_decoding_message_size(MESSAGE_LIMIT),
+            shared: Arc::new(Shared {
+                channel,
+                config,
+                runtime,
+            }),
         }
     }
 
@@ -182,6 +187,7 @@ impl Destinations {
     fn terms(&self, what: String, finals: &'static [Code]) -> Terms {
         let Config { limits, backoff, .. } = &self.shared.config;
         Terms {
+            channel: self.shared.channel.clone(),
             what,
             limits: *limits,
             backoff: *backoff,

@@ -118,6 +118,7 @@ impl Policies {
 
     fn terms(&self, what: String, backoff: Backoff, finals: &'static [Code]) -> Terms {
         Terms {
+            channel: self.shared.channel.clone(),
             what,
             limits: self.shared.config.limits,
             backoff,

@@ -246,7 +246,7 @@ fn port(update: &proto::Update) -> u32 {
     }
 }
 
-fn destinations(channel: Channel, limits: StreamLimits) -> Destinations {
+fn destinations(channel: Channel, limits: StreamLimits, backoff: Backoff) -> Destinations {
     let profiles = ProfileScope {
         networks: vec!["10.0.0.0/8".parse().unwrap()],
         ..Default::default()
@@ -255,7 +255,7 @@ fn destinations(channel: Channel, limits: StreamLimits) -> Destinations {
         context_token: "{}".to_owned(),
         profiles,
         limits,
-        backoff: BACKOFF,
+        backoff,
     };
     Destinations::new(channel, Handle::current(), config)
 }
@@ -263,7 +263,11 @@ fn destinations(channel: Channel, limits: StreamLimits) -> Destinations {
 type Endpoints = Watched<(Position, u32)>;
 
 fn endpoints(channel: Channel, limits: StreamLimits) -> Receiver<Endpoints> {
-    destinations(channel, limits).endpoints("web.shop:80", |position, update| (position, port(&update)))
+    endpoints_with(channel, limits, BACKOFF)
+}
+
+fn endpoints_with(channel: Channel, limits: StreamLimits, backoff: Backoff) -> Receiver<Endpoints> {
+    destinations(channel, limits, backoff).endpoints("web.shop:80", |position, update| (position, port(&update)))
 }
 
 async fn becomes(endpoints: &mut Receiver<Endpoints>, expected: (Position, u32)) {
@@ -307,6 +311,33 @@ async fn a_resumed_stream_starts_over() {
     let (_script, _server, channel) = scripted(acts).await;
     let mut watch = endpoints(channel, StreamLimits::default());
     becomes(&mut watch, (Position::First, 3)).await;
+}
+
+#[tokio::test]
+async fn a_watch_does_not_back_off_from_a_control_plane_that_is_not_there() {
+    let authority = Authority::new();
+    let creds = authority.credentials(CONTROL);
+    let service = DestinationServer::new(Scripted::play([Act::Send(vec![added(1)])]));
+    let server = Server::start(ANYWHERE, Some(creds.clone()), service.clone()).await;
+    let (addr, target) = (server.addr, server.target(mutual_tls()));
+    server.stop().await;
+    let limits = StreamLimits {
+        initial: Some(Duration::from_millis(20)),
+        ..StreamLimits::default()
+    };
+    let hour = Duration::from_secs(3600);
+    let backoff = Backoff {
+        min: hour,
+        max: hour,
+        jitter: 0.0,
+    };
+    let channel = connector(authority.credentials(CLIENT), &Registry::new()).channel(target, quick());
+    let mut watch = endpoints_with(channel.clone(), limits, backoff);
+    // Longer than a stream may take to open.
+    timeout(Duration::from_millis(200), watch.changed()).await.unwrap_err();
+    assert!(channel.is_failing());
+    let _server = Server::start(addr, Some(creds), service).await;
+    becomes(&mut watch, (Position::First, 1)).await;
 }
 
 #[tokio::test]
@@ -456,7 +487,7 @@ async fn loopback_names_are_plaintext_and_tried_on_both_families() {
 #[tokio::test]
 async fn profiles_are_watched_in_scope_only() {
     let (_script, _server, channel) = scripted([]).await;
-    let destinations = destinations(channel, StreamLimits::default());
+    let destinations = destinations(channel, StreamLimits::default(), BACKOFF);
     let outside: Addr = "192.168.0.1:80".parse().unwrap();
     assert!(destinations.profile(&outside, |_| ()).is_none());
     let inside: Addr = "10.0.0.1:80".parse().unwrap();

@@ -10,6 +10,8 @@ use tonic::{Code, Response, Status, Streaming};
 use tracing::debug;
 use tulle_core::backoff::Backoff;
 
+use crate::api::channel::Channel;
+
 /// What a watch knows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Watched<T> {
@@ -51,8 +53,9 @@ pub(crate) enum Position {
 }
 
 /// How a watch goes on.
-#[derive(Clone, Debug)]
 pub(crate) struct Terms {
+    /// What its streams are opened on.
+    pub channel: Channel,
     /// What is watched, for logs.
     pub what: String,
     pub limits: StreamLimits,
@@ -64,10 +67,11 @@ pub(crate) struct Terms {
 
 /// Watches the stream that `open` opens, on `runtime`, until the last receiver is dropped.
 ///
+/// While its channel has no connection nothing is tried, so that no backoff is due when it has one again.
 /// `decode` sees every message of every stream, in order; what it returns is published.
 pub(crate) fn spawn<M, T, O>(
     runtime: &Handle,
-    terms: Terms,
+    mut terms: Terms,
     mut open: impl FnMut() -> O + Send + 'static,
     mut decode: impl FnMut(Position, M) -> T + Send + 'static,
 ) -> watch::Receiver<Watched<T>>
@@ -81,6 +85,7 @@ where
         let resuming = async {
             let mut delays = terms.backoff.steps();
             loop {
+                terms.channel.connected().await;
                 let mut position = Position::First;
                 let opening = open();
                 let ended = follow(&terms.limits, opening, |message| {
