@@ -127,6 +127,10 @@ impl Chaos {
     async fn control_plane(&self) {
         let meshed = &self.meshed;
         let namespace = "meshed";
+        let rollout = async || {
+            meshed.kubectl("rollout restart deploy/echo -n meshed").await?;
+            meshed.cluster.deployment_ready(namespace, "echo").await
+        };
         let components = if self.full { &COMPONENTS[..] } else { &COMPONENTS[..1] };
         for component in components {
             let kill = async {
@@ -157,16 +161,20 @@ impl Chaos {
             upgrade(&["--set=controllerLogLevel=debug"]),
         )
         .await;
+        // What changes as soon as the control plane is back reaches proxies that have looked for it for a while.
+        let seconds = if self.full { 30 } else { 15 };
+        let gone = async {
+            meshed.kubectl("scale deploy --all -n linkerd --replicas=0").await?;
+            sleep(Duration::from_secs(seconds.into())).await;
+            meshed.kubectl("scale deploy --all -n linkerd --replicas=1").await?;
+            meshed.control_plane_ready().await?;
+            rollout().await
+        };
+        let what = format!("control plane gone for {seconds} s");
+        self.during(namespace, &what, seconds + 25, gone).await;
         if !self.full {
             return;
         }
-        let gone = async {
-            meshed.kubectl("scale deploy --all -n linkerd --replicas=0").await?;
-            sleep(Duration::from_secs(30)).await;
-            meshed.kubectl("scale deploy --all -n linkerd --replicas=1").await?;
-            meshed.control_plane_ready().await
-        };
-        self.during(namespace, "control plane gone for 30 s", 45, gone).await;
         let rotate = async {
             let (certificate, key) = (meshed.file("next.crt"), meshed.file("next.key"));
             let anchor = trust::CertificateAuthority::read(&meshed.file("ca.crt"), &meshed.file("ca.key"))?;
@@ -178,8 +186,7 @@ impl Chaos {
             ])
             .await?;
             // New pods have certificates of the new issuer, and the old ones still theirs.
-            meshed.kubectl("rollout restart deploy/echo -n meshed").await?;
-            meshed.cluster.deployment_ready("meshed", "echo").await
+            rollout().await
         };
         self.during(namespace, "issuer rotated", 30, rotate).await;
     }
