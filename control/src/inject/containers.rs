@@ -61,7 +61,7 @@ pub(super) fn proxy(values: &Values, subject: &Subject<'_>, env: Vec<EnvVar>) ->
             port("linkerd-admin", ports.admin),
         ]),
         liveness_probe: Some(probe("/live", &proxy.liveness_probe, 10)),
-        readiness_probe: Some(probe("/ready", &proxy.readiness_probe, 2)),
+        readiness_probe: Some(probe("/ready", &proxy.readiness_probe, 0)),
         startup_probe: startup,
         restart_policy: proxy.native_sidecar.then(|| "Always".to_owned()),
         lifecycle: lifecycle(values),

@@ -410,7 +410,7 @@ mod tests {
             values.proxy.liveness_probe.initial_delay_seconds,
             values.proxy.readiness_probe.initial_delay_seconds,
         );
-        assert_eq!(probes, (Some(10), Some(2)));
+        assert_eq!(probes, (Some(10), Some(0)));
         values.proxy.liveness_probe.initial_delay_seconds = None;
         values.proxy.readiness_probe.initial_delay_seconds = None;
         assert_eq!(values, Values::default());
