@@ -1,5 +1,6 @@
-//! An endpoint and a connection to it (O8, O9): an open one, or a new one. A dial that takes its time goes on while the
-//! request looks for another endpoint, so that one that has just gone, or is only starting, holds nobody up.
+//! An endpoint and a connection to it (O8, O9): an open one, or a new one. A dial goes on without the request that began
+//! it where another endpoint is connected, or connects sooner: one that has just gone, or is only starting, holds nobody
+//! up.
 
 use std::{
     future::poll_fn,
@@ -68,7 +69,8 @@ impl Dispatch<'_> {
         Ok(ready)
     }
 
-    /// The first connection among those to this endpoint and, where it takes its time, to others.
+    /// The first connection among those to this endpoint and, where it takes its time, to others; at once where another
+    /// has one.
     async fn dial(
         &self,
         endpoint: Arc<Endpoint>,
@@ -77,6 +79,9 @@ impl Dispatch<'_> {
     ) -> Result<(Arc<Endpoint>, Ready), Error> {
         let mut dials: SmallVec<[Dial; MAX_TRIES]> = SmallVec::new();
         let mut patience = Some(start(&mut dials, endpoint, self.worker, needs));
+        if let Some(connected) = self.connected(&passed(tried, &dials), needs).await {
+            return Ok(connected);
+        }
         loop {
             let next = tokio::select! {
                 biased;
@@ -95,9 +100,7 @@ impl Dispatch<'_> {
                     Err(_) => continue,
                 },
                 () = sleep_until(patience.unwrap_or_else(Instant::now)), if patience.is_some() => {
-                    let passed: Tried = tried.iter().chain(dials.iter().map(|dial| &dial.endpoint)).cloned().collect();
-                    let other = self.backend.pick_now(&passed);
-                    match other.filter(|other| !passed.iter().any(|passed| Arc::ptr_eq(passed, other))) {
+                    match self.pick_other(&passed(tried, &dials)) {
                         Some(other) => other,
                         None => {
                             patience = None; // nobody else is there
@@ -112,6 +115,31 @@ impl Dispatch<'_> {
             patience = Some(start(&mut dials, next, self.worker, needs)).filter(|_| dials.len() < MAX_TRIES);
         }
     }
+
+    /// Another endpoint and its open connection, if a few draws find one.
+    async fn connected(&self, passed: &Tried, needs: Needs) -> Option<(Arc<Endpoint>, Ready)> {
+        let mut passed = passed.clone();
+        for _ in 0..DRAWS {
+            let other = self.pick_other(&passed)?;
+            if let Ok(Some(ready)) = self.open(&other, needs).await {
+                return Some((other, ready));
+            }
+            passed.push(other);
+        }
+        None
+    }
+
+    fn pick_other(&self, passed: &Tried) -> Option<Arc<Endpoint>> {
+        let other = self.backend.pick_now(passed)?;
+        let is_other = !passed.iter().any(|passed| Arc::ptr_eq(passed, &other));
+        is_other.then_some(other)
+    }
+}
+
+/// Endpoints that this request has tried, or is trying.
+fn passed(tried: &Tried, dials: &[Dial]) -> Tried {
+    let dialled = dials.iter().map(|dial| &dial.endpoint);
+    tried.iter().chain(dialled).cloned().collect()
 }
 
 /// Dials an endpoint, to the end even if nobody waits for it any more; returns until when to wait for nobody else.
@@ -154,5 +182,7 @@ async fn first(dials: &mut SmallVec<[Dial; MAX_TRIES]>) -> (Arc<Endpoint>, Resul
 
 /// Endpoints that one request is sent to at most.
 pub(super) const MAX_TRIES: usize = 3;
+/// Endpoints that are looked at for an open connection; with many that have none, a dial is as soon done.
+const DRAWS: usize = 3;
 /// Longer than a dial within a data centre takes, mutual TLS included.
 const PATIENCE: Duration = Duration::from_millis(20);
