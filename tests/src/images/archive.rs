@@ -5,10 +5,10 @@ use std::io::{BufWriter, Write};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use aws_lc_rs::digest::{SHA256, digest};
 use serde_json::json;
-use tar::{Builder, EntryType, Header};
+use tar::{Archive, Builder, EntryType, Header};
 
 use super::Settings;
 
@@ -51,6 +51,20 @@ pub(super) fn write(root: &Path, reference: &str, settings: &Settings, archive: 
     tar.into_inner()?
         .flush()
         .with_context(|| format!("writing {}", archive.display()))
+}
+
+/// The reference of the first image in an archive.
+pub(super) fn reference(archive: &Path) -> anyhow::Result<String> {
+    let mut tar = Archive::new(File::open(archive)?);
+    for entry in tar.entries()? {
+        let entry = entry?;
+        if entry.path()?.ends_with("manifest.json") {
+            let manifest: serde_json::Value = serde_json::from_reader(entry)?;
+            let reference = manifest[0]["RepoTags"][0].as_str();
+            return reference.map(str::to_owned).context("its image has no name");
+        }
+    }
+    bail!("there is no manifest.json in it")
 }
 
 fn layer(root: &Path) -> anyhow::Result<Vec<u8>> {

@@ -91,6 +91,14 @@ pub fn write(image: Image, archive: &Path) -> anyhow::Result<()> {
     archive::write(root, &image.reference(), &settings, archive)
 }
 
+/// The reference of the image in an archive.
+///
+/// # Errors
+/// When it is no docker archive.
+pub fn reference_of(archive: &Path) -> anyhow::Result<String> {
+    archive::reference(archive).with_context(|| format!("reading {}", archive.display()))
+}
+
 /// An image of the `Dockerfile`.
 fn write_shipped(image: Image, stage: &str, root: &Path, archive: &Path) -> anyhow::Result<()> {
     let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");

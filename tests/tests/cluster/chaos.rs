@@ -34,7 +34,8 @@ async fn no_request_is_lost_whatever_is_restarted() {
         let manifest = APPLICATION.replace("@namespace", namespace);
         let mesh = if *namespace == "meshed" { "enabled" } else { "disabled" };
         meshed.apply(&manifest.replace("@mesh", mesh)).await.unwrap();
-        chaos.ready(namespace).await.unwrap();
+        meshed.client_ready(namespace, "client").await.unwrap();
+        meshed.cluster.deployment_ready(namespace, "echo").await.unwrap();
     }
     for namespace in namespaces {
         chaos.backends(namespace).await;
@@ -43,13 +44,6 @@ async fn no_request_is_lost_whatever_is_restarted() {
 }
 
 impl Chaos {
-    async fn ready(&self, namespace: &str) -> anyhow::Result<()> {
-        for name in ["echo", "client"] {
-            self.meshed.cluster.deployment_ready(namespace, name).await?;
-        }
-        Ok(())
-    }
-
     /// Load for as long as it takes, at least so many seconds; without sidecars failures are only shown.
     async fn during(
         &self,

@@ -1,12 +1,16 @@
 //! A cluster with tulle on it, as `helm install` puts it there, and load that runs inside.
+//!
+//! `TULLE_TEST_PROXY=image.tar` has pods run with the proxy of that docker archive, which need not be ours; with
+//! `TULLE_TEST_PROXY_AT=servers` or `clients` only those.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
+use std::{env, fs};
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, bail, ensure};
 use nix::unistd::Pid;
+use serde_json::json;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::process::Child;
@@ -14,11 +18,24 @@ use tulle_bench::load::tally::Report;
 use tulle_control::trust;
 use tulle_tests::charts::{Helm, path_of};
 use tulle_tests::cluster::Cluster;
+use tulle_tests::images::{self, Image};
 
 pub(crate) struct Meshed {
     pub(crate) cluster: Cluster,
     pub(crate) helm: Helm,
     files: TempDir,
+    /// Whether some proxies are not of this repository.
+    has_others: bool,
+    /// Of the proxies of clients, where they have others than the rest.
+    clients_image: Option<String>,
+}
+
+/// Whose proxies come from elsewhere: those of servers, of clients, or of all.
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum At {
+    Servers,
+    Clients,
+    Both,
 }
 
 /// A container that has `tulle-bench`.
@@ -37,11 +54,14 @@ impl Meshed {
     pub(crate) async fn start() -> anyhow::Result<Self> {
         let cluster = Cluster::start(2).await?;
         let files = tempfile::tempdir().context("creating a directory")?;
-        let meshed = Self {
+        let mut meshed = Self {
             helm: Helm::of(cluster.kubeconfig_outside())?,
             cluster,
             files,
+            has_others: false,
+            clients_image: None,
         };
+        let image = meshed.proxy_image().await?;
         let year = Duration::from_hours(365 * 24);
         let anchor = trust::create_anchor("root.linkerd.cluster.local", year)?;
         anchor.write(&meshed.file("ca.crt"), &meshed.file("ca.key"))?;
@@ -57,12 +77,82 @@ impl Meshed {
             set("identity.issuer.tls.crtPEM", "issuer.crt"),
             set("identity.issuer.tls.keyPEM", "issuer.key"),
         ];
-        let credentials: Vec<&str> = credentials.iter().map(String::as_str).collect();
+        let set: Vec<&str> = credentials.iter().chain(&image).map(String::as_str).collect();
         let named = ["tulle-control-plane", &control_plane];
-        meshed.helm.run(&[&install[..], &named, &credentials].concat())?;
+        meshed.helm.run(&[&install[..], &named, &set].concat())?;
         meshed.control_plane_ready().await?;
         meshed.injects().await?;
         Ok(meshed)
+    }
+
+    /// Loads the proxy that `TULLE_TEST_PROXY` names, and returns the settings of the chart for it.
+    async fn proxy_image(&mut self) -> anyhow::Result<Vec<String>> {
+        let Some(archive) = env::var_os("TULLE_TEST_PROXY") else {
+            return Ok(Vec::new());
+        };
+        let at = match env::var("TULLE_TEST_PROXY_AT").as_deref() {
+            Ok("servers") => At::Servers,
+            Ok("clients") => At::Clients,
+            Err(env::VarError::NotPresent) => At::Both,
+            other => bail!("TULLE_TEST_PROXY_AT is {other:?}, not servers or clients"),
+        };
+        let archive = Path::new(&archive);
+        self.cluster.load_archive(archive).await?;
+        let theirs = images::reference_of(archive)?;
+        let ours = Image::Proxy.reference();
+        self.has_others = true;
+        self.clients_image = match at {
+            At::Servers => Some(ours),
+            At::Clients => Some(theirs.clone()),
+            At::Both => None,
+        };
+        if at == At::Clients {
+            return Ok(Vec::new());
+        }
+        let (name, version) = theirs.rsplit_once(':').context("a tag of the image")?;
+        Ok(vec![
+            format!("--set=proxy.image.name={name}"),
+            format!("--set=proxy.image.version={version}"),
+        ])
+    }
+
+    /// Waits for the Deployment of a client, which gets a proxy of its own where a run wants that.
+    ///
+    /// # Errors
+    /// What its pods say when that takes too long.
+    pub(crate) async fn client_ready(&self, namespace: &str, name: &str) -> anyhow::Result<()> {
+        if let Some((image, version)) = self.clients_image.as_deref().and_then(|image| image.rsplit_once(':')) {
+            let annotations = json!({
+                "config.linkerd.io/proxy-image": image,
+                "config.linkerd.io/proxy-version": version,
+            });
+            let patch = json!({"spec": {"template": {"metadata": {"annotations": annotations}}}});
+            let (deployment, patch) = (format!("deploy/{name}"), patch.to_string());
+            let args = ["patch", "-n", namespace, &deployment, "-p", &patch];
+            self.cluster.kubectl(&args).await?;
+        }
+        self.cluster.deployment_ready(namespace, name).await
+    }
+
+    /// Marks a Service's port opaque, as proxies of others must be told of servers that speak first; ours find out.
+    ///
+    /// # Errors
+    /// What the API server says.
+    pub(crate) async fn tell_others_opaque(&self, namespace: &str, name: &str, port: u16) -> anyhow::Result<()> {
+        if !self.has_others {
+            return Ok(());
+        }
+        let annotations = json!({"config.linkerd.io/opaque-ports": port.to_string()});
+        let (service, deployment) = (format!("service/{name}"), format!("deploy/{name}"));
+        let metadata = json!({"metadata": {"annotations": annotations}});
+        for (object, patch) in [
+            (service, metadata.clone()),
+            (deployment, json!({"spec": {"template": metadata}})),
+        ] {
+            let args = ["patch", "-n", namespace, &object, "-p", &patch.to_string()];
+            self.cluster.kubectl(&args).await?;
+        }
+        Ok(())
     }
 
     /// Waits until new pods get a sidecar: an injector that the API server does not reach yet is passed over.
@@ -191,6 +281,24 @@ impl Meshed {
     pub(crate) async fn proxy_metrics(&self, namespace: &str, pod: &str) -> anyhow::Result<String> {
         let path = format!("/api/v1/namespaces/{namespace}/pods/{pod}:4191/proxy/metrics");
         self.cluster.kubectl(&["get", "--raw", &path]).await
+    }
+
+    /// The metrics of a pod's proxy as a client in the mesh gets them: proxies of others refuse some to the API server,
+    /// which has no identity.
+    ///
+    /// # Errors
+    /// What the client says.
+    pub(crate) async fn proxy_metrics_for(&self, client: Client, namespace: &str, pod: &str) -> anyhow::Result<String> {
+        let addr = format!("get pod -n {namespace} {pod} -o jsonpath={{.status.podIP}}");
+        let addr = self.kubectl(&addr).await?;
+        let Client {
+            namespace,
+            deployment,
+            container,
+        } = client;
+        let url = format!("http://{addr}:4191/metrics");
+        let line = format!("exec -n {namespace} deploy/{deployment} -c {container} -- curl -sSf {url}");
+        self.kubectl(&line).await
     }
 
     /// The names of pods.

@@ -23,12 +23,9 @@ async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
     let meshed = Meshed::start().await.unwrap();
     let manifests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/kubernetes-demo");
     meshed.apply_files(&manifests).await.unwrap();
-    for (namespace, name) in [
-        ("demo", "web"),
-        ("demo", "tcp"),
-        ("demo", "load"),
-        ("outside", "stranger"),
-    ] {
+    meshed.tell_others_opaque("demo", "tcp", 5000).await.unwrap();
+    meshed.client_ready("demo", "load").await.unwrap();
+    for (namespace, name) in [("demo", "web"), ("demo", "tcp"), ("outside", "stranger")] {
         meshed.cluster.deployment_ready(namespace, name).await.unwrap();
     }
     let status = "rollout status -n demo statefulset/ws --timeout=60s";
@@ -112,7 +109,7 @@ async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
         let theirs = format!("client_id=\"{}\"", identity("load"));
         let mut verified = 0;
         for pod in meshed.pods("demo", &format!("app={account}")).await.unwrap() {
-            let metrics = meshed.proxy_metrics("demo", &pod).await.unwrap();
+            let metrics = meshed.proxy_metrics_for(LOAD, "demo", &pod).await.unwrap();
             verified += usize::from(metrics.lines().any(|line| line.contains(&theirs)));
         }
         assert!(verified > 0, "no proxy of {account} has verified load");
