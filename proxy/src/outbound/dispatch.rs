@@ -1,6 +1,6 @@
 //! Sending a request: pick an endpoint, connect, send; once more to another one where nothing was processed (O7–O11).
 
-use http::{HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
+use http::{HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
 use http_body::Body as _;
 use hyper::upgrade::OnUpgrade;
 use std::{sync::Arc, time::Duration};
@@ -85,7 +85,8 @@ impl Dispatch<'_> {
             endpoint.series.request();
             let sent = endpoint.client(self.worker).send(ready, req).await;
             let cause = match &sent {
-                Ok(rsp) if self.may_try_another(tried.len()) => never_reached(rsp, &endpoint),
+                // Only who has an identity has a proxy that could know.
+                Ok(rsp) if endpoint.identity().is_some() && self.may_try_another(tried.len()) => never_reached(rsp),
                 Err(error) if self.resendable(error, copy.as_ref(), tried.len()) => Some(error.cause()),
                 _ => None,
             };
@@ -205,17 +206,33 @@ fn finish(rsp: &mut Response<Body>, protocol: Protocol, asked: Version) {
 }
 
 /// Why the peer's proxy never reached its application, if that is what it says.
-fn never_reached(rsp: &Response<Body>, endpoint: &Endpoint) -> Option<&'static str> {
-    // A refusal reaches gRPC clients as a status inside a 200.
-    let refused =
-        rsp.status() == StatusCode::BAD_GATEWAY || classify::grpc_status(rsp.headers()) == Some(grpc::UNAVAILABLE);
-    if !refused || endpoint.identity().is_none() {
+fn never_reached<B>(rsp: &Response<B>) -> Option<&'static str> {
+    let by_status = matches!(rsp.status(), StatusCode::BAD_GATEWAY | StatusCode::GATEWAY_TIMEOUT);
+    // Such an answer reaches gRPC clients as a status inside a 200.
+    let by_code = || {
+        matches!(
+            classify::grpc_status(rsp.headers()),
+            Some(grpc::UNAVAILABLE | grpc::DEADLINE_EXCEEDED)
+        )
+    };
+    if !by_status && !by_code() {
         return None;
     }
-    let said = rsp.headers().get(names::L5D_PROXY_CAUSE)?.as_bytes();
-    let known = ["connect-refused", "connect-timeout"];
-    known.into_iter().find(|cause| said.starts_with(cause.as_bytes()))
+    let says = |name: &HeaderName, words: &str| {
+        let said = rsp.headers().get(name).map(HeaderValue::as_bytes);
+        said.is_some_and(|said| said.starts_with(words.as_bytes()))
+    };
+    let found = NEVER_REACHED.into_iter().find(|(name, words, _)| says(name, words));
+    found.map(|(_, _, cause)| cause)
 }
+
+/// How proxies say it: ours by its code, Linkerd's, which has none, in the words of its HTTP client and of its dialler.
+const NEVER_REACHED: [(HeaderName, &str, &str); 4] = [
+    (names::L5D_PROXY_CAUSE, "connect-refused", "connect-refused"),
+    (names::L5D_PROXY_CAUSE, "connect-timeout", "connect-timeout"),
+    (names::L5D_PROXY_ERROR, "client error (Connect)", "connect-refused"),
+    (names::L5D_PROXY_ERROR, "connect timed out after", "connect-timeout"),
+];
 
 impl Copy {
     /// Keeps what is needed to send `req` once more; its body is kept as it passes.
@@ -308,5 +325,39 @@ impl Ended for Flight {
             _ => breaker::Outcome::Success,
         };
         self.endpoint.breaker().record(verdict, Instant::now());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn proxies_that_did_not_reach_their_application_are_understood() {
+        let answer = |status: u16, headers: &[(&str, &str)]| {
+            let mut rsp = Response::builder().status(status);
+            for (name, value) in headers {
+                rsp = rsp.header(*name, *value);
+            }
+            never_reached(&rsp.body(()).unwrap())
+        };
+        let (grpc, unavailable) = (("content-type", "application/grpc"), ("grpc-status", "14"));
+        let (cause, error) = ("l5d-proxy-cause", "l5d-proxy-error");
+        let (refused, timed_out) = (Some("connect-refused"), Some("connect-timeout"));
+        for (status, headers, expected) in [
+            (502, vec![(cause, "connect-refused")], refused),
+            (504, vec![(cause, "connect-timeout")], timed_out),
+            (200, vec![grpc, unavailable, (cause, "connect-refused")], refused),
+            (502, vec![(error, "client error (Connect)")], refused),
+            (504, vec![(error, "connect timed out after 300ms")], timed_out),
+            (200, vec![grpc, unavailable, (error, "client error (Connect)")], refused),
+            (502, vec![(error, "client error (SendRequest)")], None),
+            (504, vec![(error, "HTTP response timeout after 1s")], None),
+            (502, vec![(cause, "connection-closed")], None),
+            (502, vec![], None),
+            (200, vec![(cause, "connect-refused")], None),
+        ] {
+            assert_eq!(answer(status, &headers), expected, "{status} {headers:?}");
+        }
     }
 }
