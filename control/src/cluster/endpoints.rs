@@ -10,7 +10,7 @@ use crate::cluster::workload::{external_endpoint, pod_endpoint};
 use crate::cluster::{Config, EndpointsFrom, Ipv6, State};
 use crate::model::endpoints::{Endpoint, Endpoints, Existence, TrafficScope, Workload};
 use crate::resources::meta::Name;
-use crate::resources::service::{Address, InternalTraffic, Readiness, Service, ServiceKind, Subset, Target};
+use crate::resources::service::{Address, InternalTraffic, Readiness, Service, ServiceKind, Subset, Target, Unready};
 
 /// A service port, or one pod of a headless service.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -46,7 +46,7 @@ impl View for EndpointsView {
                 continue;
             };
             for address in subset.addresses.iter().filter(|address| is_wanted(address, key)) {
-                if let Some(endpoint) = resolve(reader, config, address, port) {
+                if let Some(endpoint) = resolve(reader, config, service, address, port) {
                     addresses.insert(endpoint.addr, Arc::new(endpoint));
                 }
             }
@@ -119,9 +119,16 @@ fn is_wanted(address: &Address, key: &Key) -> bool {
     named && address.ready == Readiness::Ready
 }
 
-fn resolve(reader: &Reader<'_>, config: &Config, address: &Address, port: u16) -> Option<Endpoint> {
+fn resolve(reader: &Reader<'_>, config: &Config, service: &Service, address: &Address, port: u16) -> Option<Endpoint> {
     let mut endpoint = match &address.target {
-        Target::Pod(name) => pod_endpoint(reader, config, reader.pod(name)?, address.ip, port)?,
+        Target::Pod(name) => {
+            let pod = reader.pod(name)?;
+            // Its application may listen no more when the slices come to say so.
+            if pod.meta.terminating && service.unready == Unready::Withheld {
+                return None;
+            }
+            pod_endpoint(reader, config, pod, address.ip, port)?
+        }
         Target::ExternalWorkload(name) => {
             external_endpoint(reader, config, reader.external_workload(name)?, address.ip, port)
         }

@@ -29,6 +29,15 @@ pub struct Service {
     pub traffic: InternalTraffic,
     /// Empty when the manifest names none, which stands for both.
     pub families: Vec<Family>,
+    pub unready: Unready,
+}
+
+/// Pods that are not ready, and those that are being deleted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unready {
+    Withheld,
+    /// As `publishNotReadyAddresses` asks.
+    Published,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,6 +186,10 @@ impl Service {
             selector: spec.selector.unwrap_or_default(),
             traffic,
             families,
+            unready: match spec.publish_not_ready_addresses {
+                Some(true) => Unready::Published,
+                Some(false) | None => Unready::Withheld,
+            },
         })
     }
 

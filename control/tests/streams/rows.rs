@@ -312,6 +312,16 @@ const V4: &str = "addressType: IPv4\nports: [{name: http, port: 8080}]\n";
 async fn slices_say_which_addresses_there_are() {
     let one = |slice: &str| sliced(PORTS, slice);
     let endpoints = |endpoints: &str| one(&format!("{V4}endpoints: [{endpoints}]"));
+    let of_pod = |service: &str| {
+        let endpoint = "{addresses: [10.3.0.1], targetRef: {kind: Pod, name: web, namespace: shop}}";
+        sliced(service, &format!("{V4}endpoints: [{endpoint}]\n"))
+    };
+    let deleted = pod(
+        "web",
+        "10.3.0.1",
+        "deletionTimestamp: '2025-01-01T00:00:00Z'",
+        "containers: []",
+    );
     let rows = [
         (
             "the slice's port counts, not the target port",
@@ -366,6 +376,13 @@ async fn slices_say_which_addresses_there_are() {
             endpoints("{addresses: [10.3.0.1], targetRef: {kind: Pod, name: gone, namespace: shop}}"),
             80,
             "1",
+        ),
+        ("a pod that is being deleted", of_pod(PORTS) + &deleted, 80, "1"),
+        (
+            "a pod that is being deleted, of a service that publishes such pods",
+            of_pod(&format!("{PORTS}, publishNotReadyAddresses: true")) + &deleted,
+            80,
+            "+10.3.0.1:8080",
         ),
         (
             "a kind that nobody serves",

@@ -25,7 +25,7 @@ pub(crate) struct Meshed {
     pub(crate) helm: Helm,
     files: TempDir,
     /// Whether some proxies are not of this repository.
-    has_others: bool,
+    pub(crate) has_others: bool,
     /// Of the proxies of clients, where they have others than the rest.
     clients_image: Option<String>,
 }
