@@ -57,6 +57,13 @@ pub(super) struct Refusal {
     pub(super) message: String,
 }
 
+/// An object whose metadata has been looked at; the rest is text still.
+pub(super) struct Item<'a> {
+    text: &'a str,
+    metadata: &'a str,
+    pub(super) head: Head<'a>,
+}
+
 /// The metadata that a source looks at.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -67,19 +74,14 @@ pub(super) struct Head<'a> {
     pub(super) namespace: Cow<'a, str>,
     #[serde(borrow, default)]
     pub(super) resource_version: Cow<'a, str>,
+    #[serde(borrow, default)]
+    managed_fields: Option<&'a RawValue>,
 }
 
 #[derive(Deserialize)]
-struct Item<'a> {
+struct Parts<'a> {
     #[serde(borrow)]
     metadata: &'a RawValue,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Fields<'a> {
-    #[serde(borrow, default)]
-    managed_fields: Vec<Field<'a>>,
 }
 
 #[derive(Deserialize)]
@@ -90,35 +92,44 @@ struct Field<'a> {
     time: Cow<'a, str>,
 }
 
-/// Name and version of an object.
-pub(super) fn head(object: &RawValue) -> Result<Head<'_>, serde_json::Error> {
-    let item: Item<'_> = serde_json::from_str(object.get())?;
-    serde_json::from_str(item.metadata.get())
-}
+impl<'a> Item<'a> {
+    pub(super) fn read(object: &'a RawValue) -> Result<Self, serde_json::Error> {
+        let text = object.get();
+        let metadata = serde_json::from_str::<Parts<'_>>(text)?.metadata.get();
+        let head = serde_json::from_str(metadata)?;
+        Ok(Self { text, metadata, head })
+    }
 
-/// When an object was last written, as far as it says.
-pub(super) fn changed_at(object: &RawValue) -> Option<OffsetDateTime> {
-    let item: Item<'_> = serde_json::from_str(object.get()).ok()?;
-    let fields: Fields<'_> = serde_json::from_str(item.metadata.get()).ok()?;
-    let updates = fields.managed_fields.iter().filter(|field| field.operation == "Update");
-    updates
-        .filter_map(|field| OffsetDateTime::parse(&field.time, &Rfc3339).ok())
-        .max()
-}
+    /// When the object was last written, as far as it says.
+    pub(super) fn changed_at(&self) -> Option<OffsetDateTime> {
+        let fields: Vec<Field<'_>> = serde_json::from_str(self.head.managed_fields?.get()).ok()?;
+        let updates = fields.iter().filter(|field| field.operation == "Update");
+        updates
+            .filter_map(|field| OffsetDateTime::parse(&field.time, &Rfc3339).ok())
+            .max()
+    }
 
-/// Decodes one object and drops what nobody reads.
-pub(super) fn decode(kind: Kind, part: Part, object: &RawValue) -> Result<Object, serde_json::Error> {
-    let mut decoded = match part {
-        Part::Whole | Part::Nothing => resources::decode(kind, &mut serde_json::Deserializer::from_str(object.get()))?,
-        Part::Metadata => {
+    /// Decodes the object and drops what nobody reads.
+    pub(super) fn decode(&self, kind: Kind, part: Part) -> Result<Object, serde_json::Error> {
+        let text = match part {
+            Part::Whole | Part::Nothing => self.without_managed_fields(self.text),
             // Of a kind of its own on the wire, it is an object of ours without anything but metadata.
-            let item: Item<'_> = serde_json::from_str(object.get())?;
-            let text = format!("{{\"metadata\":{}}}", item.metadata.get());
-            resources::decode(kind, &mut serde_json::Deserializer::from_str(&text))?
-        }
-    };
-    prune(kind, part, &mut decoded);
-    Ok(decoded)
+            Part::Metadata => format!("{{\"metadata\":{}}}", self.without_managed_fields(self.metadata)).into(),
+        };
+        let mut decoded = resources::decode(kind, &mut serde_json::Deserializer::from_str(&text))?;
+        prune(kind, part, &mut decoded);
+        Ok(decoded)
+    }
+
+    /// Who wrote which field is often half of the text, costs most of its decoding, and is read by nobody.
+    fn without_managed_fields(&self, text: &'a str) -> Cow<'a, str> {
+        let Some(fields) = self.head.managed_fields.map(RawValue::get) else {
+            return text.into();
+        };
+        // They are a part of this text.
+        let start = fields.as_ptr().addr() - text.as_ptr().addr();
+        [&text[..start], "null", &text[start + fields.len()..]].concat().into()
+    }
 }
 
 /// Annotations of others, such as the whole object as it was last applied, are most of what an object weighs.
@@ -183,6 +194,10 @@ mod tests {
         RawValue::from_string(text.to_owned()).unwrap()
     }
 
+    fn decode(kind: Kind, part: Part, object: &RawValue) -> Object {
+        Item::read(object).unwrap().decode(kind, part).unwrap()
+    }
+
     #[test]
     fn lines_are_cut_wherever_the_bytes_are() {
         let text = b"one\ntwo\n\nthree\nrest";
@@ -201,19 +216,19 @@ mod tests {
     fn objects_are_pruned_to_what_is_read() {
         let object = raw(
             r#"{"kind":"PartialObjectMetadata","apiVersion":"meta.k8s.io/v1","metadata":{"name":"n","resourceVersion":"7",
-               "labels":{"topology.kubernetes.io/zone":"east"},"annotations":{"a":"b"}}}"#,
+               "managedFields":[{"fieldsV1":{"f:metadata":{}}}],"labels":{"topology.kubernetes.io/zone":"east"},"annotations":{"a":"b"}}}"#,
         );
-        let Object::Node(node) = decode(Kind::Node, Part::Metadata, &object).unwrap() else {
+        let Object::Node(node) = decode(Kind::Node, Part::Metadata, &object) else {
             panic!("not a node");
         };
         assert_eq!(node.zone.as_deref(), Some("east"));
         assert!(node.meta.annotations.is_empty() && node.meta.version.is_empty());
         let object = raw(
             r#"{"metadata":{"name":"web","namespace":"shop","resourceVersion":"8","labels":{"app":"web"},"annotations":{
-               "kubectl.kubernetes.io/last-applied-configuration":"{}","linkerd.io/inject":"enabled","config.linkerd.io/opaque-ports":"25"}},
+               "kubectl.kubernetes.io/last-applied-configuration":"{}","linkerd.io/inject":"enabled","config.linkerd.io/opaque-ports":"25"},"managedFields":[7]},
                "spec":{"clusterIP":"10.0.0.1","ports":[{"port":80}]}}"#,
         );
-        let decoded = decode(Kind::Service, Part::Whole, &object).unwrap();
+        let decoded = decode(Kind::Service, Part::Whole, &object);
         let keys: Vec<_> = decoded.meta().annotations.keys().collect();
         assert_eq!(keys, ["config.linkerd.io/opaque-ports"]);
         assert_eq!(decoded.meta().version, "8");
@@ -226,7 +241,7 @@ mod tests {
                {"operation":"Update","time":"2025-06-01T00:00:01Z"},{"operation":"Update","time":"2025-06-01T00:00:03Z"},
                {"operation":"Apply","time":"2025-06-01T00:00:09Z"}]}}"#);
         let expected = OffsetDateTime::parse("2025-06-01T00:00:03Z", &Rfc3339).unwrap();
-        assert_eq!(changed_at(&object), Some(expected));
-        assert_eq!(changed_at(&raw(r#"{"metadata":{}}"#)), None);
+        assert_eq!(Item::read(&object).unwrap().changed_at(), Some(expected));
+        assert_eq!(Item::read(&raw(r#"{"metadata":{}}"#)).unwrap().changed_at(), None);
     }
 }

@@ -11,7 +11,6 @@ use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Limited};
 use kube::Client;
 use kube::client::Body;
-use serde_json::value::RawValue;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tracing::{debug, info, warn};
@@ -20,7 +19,7 @@ use tulle_core::backoff::Backoff;
 use crate::resources::Kind;
 use crate::resources::event::{Event, Writer};
 use crate::resources::meta::Name;
-use crate::source::kubernetes::answer::{self, Change, ChangeType, Lines, Page, Refusal};
+use crate::source::kubernetes::answer::{Change, ChangeType, Head, Item, Lines, Page, Refusal};
 use crate::source::kubernetes::kinds::Watched;
 use crate::source::kubernetes::metrics::Lag;
 
@@ -185,12 +184,20 @@ impl Reflector {
             let request = self.watched.list_request(version, page).map_err(Error::Request)?;
             let bytes = self.read(request).await?;
             let page: Page<'_> = serde_json::from_slice(&bytes).map_err(Error::Shape)?;
-            for item in page.items.into_iter().flatten() {
-                let Some((name, version)) = self.head(item) else {
+            for object in page.items.into_iter().flatten() {
+                let item = match Item::read(object) {
+                    Ok(item) => item,
+                    Err(err) => {
+                        let error = &err as &dyn StdError;
+                        warn!(kind = self.name(), error, "skipping an object without metadata");
+                        continue;
+                    }
+                };
+                let Some((name, version)) = self.name_and_version(&item.head) else {
                     continue;
                 };
                 if self.known.get(&name) != Some(&version) {
-                    events.extend(self.decode(&name, item));
+                    events.extend(self.decode(&name, &item));
                 }
                 known.insert(name, version);
             }
@@ -306,17 +313,16 @@ impl Reflector {
                 status => Err(Error::Refused { status, message }),
             };
         }
-        let head = answer::head(change.object).map_err(Error::Shape)?;
-        if !head.resource_version.is_empty() {
-            head.resource_version
-                .as_ref()
-                .clone_into(&mut position.resource_version);
+        let item = Item::read(change.object).map_err(Error::Shape)?;
+        let resource_version = &*item.head.resource_version;
+        if !resource_version.is_empty() {
+            resource_version.clone_into(&mut position.resource_version);
         }
         if change.r#type == ChangeType::Bookmark {
             return Ok(None);
         }
         position.changed_at = Instant::now();
-        let Some((name, version)) = self.head(change.object) else {
+        let Some((name, version)) = self.name_and_version(&item.head) else {
             return Ok(None);
         };
         if change.r#type == ChangeType::Deleted {
@@ -326,29 +332,20 @@ impl Reflector {
             return Ok(None);
         }
         if self.lag.is_measured()
-            && let Some(changed_at) = answer::changed_at(change.object)
+            && let Some(changed_at) = item.changed_at()
         {
             self.lag.observe(changed_at);
         }
-        events.extend(self.decode(&name, change.object));
+        events.extend(self.decode(&name, &item));
         self.known.insert(name, version);
         Ok(None)
     }
 
     /// The name of an object and a hash of its version; one without a name is no object.
-    fn head(&mut self, object: &RawValue) -> Option<(Name, u64)> {
-        let head = match answer::head(object) {
-            Ok(head) if !head.name.is_empty() => head,
-            Ok(_) => return None,
-            Err(err) => {
-                warn!(
-                    kind = self.name(),
-                    error = &err as &dyn StdError,
-                    "skipping an object without metadata"
-                );
-                return None;
-            }
-        };
+    fn name_and_version(&mut self, head: &Head<'_>) -> Option<(Name, u64)> {
+        if head.name.is_empty() {
+            return None;
+        }
         let namespace = match self.namespaces.get(&*head.namespace) {
             Some(namespace) => namespace.clone(),
             None => {
@@ -365,8 +362,8 @@ impl Reflector {
     }
 
     /// The object, which shares its name with what is known here; a bad one is reported once and its last form stays.
-    fn decode(&self, name: &Name, object: &RawValue) -> Option<Event> {
-        match answer::decode(self.watched.kind, self.watched.part, object) {
+    fn decode(&self, name: &Name, item: &Item<'_>) -> Option<Event> {
+        match item.decode(self.watched.kind, self.watched.part) {
             Ok(mut decoded) => {
                 decoded.meta_mut().name = name.clone();
                 Some(Event::Applied(decoded))
