@@ -1,6 +1,6 @@
 //! Requests are spread over replicas, and away from those that are slow.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use tulle_tests::apps;
@@ -20,11 +20,15 @@ fn round_robin_gives_every_replica_the_same() {
             apps::echo(mesh, &format!("web-{i}")).await;
         }
         let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut ask = async || client.ask(request("/")).await.unwrap().text();
+        // Who is not connected yet is passed over.
+        let mut connected = BTreeSet::new();
+        while connected.len() < 3 {
+            connected.insert(ask().await);
+        }
         let mut answers: BTreeMap<String, usize> = BTreeMap::new();
         for _ in 0..30 {
-            *answers
-                .entry(client.ask(request("/")).await.unwrap().text())
-                .or_default() += 1;
+            *answers.entry(ask().await).or_default() += 1;
         }
         assert_eq!(answers.into_values().collect::<Vec<_>>(), [10, 10, 10]);
     });
