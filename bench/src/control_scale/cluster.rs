@@ -1,10 +1,11 @@
 //! Objects on an API server: services, their EndpointSlices, and pods that run without a node.
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use futures_util::{StreamExt as _, stream};
+use futures_util::{AsyncBufReadExt as _, Stream, StreamExt as _, stream};
 use http::{Method, Request};
 use kube::Client;
 use serde_json::{Value, json};
@@ -77,6 +78,14 @@ impl Cluster {
             .await
     }
 
+    /// A watch of the slices, as lines of JSON: those that there are, then changes.
+    pub(super) async fn watch(&self) -> anyhow::Result<impl Stream<Item = io::Result<String>> + Send + use<>> {
+        let path = "/apis/discovery.k8s.io/v1/namespaces/scale/endpointslices?watch=1&resourceVersion=0";
+        let req = Request::get(path).body(Vec::new()).context("making a request")?;
+        let lines = self.client.request_stream(req).await.context("watching slices")?;
+        Ok(lines.lines())
+    }
+
     async fn all(&self, objects: impl Iterator<Item = (&'static str, Value)>) -> anyhow::Result<()> {
         finish(stream::iter(objects).map(async |(path, object)| self.post(path, &object).await)).await
     }
@@ -97,7 +106,7 @@ impl Cluster {
     }
 }
 
-async fn finish(requests: impl stream::Stream<Item = impl Future<Output = anyhow::Result<()>>>) -> anyhow::Result<()> {
+async fn finish(requests: impl Stream<Item = impl Future<Output = anyhow::Result<()>>>) -> anyhow::Result<()> {
     let mut answers = std::pin::pin!(requests.buffer_unordered(32));
     while let Some(answer) = answers.next().await {
         answer?;

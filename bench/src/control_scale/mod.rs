@@ -91,7 +91,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
 
     let anchors = TrustAnchors::read(&dir.path().join("anchors.pem")).context("reading trust anchors")?;
     let (cpu, start) = (control.cpu()?, Instant::now());
-    let streams = Streams::open(DESTINATION, &anchors, args.clients, args.streams, size.services).await?;
+    let mut streams = Streams::open(DESTINATION, &anchors, args.clients, args.streams, size.services).await?;
     let n_streams = args.clients * args.streams;
     println!(
         "{n_streams} streams answered in {:.2?}, with {:.2?} of CPU",
@@ -101,6 +101,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     sleep(PAUSE).await;
     print_use("with streams", &control)?;
 
+    streams.compare(cluster.watch().await?);
     let cpu = control.cpu()?;
     let changes = change(args, &cluster, &streams).await?;
     let used = control.cpu()? - cpu;
@@ -112,6 +113,12 @@ async fn run(args: &Args) -> anyhow::Result<()> {
         millis(latency.value_at_quantile(0.99)),
         millis(latency.max()),
         used.as_secs_f64() * 1e6 / latency.len().max(1) as f64,
+    );
+    let watched = streams.watched();
+    println!(
+        "from write to a watch of the API server p50 {:.1} p99 {:.1} ms",
+        millis(watched.value_at_quantile(0.5)),
+        millis(watched.value_at_quantile(0.99)),
     );
     print_use("after changes", &control)?;
     ensure!(latency.len() == expected, "updates were lost");

@@ -2,11 +2,14 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use futures_util::{Stream, StreamExt as _};
 use hdrhistogram::Histogram;
 use parking_lot::Mutex;
 use tokio::task::JoinSet;
@@ -36,12 +39,14 @@ impl fmt::Display for Address {
 pub(super) struct Streams {
     shared: Arc<Shared>,
     followers: Vec<u64>,
-    _tasks: JoinSet<()>,
+    tasks: JoinSet<()>,
 }
 
 struct Shared {
     written_at: Mutex<HashMap<Address, Instant>>,
+    /// Microseconds from write to subscriber, and to a watch of the API server itself.
     latencies: Mutex<Histogram<u64>>,
+    watched: Mutex<Histogram<u64>>,
 }
 
 impl Streams {
@@ -53,10 +58,12 @@ impl Streams {
         streams: usize,
         services: usize,
     ) -> anyhow::Result<Self> {
+        // With bounds, because one that grows does not grow for values that are clamped.
+        let latencies = Histogram::new_with_max(LONGEST, 3).context("making a histogram")?;
         let shared = Arc::new(Shared {
             written_at: Mutex::default(),
-            // With bounds, because one that grows does not grow for values that are clamped.
-            latencies: Mutex::new(Histogram::new_with_max(LONGEST, 3).context("making a histogram")?),
+            watched: Mutex::new(latencies.clone()),
+            latencies: Mutex::new(latencies),
         });
         let (mut opening, mut tasks) = (JoinSet::new(), JoinSet::new());
         let mut followers = vec![0; services];
@@ -79,8 +86,21 @@ impl Streams {
         Ok(Self {
             shared,
             followers,
-            _tasks: tasks,
+            tasks,
         })
+    }
+
+    /// Notes when changes come by this watch, too.
+    pub(super) fn compare(&mut self, watch: impl Stream<Item = io::Result<String>> + Send + 'static) {
+        let shared = self.shared.clone();
+        self.tasks.spawn(async move {
+            let mut watch = pin!(watch);
+            while let Some(Ok(line)) = watch.next().await {
+                let now = Instant::now();
+                let addrs = line.split('"').filter_map(|text| text.parse().ok());
+                addrs.for_each(|ip| shared.arrived(&shared.watched, Address(ip), now));
+            }
+        });
     }
 
     pub(super) fn followers(&self, service: usize) -> u64 {
@@ -104,6 +124,11 @@ impl Streams {
     pub(super) fn latencies(&self) -> Histogram<u64> {
         self.shared.latencies.lock().clone()
     }
+
+    /// Microseconds from write to the watch that is compared with.
+    pub(super) fn watched(&self) -> Histogram<u64> {
+        self.shared.watched.lock().clone()
+    }
 }
 
 impl Shared {
@@ -116,10 +141,14 @@ impl Shared {
             let Some(IpAddr::V4(ip)) = addr.map(|addr| addr.ip()) else {
                 continue;
             };
-            if let Some(written_at) = self.written_at.lock().get(&Address(ip)) {
-                let micros = u64::try_from((now - *written_at).as_micros()).unwrap_or(u64::MAX);
-                self.latencies.lock().saturating_record(micros);
-            }
+            self.arrived(&self.latencies, Address(ip), now);
+        }
+    }
+
+    fn arrived(&self, latencies: &Mutex<Histogram<u64>>, addr: Address, now: Instant) {
+        if let Some(written_at) = self.written_at.lock().get(&addr) {
+            let micros = u64::try_from((now - *written_at).as_micros()).unwrap_or(u64::MAX);
+            latencies.lock().saturating_record(micros);
         }
     }
 }
