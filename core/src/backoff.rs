@@ -29,7 +29,7 @@ impl Backoff {
         }
     }
 
-    /// The same, but no longer than `limit` between attempts.
+    /// The same, with a base of no more than `limit`.
     #[must_use]
     pub fn at_most(self, limit: Duration) -> Self {
         Self {

@@ -36,7 +36,7 @@ impl View for EndpointsView {
                 ..Endpoints::default()
             };
         }
-        let mut addresses = BTreeMap::new();
+        let (mut addresses, mut leaving) = (BTreeMap::new(), BTreeMap::new());
         for subset in subsets(reader, config, service) {
             // Slices of a service that lists no ports list none either, and say nothing of any port.
             if subset.ports.is_empty() {
@@ -46,10 +46,18 @@ impl View for EndpointsView {
                 continue;
             };
             for address in subset.addresses.iter().filter(|address| is_wanted(address, key)) {
-                if let Some(endpoint) = resolve(reader, config, service, address, port) {
-                    addresses.insert(endpoint.addr, Arc::new(endpoint));
+                if let Some(endpoint) = resolve(reader, config, address, port) {
+                    let among = match is_leaving(reader, service, address) {
+                        true => &mut leaving,
+                        false => &mut addresses,
+                    };
+                    among.insert(endpoint.addr, Arc::new(endpoint));
                 }
             }
+        }
+        // Slices may name the old pod still and the new one not yet; the old one is better than nobody.
+        if addresses.is_empty() {
+            addresses = leaving;
         }
         prefer_family(config, &mut addresses);
         let scope = match service.traffic {
@@ -119,16 +127,15 @@ fn is_wanted(address: &Address, key: &Key) -> bool {
     named && address.ready == Readiness::Ready
 }
 
-fn resolve(reader: &Reader<'_>, config: &Config, service: &Service, address: &Address, port: u16) -> Option<Endpoint> {
+/// Whether it is a pod that is being deleted: its application may listen no more by the time the slices say so.
+fn is_leaving(reader: &Reader<'_>, service: &Service, address: &Address) -> bool {
+    service.unready == Unready::Withheld
+        && matches!(&address.target, Target::Pod(name) if reader.pod(name).is_some_and(|pod| pod.meta.terminating))
+}
+
+fn resolve(reader: &Reader<'_>, config: &Config, address: &Address, port: u16) -> Option<Endpoint> {
     let mut endpoint = match &address.target {
-        Target::Pod(name) => {
-            let pod = reader.pod(name)?;
-            // Its application may listen no more when the slices come to say so.
-            if pod.meta.terminating && service.unready == Unready::Withheld {
-                return None;
-            }
-            pod_endpoint(reader, config, pod, address.ip, port)?
-        }
+        Target::Pod(name) => pod_endpoint(reader, config, reader.pod(name)?, address.ip, port)?,
         Target::ExternalWorkload(name) => {
             external_endpoint(reader, config, reader.external_workload(name)?, address.ip, port)
         }

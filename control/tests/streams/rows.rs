@@ -312,9 +312,9 @@ const V4: &str = "addressType: IPv4\nports: [{name: http, port: 8080}]\n";
 async fn slices_say_which_addresses_there_are() {
     let one = |slice: &str| sliced(PORTS, slice);
     let endpoints = |endpoints: &str| one(&format!("{V4}endpoints: [{endpoints}]"));
-    let of_pod = |service: &str| {
+    let of_pod = |service: &str, others: &str| {
         let endpoint = "{addresses: [10.3.0.1], targetRef: {kind: Pod, name: web, namespace: shop}}";
-        sliced(service, &format!("{V4}endpoints: [{endpoint}]\n"))
+        sliced(service, &format!("{V4}endpoints: [{endpoint}{others}]\n"))
     };
     let deleted = pod(
         "web",
@@ -377,12 +377,26 @@ async fn slices_say_which_addresses_there_are() {
             80,
             "1",
         ),
-        ("a pod that is being deleted", of_pod(PORTS) + &deleted, 80, "1"),
         (
-            "a pod that is being deleted, of a service that publishes such pods",
-            of_pod(&format!("{PORTS}, publishNotReadyAddresses: true")) + &deleted,
+            "a pod that is being deleted, and another",
+            of_pod(PORTS, ", {addresses: [10.3.0.2]}") + &deleted,
+            80,
+            "+10.3.0.2:8080",
+        ),
+        (
+            "a pod that is being deleted, and nobody else",
+            of_pod(PORTS, "") + &deleted,
             80,
             "+10.3.0.1:8080",
+        ),
+        (
+            "a pod that is being deleted, of a service that publishes such pods",
+            of_pod(
+                &format!("{PORTS}, publishNotReadyAddresses: true"),
+                ", {addresses: [10.3.0.2]}",
+            ) + &deleted,
+            80,
+            "+10.3.0.1:8080,10.3.0.2:8080",
         ),
         (
             "a kind that nobody serves",

@@ -67,7 +67,7 @@ pub(crate) struct Terms {
 
 /// Watches the stream that `open` opens, on `runtime`, until the last receiver is dropped.
 ///
-/// While its channel has no connection nothing is tried, so that no backoff is due when it has one again.
+/// While its channel has no connection nothing is tried, so that no backoff grows meanwhile.
 /// `decode` sees every message of every stream, in order; what it returns is published.
 pub(crate) fn spawn<M, T, O>(
     runtime: &Handle,

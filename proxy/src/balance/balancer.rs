@@ -117,6 +117,14 @@ impl<E: Candidate> Balancer<E> {
         picked
     }
 
+    /// An available endpoint of which this holds.
+    pub(crate) fn pick_where(&self, now: Instant, may: impl Fn(&Arc<E>) -> bool) -> Option<Arc<E>> {
+        match &**self.snapshot.load() {
+            Discovered::Endpoints(endpoints) => self.admit(endpoints, now, may),
+            Discovered::Unknown | Discovered::NoEndpoints => None,
+        }
+    }
+
     /// An available endpoint, as soon as there is one.
     ///
     /// # Errors

@@ -112,6 +112,11 @@ impl Client {
         }
     }
 
+    /// Whether there is a connection that any number of requests can share, as far as is known.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.http2.lock().is_some()
+    }
+
     /// A new connection; one of HTTP/2 is shared by all who ask for it meanwhile.
     ///
     /// # Errors

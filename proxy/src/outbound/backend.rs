@@ -228,6 +228,14 @@ impl Backend {
             Self::Forward(_) | Self::Fail => None,
         }
     }
+
+    /// An endpoint of which this holds, if there is one to be had at once.
+    pub(super) fn pick_where(&self, may: impl Fn(&Arc<Endpoint>) -> bool) -> Option<Arc<Endpoint>> {
+        match self {
+            Self::Balanced(balanced) => balanced.balancer.pick_where(Instant::now(), may),
+            Self::Forward(_) | Self::Fail => None,
+        }
+    }
 }
 
 /// What an endpoint is believed to take before it has answered.

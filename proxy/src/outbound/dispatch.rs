@@ -1,6 +1,6 @@
 //! Sending a request: pick an endpoint, connect, send; once more to another one where nothing was processed (O7–O11).
 
-use http::{HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
+use http::{HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
 use http_body::Body as _;
 use hyper::upgrade::OnUpgrade;
 use std::{sync::Arc, time::Duration};
@@ -205,34 +205,22 @@ fn finish(rsp: &mut Response<Body>, protocol: Protocol, asked: Version) {
     }
 }
 
-/// Why the peer's proxy never reached its application, if that is what it says.
+/// Why the peer's proxy never reached its application, if that is what it says: ours by a code, Linkerd's, which has
+/// none, in the words of its HTTP/1 client.
 fn never_reached<B>(rsp: &Response<B>) -> Option<&'static str> {
-    let by_status = matches!(rsp.status(), StatusCode::BAD_GATEWAY | StatusCode::GATEWAY_TIMEOUT);
+    let headers = rsp.headers();
     // Such an answer reaches gRPC clients as a status inside a 200.
-    let by_code = || {
-        matches!(
-            classify::grpc_status(rsp.headers()),
-            Some(grpc::UNAVAILABLE | grpc::DEADLINE_EXCEEDED)
-        )
+    let cause = match (rsp.status(), classify::grpc_status(headers)) {
+        (StatusCode::BAD_GATEWAY, _) | (_, Some(grpc::UNAVAILABLE)) => "connect-refused",
+        (StatusCode::GATEWAY_TIMEOUT, _) | (_, Some(grpc::DEADLINE_EXCEEDED)) => "connect-timeout",
+        _ => return None,
     };
-    if !by_status && !by_code() {
-        return None;
-    }
-    let says = |name: &HeaderName, words: &str| {
-        let said = rsp.headers().get(name).map(HeaderValue::as_bytes);
-        said.is_some_and(|said| said.starts_with(words.as_bytes()))
-    };
-    let found = NEVER_REACHED.into_iter().find(|(name, words, _)| says(name, words));
-    found.map(|(_, _, cause)| cause)
+    // A code alone has come through an application: what passes it on removes the message.
+    let error = headers.get(names::L5D_PROXY_ERROR)?.as_bytes();
+    let code = headers.get(names::L5D_PROXY_CAUSE).map(HeaderValue::as_bytes);
+    let never = code.is_some_and(|code| code.starts_with(cause.as_bytes())) || error == b"client error (Connect)";
+    never.then_some(cause)
 }
-
-/// How proxies say it: ours by its code, Linkerd's, which has none, in the words of its HTTP client and of its dialler.
-const NEVER_REACHED: [(HeaderName, &str, &str); 4] = [
-    (names::L5D_PROXY_CAUSE, "connect-refused", "connect-refused"),
-    (names::L5D_PROXY_CAUSE, "connect-timeout", "connect-timeout"),
-    (names::L5D_PROXY_ERROR, "client error (Connect)", "connect-refused"),
-    (names::L5D_PROXY_ERROR, "connect timed out after", "connect-timeout"),
-];
 
 impl Copy {
     /// Keeps what is needed to send `req` once more; its body is kept as it passes.
@@ -342,20 +330,26 @@ mod tests {
             never_reached(&rsp.body(()).unwrap())
         };
         let (grpc, unavailable) = (("content-type", "application/grpc"), ("grpc-status", "14"));
-        let (cause, error) = ("l5d-proxy-cause", "l5d-proxy-error");
+        let (code, error) = ("l5d-proxy-cause", ("l5d-proxy-error", "refused"));
+        let linkerd = ("l5d-proxy-error", "client error (Connect)");
         let (refused, timed_out) = (Some("connect-refused"), Some("connect-timeout"));
         for (status, headers, expected) in [
-            (502, vec![(cause, "connect-refused")], refused),
-            (504, vec![(cause, "connect-timeout")], timed_out),
-            (200, vec![grpc, unavailable, (cause, "connect-refused")], refused),
-            (502, vec![(error, "client error (Connect)")], refused),
-            (504, vec![(error, "connect timed out after 300ms")], timed_out),
-            (200, vec![grpc, unavailable, (error, "client error (Connect)")], refused),
-            (502, vec![(error, "client error (SendRequest)")], None),
-            (504, vec![(error, "HTTP response timeout after 1s")], None),
-            (502, vec![(cause, "connection-closed")], None),
+            (502, vec![error, (code, "connect-refused")], refused),
+            (504, vec![error, (code, "connect-timeout")], timed_out),
+            (200, vec![grpc, unavailable, error, (code, "connect-refused")], refused),
+            (502, vec![linkerd], refused),
+            (504, vec![linkerd], timed_out),
+            (
+                502,
+                vec![("l5d-proxy-error", "endpoint 10.0.0.1:80: client error (Connect)")],
+                None,
+            ),
+            (502, vec![("l5d-proxy-error", "client error (SendRequest)")], None),
+            (504, vec![("l5d-proxy-error", "HTTP response timeout after 1s")], None),
+            (502, vec![(code, "connect-refused")], None),
+            (502, vec![error, (code, "connection-closed")], None),
             (502, vec![], None),
-            (200, vec![(cause, "connect-refused")], None),
+            (200, vec![error, (code, "connect-refused")], None),
         ] {
             assert_eq!(answer(status, &headers), expected, "{status} {headers:?}");
         }

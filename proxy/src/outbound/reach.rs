@@ -19,7 +19,7 @@ use tokio::{
 use crate::{
     balance::balancer::Candidate,
     http::{
-        client::Ready,
+        client::{Protocol, Ready},
         error::{Error, Retry},
     },
     outbound::{
@@ -79,7 +79,7 @@ impl Dispatch<'_> {
     ) -> Result<(Arc<Endpoint>, Ready), Error> {
         let mut dials: SmallVec<[Dial; MAX_TRIES]> = SmallVec::new();
         let mut patience = Some(start(&mut dials, endpoint, self.worker, needs));
-        if let Some(connected) = self.connected(&passed(tried, &dials), needs).await {
+        if let Some(connected) = self.connected(tried, needs).await {
             return Ok(connected);
         }
         loop {
@@ -116,17 +116,17 @@ impl Dispatch<'_> {
         }
     }
 
-    /// Another endpoint and its open connection, if a few draws find one.
-    async fn connected(&self, passed: &Tried, needs: Needs) -> Option<(Arc<Endpoint>, Ready)> {
-        let mut passed = passed.clone();
-        for _ in 0..DRAWS {
-            let other = self.pick_other(&passed)?;
-            if let Ok(Some(ready)) = self.open(&other, needs).await {
-                return Some((other, ready));
-            }
-            passed.push(other);
-        }
-        None
+    /// Another endpoint and its connection, where that is one that requests share: busy connections of HTTP/1 are no
+    /// reason to go elsewhere.
+    async fn connected(&self, tried: &Tried, needs: Needs) -> Option<(Arc<Endpoint>, Ready)> {
+        let is_connected = |endpoint: &Arc<Endpoint>| {
+            needs.protocol(endpoint) == Protocol::Http2
+                && endpoint.client(self.worker).is_shared()
+                && !tried.iter().any(|tried| Arc::ptr_eq(tried, endpoint))
+        };
+        let other = self.backend.pick_where(is_connected)?;
+        let ready = self.open(&other, needs).await.ok()??;
+        Some((other, ready))
     }
 
     fn pick_other(&self, passed: &Tried) -> Option<Arc<Endpoint>> {
@@ -182,7 +182,5 @@ async fn first(dials: &mut SmallVec<[Dial; MAX_TRIES]>) -> (Arc<Endpoint>, Resul
 
 /// Endpoints that one request is sent to at most.
 pub(super) const MAX_TRIES: usize = 3;
-/// Endpoints that are looked at for an open connection; with many that have none, a dial is as soon done.
-const DRAWS: usize = 3;
 /// Longer than a dial within a data centre takes, mutual TLS included.
 const PATIENCE: Duration = Duration::from_millis(20);

@@ -247,7 +247,7 @@ impl ApiServer {
     }
 }
 
-/// Pods are refused without it. The controller manager, where there is one, may have been quicker.
+/// Pods are refused without the one of their namespace. Somebody else may have been quicker.
 async fn create_account(accounts: &Api<ServiceAccount>, name: &str) -> anyhow::Result<()> {
     let account = ServiceAccount {
         metadata: named(name),
