@@ -46,10 +46,10 @@ impl View for EndpointsView {
                 continue;
             };
             for address in subset.addresses.iter().filter(|address| is_wanted(address, key)) {
-                if let Some(endpoint) = resolve(reader, config, address, port) {
-                    let among = match is_leaving(reader, service, address) {
-                        true => &mut leaving,
-                        false => &mut addresses,
+                if let Some((endpoint, stay)) = resolve(reader, config, address, port) {
+                    let among = match (stay, service.unready) {
+                        (Stay::Ends, Unready::Withheld) => &mut leaving,
+                        (Stay::Ends, Unready::Published) | (Stay::Lasts, _) => &mut addresses,
                     };
                     among.insert(endpoint.addr, Arc::new(endpoint));
                 }
@@ -128,14 +128,22 @@ fn is_wanted(address: &Address, key: &Key) -> bool {
 }
 
 /// Whether it is a pod that is being deleted: its application may listen no more by the time the slices say so.
-fn is_leaving(reader: &Reader<'_>, service: &Service, address: &Address) -> bool {
-    service.unready == Unready::Withheld
-        && matches!(&address.target, Target::Pod(name) if reader.pod(name).is_some_and(|pod| pod.meta.terminating))
+#[derive(Clone, Copy)]
+enum Stay {
+    Lasts,
+    Ends,
 }
 
-fn resolve(reader: &Reader<'_>, config: &Config, address: &Address, port: u16) -> Option<Endpoint> {
+fn resolve(reader: &Reader<'_>, config: &Config, address: &Address, port: u16) -> Option<(Endpoint, Stay)> {
+    let mut stay = Stay::Lasts;
     let mut endpoint = match &address.target {
-        Target::Pod(name) => pod_endpoint(reader, config, reader.pod(name)?, address.ip, port)?,
+        Target::Pod(name) => {
+            let pod = reader.pod(name)?;
+            if pod.meta.terminating {
+                stay = Stay::Ends;
+            }
+            pod_endpoint(reader, config, pod, address.ip, port)?
+        }
         Target::ExternalWorkload(name) => {
             external_endpoint(reader, config, reader.external_workload(name)?, address.ip, port)
         }
@@ -145,7 +153,7 @@ fn resolve(reader: &Reader<'_>, config: &Config, address: &Address, port: u16) -
     endpoint.node = endpoint.node.or_else(|| address.node.clone());
     endpoint.zone = address.zone.clone();
     endpoint.hint_zones = address.hint_zones.clone();
-    Some(endpoint)
+    Some((endpoint, stay))
 }
 
 /// Without IPv6 its addresses are dropped; with it, it is preferred for workloads that have both.

@@ -221,14 +221,6 @@ impl Backend {
         }
     }
 
-    /// As [`Backend::pick`], if there is one to be had at once.
-    pub(super) fn pick_now(&self, tried: &[Arc<Endpoint>]) -> Option<Arc<Endpoint>> {
-        match self {
-            Self::Balanced(balanced) => balanced.balancer.pick_now(Instant::now(), tried),
-            Self::Forward(_) | Self::Fail => None,
-        }
-    }
-
     /// An endpoint of which this holds, if there is one to be had at once.
     pub(super) fn pick_where(&self, may: impl Fn(&Arc<Endpoint>) -> bool) -> Option<Arc<Endpoint>> {
         match self {

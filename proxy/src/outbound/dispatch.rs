@@ -210,16 +210,19 @@ fn finish(rsp: &mut Response<Body>, protocol: Protocol, asked: Version) {
 fn never_reached<B>(rsp: &Response<B>) -> Option<&'static str> {
     let headers = rsp.headers();
     // Such an answer reaches gRPC clients as a status inside a 200.
-    let cause = match (rsp.status(), classify::grpc_status(headers)) {
+    let by_status = match (rsp.status(), classify::grpc_status(headers)) {
         (StatusCode::BAD_GATEWAY, _) | (_, Some(grpc::UNAVAILABLE)) => "connect-refused",
         (StatusCode::GATEWAY_TIMEOUT, _) | (_, Some(grpc::DEADLINE_EXCEEDED)) => "connect-timeout",
         _ => return None,
     };
     // A code alone has come through an application: what passes it on removes the message.
-    let error = headers.get(names::L5D_PROXY_ERROR)?.as_bytes();
-    let code = headers.get(names::L5D_PROXY_CAUSE).map(HeaderValue::as_bytes);
-    let never = code.is_some_and(|code| code.starts_with(cause.as_bytes())) || error == b"client error (Connect)";
-    never.then_some(cause)
+    let error = headers.get(names::L5D_PROXY_ERROR)?;
+    let code = headers
+        .get(names::L5D_PROXY_CAUSE)
+        .map_or(&b""[..], HeaderValue::as_bytes);
+    let known = ["connect-refused", "connect-timeout"];
+    let by_code = known.into_iter().find(|known| code.starts_with(known.as_bytes()));
+    by_code.or_else(|| (error == "client error (Connect)").then_some(by_status))
 }
 
 impl Copy {
@@ -337,6 +340,7 @@ mod tests {
             (502, vec![error, (code, "connect-refused")], refused),
             (504, vec![error, (code, "connect-timeout")], timed_out),
             (200, vec![grpc, unavailable, error, (code, "connect-refused")], refused),
+            (502, vec![error, (code, "connect-timeout")], timed_out),
             (502, vec![linkerd], refused),
             (504, vec![linkerd], timed_out),
             (

@@ -79,7 +79,7 @@ impl Dispatch<'_> {
     ) -> Result<(Arc<Endpoint>, Ready), Error> {
         let mut dials: SmallVec<[Dial; MAX_TRIES]> = SmallVec::new();
         let mut patience = Some(start(&mut dials, endpoint, self.worker, needs));
-        if let Some(connected) = self.connected(tried, needs).await {
+        if let Some(connected) = self.connected(tried, &dials, needs).await {
             return Ok(connected);
         }
         loop {
@@ -100,7 +100,7 @@ impl Dispatch<'_> {
                     Err(_) => continue,
                 },
                 () = sleep_until(patience.unwrap_or_else(Instant::now)), if patience.is_some() => {
-                    match self.pick_other(&passed(tried, &dials)) {
+                    match self.backend.pick_where(|other| is_other(other, tried, &dials)) {
                         Some(other) => other,
                         None => {
                             patience = None; // nobody else is there
@@ -118,28 +118,21 @@ impl Dispatch<'_> {
 
     /// Another endpoint and its connection, where that is one that requests share: busy connections of HTTP/1 are no
     /// reason to go elsewhere.
-    async fn connected(&self, tried: &Tried, needs: Needs) -> Option<(Arc<Endpoint>, Ready)> {
-        let is_connected = |endpoint: &Arc<Endpoint>| {
-            needs.protocol(endpoint) == Protocol::Http2
-                && endpoint.client(self.worker).is_shared()
-                && !tried.iter().any(|tried| Arc::ptr_eq(tried, endpoint))
-        };
-        let other = self.backend.pick_where(is_connected)?;
+    async fn connected(&self, tried: &Tried, dials: &[Dial], needs: Needs) -> Option<(Arc<Endpoint>, Ready)> {
+        let other = self.backend.pick_where(|other| {
+            needs.protocol(other) == Protocol::Http2
+                && other.client(self.worker).is_shared()
+                && is_other(other, tried, dials)
+        })?;
         let ready = self.open(&other, needs).await.ok()??;
         Some((other, ready))
     }
-
-    fn pick_other(&self, passed: &Tried) -> Option<Arc<Endpoint>> {
-        let other = self.backend.pick_now(passed)?;
-        let is_other = !passed.iter().any(|passed| Arc::ptr_eq(passed, &other));
-        is_other.then_some(other)
-    }
 }
 
-/// Endpoints that this request has tried, or is trying.
-fn passed(tried: &Tried, dials: &[Dial]) -> Tried {
-    let dialled = dials.iter().map(|dial| &dial.endpoint);
-    tried.iter().chain(dialled).cloned().collect()
+/// Whether the request has not tried this endpoint, and is not dialling it.
+fn is_other(other: &Arc<Endpoint>, tried: &Tried, dials: &[Dial]) -> bool {
+    let mut passed = tried.iter().chain(dials.iter().map(|dial| &dial.endpoint));
+    !passed.any(|passed| Arc::ptr_eq(passed, other))
 }
 
 /// Dials an endpoint, to the end even if nobody waits for it any more; returns until when to wait for nobody else.

@@ -121,7 +121,7 @@ impl<'a> Item<'a> {
         Ok(decoded)
     }
 
-    /// Who wrote which field is often half of the text, costs most of its decoding, and is read by nobody.
+    /// Who wrote which field is a large part of many objects, and nobody reads it as a part of them.
     fn without_managed_fields(&self, text: &'a str) -> Cow<'a, str> {
         let Some(fields) = self.head.managed_fields.map(RawValue::get) else {
             return text.into();
