@@ -7,13 +7,13 @@
 {{- .Values.identityTrustDomain | default .Values.clusterDomain }}
 {{- end }}
 
-{{/* Labels of an object of a component, or of none: .component, .root */}}
+{{/* Labels of an object of a component, or of none: .component, .root; .labels are its own. */}}
 {{- define "tulle.labels" -}}
 {{- if .component -}}
 linkerd.io/control-plane-component: {{ .component }}
 {{ end -}}
 linkerd.io/control-plane-ns: {{ .root.Release.Namespace }}
-{{- with .root.Values.commonLabels }}
+{{- with mergeOverwrite (dict) .root.Values.commonLabels (.labels | default dict) }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
@@ -70,6 +70,8 @@ names both.
 {{- if or (eq $all $policy) (not $policy) }}
 {{- $all }}
 {{- else }}
+{{- if has $all (list "fatal" "panic") }}{{ $all = "error" }}{{ end }}
+{{- if has $policy (list "fatal" "panic") }}{{ $policy = "error" }}{{ end }}
 {{- if has $all $levels }}warn,tulle={{ $all }}{{ else }}{{ $all }}{{ end -}}
 ,{{- if has $policy $levels }}tulle_control::policy={{ $policy }}{{ else }}{{ $policy }}{{ end }}
 {{- end }}

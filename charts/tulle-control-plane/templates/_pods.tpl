@@ -138,11 +138,15 @@ readinessProbe:
   timeoutSeconds: {{ .of.readinessProbe.timeoutSeconds }}
 {{- end }}
 
-{{/* The flags that every component takes. */}}
+{{/* The flags that every component takes; .kubeAPI is what a component has of its own. */}}
 {{- define "tulle.common-args" -}}
+{{- $kubeAPI := .root.Values.kubeAPI -}}
+{{- $own := .kubeAPI | default dict -}}
 - -controller-namespace={{ .root.Release.Namespace }}
 - -identity-trust-domain={{ include "tulle.trust-domain" .root }}
 - -log-format={{ .root.Values.controllerLogFormat }}
+- -kube-apiclient-qps={{ $own.clientQPS | default $kubeAPI.clientQPS }}
+- -kube-apiclient-burst={{ $own.clientBurst | default $kubeAPI.clientBurst }}
 {{- end }}
 
 {{/* Arguments and variables that values of a component add: .of is a list of such values. */}}

@@ -4,6 +4,8 @@
 
 mod custom_resources;
 mod gateway_crds;
+mod golden;
 mod install;
 mod objects;
 mod render;
+mod values;

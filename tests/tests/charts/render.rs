@@ -53,7 +53,11 @@ pub(crate) fn installations() -> Vec<(&'static str, Vec<String>)> {
                 "--set=destinationResources.cpu.request=1,destinationResources.memory.limit=1Gi",
                 "--set=destinationController.additionalArgs[0]=-ext-endpoint-zone-weights",
                 "--set=policyController.additionalEnv[0].name=A,policyController.additionalEnv[0].value=b",
-                "--set=enableEndpointSlices=false,proxyInit.iptablesMode=native",
+                "--set=enableEndpointSlices=false,proxyInit.iptablesMode=native,cniEnabled=true,commonLabels.e=f",
+                "--set=podMonitor.labels.release=prometheus,podMonitor.proxy.honorTimestamps=true",
+                "--set=kubeAPI.clientQPS=50,kubeAPI.clientBurst=60,identity.kubeAPI.clientQPS=70",
+                "--set=identity.externalCA=true,controllerLogLevel=debug,controllerLogFormat=json",
+                "--set=proxyInjector.crtPEM=certificate,proxyInjector.keyPEM=key,webhookFailurePolicy=Fail",
             ]),
         ),
     ]
@@ -355,6 +359,141 @@ fn keys_are_in_their_secrets_only() {
     assert_eq!(recorded["identityTrustDomain"], "cluster.local");
     assert_eq!(recorded["proxy"]["ports"]["inbound"], 4143);
     assert_eq!(recorded["identity"]["issuer"]["tls"], Value::Null);
+}
+
+#[test]
+fn credentials_of_one_s_own_are_mounted_and_not_made() {
+    let helm = Helm::new().unwrap();
+    let made = |values: &[&str]| {
+        let objects = objects(&helm.template("tulle-control-plane", values).unwrap());
+        let pod = &find(&objects, "Deployment", "linkerd-identity")["spec"]["template"]["spec"];
+        let volumes = pod["volumes"].as_array().unwrap();
+        assert!(
+            volumes
+                .iter()
+                .any(|volume| volume["secret"]["secretName"] == "linkerd-identity-issuer")
+        );
+        assert!(
+            volumes
+                .iter()
+                .any(|volume| volume["configMap"]["name"] == "linkerd-identity-trust-roots")
+        );
+        let is = |kind: &str, name: &str| {
+            let found = |object: &&Value| object["kind"] == kind && object["metadata"]["name"] == name;
+            objects.iter().find(found).cloned()
+        };
+        (
+            is("Secret", "linkerd-identity-issuer"),
+            is("ConfigMap", "linkerd-identity-trust-roots"),
+        )
+    };
+    let (issuer, anchors) = made(NEEDED);
+    assert_eq!(
+        issuer.unwrap()["data"],
+        json!({"crt.pem": "Y2VydGlmaWNhdGU=", "key.pem": "a2V5"})
+    );
+    assert_eq!(anchors.unwrap()["data"], json!({"ca-bundle.crt": "anchors"}));
+    let own = [
+        "--set=identity.externalCA=true",
+        "--set=identity.issuer.scheme=kubernetes.io/tls",
+    ];
+    assert_eq!(made(&own), (None, None));
+    let (issuer, anchors) = made(&[own[1], NEEDED[0]]);
+    assert!(issuer.is_none() && anchors.is_some());
+}
+
+#[test]
+fn each_component_asks_the_api_server_as_often_as_its_values_say() {
+    let rates = |values: &[&str]| {
+        let objects = render(values).unwrap();
+        ["destination", "identity", "proxy-injector"].map(|component| {
+            let deployment = find(&objects, "Deployment", &format!("linkerd-{component}"));
+            let args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+                .as_array()
+                .unwrap();
+            let flags = args
+                .iter()
+                .filter_map(|arg| arg.as_str()?.strip_prefix("-kube-apiclient-"));
+            flags.collect::<Vec<_>>().join(" ")
+        })
+    };
+    assert_eq!(rates(&[]), ["qps=100 burst=200"; 3]);
+    let all = "--set=kubeAPI.clientQPS=2.5,kubeAPI.clientBurst=5";
+    assert_eq!(rates(&[all]), ["qps=2.5 burst=5"; 3]);
+    let one = "--set=identity.kubeAPI.clientQPS=70";
+    assert_eq!(
+        rates(&[all, one]),
+        ["qps=2.5 burst=5", "qps=70 burst=5", "qps=2.5 burst=5"]
+    );
+}
+
+#[test]
+fn pod_monitors_look_where_they_are_told_and_have_their_labels() {
+    let monitors = |values: &[&str]| {
+        let mut monitors = render(&[&["--set=podMonitor.enabled=true"][..], values].concat()).unwrap();
+        monitors.retain(|object| object["kind"] == "PodMonitor");
+        assert_eq!(monitors.len(), 3);
+        monitors
+    };
+    let looks = |values: &[&str]| {
+        let monitors = monitors(values);
+        find(&monitors, "PodMonitor", "linkerd-controller")["spec"]["namespaceSelector"].clone()
+    };
+    assert_eq!(looks(&[]), json!({"matchNames": ["linkerd"]}));
+    let selector = "podMonitor.controller.namespaceSelector";
+    let text = format!("--set-json={selector}=\"matchNames: ['{{{{ .Release.Namespace }}}}', linkerd-viz]\"");
+    assert_eq!(looks(&[&text]), json!({"matchNames": ["linkerd", "linkerd-viz"]}));
+    assert_eq!(
+        looks(&[&format!("--set-json={selector}={{\"any\":true}}")]),
+        json!({"any": true})
+    );
+    let values = [
+        "--set=podMonitor.labels.release=prometheus,podMonitor.labels.team=ours,commonLabels.team=all",
+        "--set=podMonitor.controller.honorTimestamps=true,podMonitor.proxy.honorTimestamps=null",
+    ];
+    let expected = [
+        ("linkerd-controller", json!(true)),
+        ("linkerd-multicluster-controller", json!(false)),
+        ("linkerd-proxy", Value::Null),
+    ];
+    let monitors = monitors(&values);
+    for (name, honours) in expected {
+        let monitor = find(&monitors, "PodMonitor", name);
+        assert_eq!(
+            monitor["metadata"]["labels"],
+            json!({"linkerd.io/control-plane-ns": "linkerd", "release": "prometheus", "team": "ours"}),
+            "{name}"
+        );
+        for endpoint in monitor["spec"]["podMetricsEndpoints"].as_array().unwrap() {
+            assert_eq!(endpoint["honorTimestamps"], honours, "{name}");
+        }
+    }
+}
+
+#[test]
+fn each_switch_of_the_gateway_api_installs_its_kinds() {
+    let check = |values: &[&str], expected: &[&str]| {
+        let objects = objects(&Helm::new().unwrap().template("tulle-crds", values).unwrap());
+        let gateway = objects
+            .iter()
+            .filter(|object| object["spec"]["group"] == "gateway.networking.k8s.io");
+        let plurals: BTreeSet<&str> = gateway
+            .map(|object| object["spec"]["names"]["plural"].as_str().unwrap())
+            .collect();
+        assert_eq!(plurals, expected.iter().copied().collect(), "{values:?}");
+    };
+    let all = ["grpcroutes", "httproutes", "tcproutes", "tlsroutes"];
+    check(&[], &[]);
+    check(&["--set=installGatewayAPI=true"], &all);
+    check(&["--set=enableHttpRoutes=true"], &["grpcroutes", "httproutes"]);
+    check(
+        &["--set=enableTlsRoutes=true,enableTcpRoutes=true"],
+        &["tcproutes", "tlsroutes"],
+    );
+    check(
+        &["--set=installGatewayAPI=true,enableTcpRoutes=false"],
+        &["grpcroutes", "httproutes", "tlsroutes"],
+    );
 }
 
 #[test]

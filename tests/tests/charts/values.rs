@@ -1,0 +1,209 @@
+//! The values of Linkerd's chart: all are taken, and those that have no effect are told.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use serde::Deserialize as _;
+use serde_json::{Map, Value, json};
+use tulle_tests::charts::{Helm, path_of};
+use tulle_tests::cluster::ApiServer;
+
+use crate::render::NEEDED;
+
+/// Values by path, such as `proxy.ports.admin`.
+type Values = BTreeMap<String, Value>;
+
+#[test]
+fn every_value_of_linkerd_s_chart_is_taken() {
+    let [defaults, others] = linkerd_s();
+    for (name, values) in [("its defaults", defaults), ("what has no default", others)] {
+        let dir = tempfile::tempdir().unwrap();
+        let file = write(&dir, &values);
+        let rendered = Helm::new()
+            .unwrap()
+            .template("tulle-control-plane", &[&[file.as_str()][..], NEEDED].concat());
+        rendered.unwrap_or_else(|err| panic!("{name}: {err:#}"));
+    }
+}
+
+#[test]
+fn defaults_are_linkerd_s_but_for_those_that_say_why() {
+    let ours = fs::read_to_string(format!("{}/values.yaml", path_of("tulle-control-plane"))).unwrap();
+    let ours: Value = serde_yaml_ng::from_str(&ours).unwrap();
+    let [theirs, _] = linkerd_s();
+    for (path, theirs) in theirs {
+        let mine = path.split('.').fold(&ours, |within, name| &within[name]);
+        let differs = mine != &theirs && !(is_none(mine) && is_none(&theirs));
+        assert_eq!(
+            differs,
+            OURS.contains(&path.as_str()),
+            "{path}: {mine}, Linkerd's {theirs}"
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn values_without_effect_are_named_after_an_installation() {
+    // Helm asks for a version before it renders notes, and for nothing else.
+    let server = ApiServer::start().await.unwrap();
+    let helm = Helm::of(server.kubeconfig()).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let told = |values: &Values| {
+        let file = write(&dir, values);
+        let chart = path_of("tulle-control-plane");
+        let fixed = ["install", "tulle", &chart, "--dry-run=client", "--hide-secret", &file];
+        let notes = helm.run(&[&fixed[..], NEEDED].concat()).unwrap();
+        let (_, lines) = notes.split_once("Values without effect:").unwrap_or_default();
+        let names = lines.lines().filter_map(|line| line.trim().split_once(": "));
+        names.map(|(name, _)| name.to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(told(&Values::new()), [""; 0]);
+    let [mut defaults, _] = linkerd_s();
+    assert_eq!(told(&defaults), ["disableHeartBeat"]);
+
+    let unused: Values = UNUSED
+        .iter()
+        .map(|(path, value)| ((*path).to_owned(), serde_yaml_ng::from_str(value).unwrap()))
+        .collect();
+    let mut set = unused.clone();
+    let collector =
+        json!({"endpoint": "collector:4317", "meshIdentity": {"serviceAccountName": "a", "namespace": "b"}});
+    set.insert("proxy.tracing.collector".to_owned(), collector);
+    let mut names = told(&set);
+    names.sort();
+    assert_eq!(names, unused.keys().cloned().collect::<Vec<_>>());
+    // What has an effect is not told, though it be set.
+    defaults.insert("kubeAPI.clientQPS".to_owned(), json!(50));
+    defaults.insert("disableHeartBeat".to_owned(), json!(true));
+    assert_eq!(told(&defaults), [""; 0]);
+
+    let text = fs::read_to_string(format!("{}/values.yaml", path_of("tulle-control-plane"))).unwrap();
+    for path in said_to_be_unused(&text) {
+        assert!(unused.contains_key(&path), "the notes do not know {path}");
+    }
+}
+
+/// The paths below comments that begin with `Not used`.
+fn said_to_be_unused(text: &str) -> Vec<String> {
+    let mut within: Vec<(usize, &str)> = Vec::new();
+    let mut found = Vec::new();
+    let mut is_unused = false;
+    for line in text.lines() {
+        let (key, indent) = (line.trim_start(), line.len() - line.trim_start().len());
+        if key.starts_with('#') {
+            is_unused = key.starts_with("# Not used");
+            continue;
+        }
+        let Some((name, _)) = key.split_once(':') else { continue };
+        within.retain(|(outer, _)| *outer < indent);
+        within.push((indent, name));
+        if std::mem::take(&mut is_unused) {
+            found.push(within.iter().map(|(_, name)| *name).collect::<Vec<_>>().join("."));
+        }
+    }
+    assert!(found.len() > 10, "{found:?}");
+    found
+}
+
+fn linkerd_s() -> [Values; 2] {
+    let documents = serde_yaml_ng::Deserializer::from_str(include_str!("linkerd_values.yaml"));
+    let values: Vec<Values> = documents
+        .map(|document| Values::deserialize(document).unwrap())
+        .collect();
+    values.try_into().unwrap()
+}
+
+/// A file of values, as an argument for Helm.
+fn write(dir: &tempfile::TempDir, values: &Values) -> String {
+    let mut nested = Map::new();
+    for (path, value) in values {
+        let (outer, name) = path.rsplit_once('.').unwrap_or(("", path));
+        let mut within = &mut nested;
+        for part in outer.split('.').filter(|part| !part.is_empty()) {
+            let entry = within.entry(part).or_insert_with(|| json!({}));
+            within = entry
+                .as_object_mut()
+                .unwrap_or_else(|| panic!("{path} is within a value"));
+        }
+        within.insert(name.to_owned(), value.clone());
+    }
+    let file = dir.path().join("values.json");
+    fs::write(&file, Value::Object(nested).to_string()).unwrap();
+    format!("--values={}", file.display())
+}
+
+/// Charts write nothing in several ways.
+fn is_none(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::Array(list) => list.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
+        _ => false,
+    }
+}
+
+/// Defaults of ours that are not Linkerd's.
+const OURS: [&str; 10] = [
+    "controllerImage",
+    "proxy.image.name",
+    // That image is not ours: it has not our version.
+    "debugContainer.image.version",
+    // Nothing is reported.
+    "disableHeartBeat",
+    // kubeAPI is the default.
+    "identity.kubeAPI.clientQPS",
+    "identity.kubeAPI.clientBurst",
+    // There is no linkerd-viz.
+    "podMonitor.controller.namespaceSelector",
+    // Whoever waits for the pod waits for it.
+    "proxy.readinessProbe.initialDelaySeconds",
+    // The injector has these without being told.
+    "networkValidator.securityContext",
+    "proxy.tracing.labels",
+];
+
+/// Every value without effect, set to something.
+const UNUSED: [(&str, &str); 42] = [
+    ("configs", "{global: a}"),
+    ("controller.tracing", "{enabled: true}"),
+    ("controllerResources", "{cpu: {request: 100m}}"),
+    ("destinationProxyResources", "{cpu: {request: 100m}}"),
+    ("disableHeartBeat", "false"),
+    ("enablePSP", "true"),
+    ("enablePprof", "true"),
+    ("heartbeat", "{additionalEnv: [{name: A, value: b}]}"),
+    ("heartbeatResources", "{cpu: {request: 100m}}"),
+    ("heartbeatSchedule", "0 0 * * *"),
+    ("identityProxyResources", "{cpu: {request: 100m}}"),
+    ("image", "{version: a}"),
+    ("networkValidator.enableSecurityContext", "false"),
+    ("partials", "{a: b}"),
+    ("policyController.livenessProbe", "{timeoutSeconds: 2}"),
+    ("policyController.readinessProbe", "{timeoutSeconds: 2}"),
+    ("policyController.resources", "{cpu: {request: 100m}}"),
+    ("prometheusUrl", "http://prometheus"),
+    ("proxy.accessLog", "apache"),
+    ("proxy.inbound.server.http2.adaptiveFlowControl", "true"),
+    ("proxy.inbound.server.http2.maxPendingAcceptResetStreams", "20"),
+    ("proxy.isGateway", "true"),
+    ("proxy.isIngress", "true"),
+    ("proxy.loadTrustBundleFromConfigMap", "true"),
+    ("proxy.metrics.hostnameLabels", "true"),
+    ("proxy.outbound.server.http2.adaptiveFlowControl", "true"),
+    ("proxy.outbound.server.http2.maxPendingAcceptResetStreams", "20"),
+    ("proxy.podInboundPorts", "'80'"),
+    ("proxy.requireTLSOnInboundPorts", "'80'"),
+    ("proxy.saMountPath", "{name: token}"),
+    ("proxy.tracing.enabled", "true"),
+    ("proxy.tracing.protocol", "opencensus"),
+    ("proxyContainerName", "linkerd-proxy"),
+    ("proxyInit.capabilities", "{add: [SYS_ADMIN]}"),
+    ("proxyInit.kubeAPIServerPorts", "'443'"),
+    ("proxyInit.resources", "{cpu: {request: 100m}}"),
+    ("proxyInit.saMountPath", "{name: token}"),
+    ("proxyInjectorProxyResources", "{cpu: {request: 100m}}"),
+    ("spValidator.livenessProbe", "{timeoutSeconds: 2}"),
+    ("spValidator.readinessProbe", "{timeoutSeconds: 2}"),
+    ("spValidatorResources", "{cpu: {request: 100m}}"),
+    ("stage", "control-plane"),
+];
