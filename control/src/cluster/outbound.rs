@@ -24,7 +24,6 @@ use crate::resources::meta::{Meta, Name};
 use crate::resources::policy::egress_network::{EgressNetwork, TrafficPolicy};
 use crate::resources::policy::reference::POLICY_GROUP;
 use crate::resources::route::{self as raw, BackendRef, ParentKind, RouteKind, Rules};
-use crate::resources::service::Service;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
@@ -137,7 +136,7 @@ impl Client<'_> {
             Some(protocol) if protocol == "kubernetes.io/h2c" && !grpc.is_empty() => Protocol::Grpc(grpc),
             Some(protocol) if protocol == "kubernetes.io/h2c" => Protocol::Http2(http_or_default(http)),
             Some(_) => Protocol::Opaque(opaque_or_tcp(tcp)),
-            None if self.is_opaque(service, port) => Protocol::Opaque(opaque_or_tcp(tcp)),
+            None if self.is_opaque(service.map(|service| &service.meta), port) => Protocol::Opaque(opaque_or_tcp(tcp)),
             None if !grpc.is_empty() => Protocol::Grpc(grpc),
             None if http.is_empty() && !tls.is_empty() => Protocol::Tls(tls),
             None if http.is_empty() && !tcp.is_empty() => Protocol::Opaque(tcp),
@@ -154,8 +153,9 @@ impl Client<'_> {
         }
     }
 
-    fn is_opaque(&self, service: Option<&Arc<Service>>, port: u16) -> bool {
-        match service.and_then(|service| service.meta.annotation(annotation::OPAQUE_PORTS)) {
+    /// Whether the parent of routes marks a port, or the cluster where the parent says nothing.
+    fn is_opaque(&self, parent: Option<&Meta>, port: u16) -> bool {
+        match parent.and_then(|meta| meta.annotation(annotation::OPAQUE_PORTS)) {
             Some(text) => text.parse::<PortSet>().is_ok_and(|ports| ports.contains(port)),
             None => self.config.default_opaque_ports.contains(port),
         }
@@ -237,12 +237,7 @@ impl Client<'_> {
         let tcp = self.stream_routes(&parent, RouteKind::Tcp);
         let opaque = parent.egress_stream(allow, "tcp-egress-allow", "tcp-egress-deny");
         let opaque_or_tcp = |tcp: Vec<_>| if tcp.is_empty() { vec![opaque.clone()] } else { tcp };
-        let marked = network
-            .meta
-            .annotation(annotation::OPAQUE_PORTS)
-            .and_then(|text| text.parse::<PortSet>().ok());
-        let is_opaque = marked.is_some_and(|ports| ports.contains(addr.port()));
-        let protocol = if is_opaque {
+        let protocol = if self.is_opaque(Some(&network.meta), addr.port()) {
             Protocol::Opaque(opaque_or_tcp(tcp))
         } else if !grpc.is_empty() {
             grpc.push(parent.egress_grpc(allow));

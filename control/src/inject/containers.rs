@@ -13,7 +13,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use tulle_core::names::TOKEN_AUDIENCE;
 
 use crate::inject::env::{END_ENTITY_DIR, PODINFO_DIR, SERVICE_ACCOUNT_DIR, TOKEN_DIR, TOKEN_NAME};
-use crate::inject::values::{Constraints, Image, IptablesMode, Values};
+use crate::inject::values::{Constraints, DEBUG_IMAGE, DEBUG_VERSION, Image, IptablesMode, Values};
 use crate::inject::{DEBUG_CONTAINER, INIT_CONTAINER, PROXY_CONTAINER, Subject, VALIDATOR_CONTAINER};
 
 /// The sidecar.
@@ -341,6 +341,7 @@ fn image(values: &Values, image: &Image) -> String {
 /// The version of an image.
 pub(super) fn version<'a>(values: &'a Values, image: &'a Image) -> &'a str {
     match image.version.as_str() {
+        "" if image.name == DEBUG_IMAGE => DEBUG_VERSION,
         "" => values.version(),
         version => version,
     }

@@ -166,18 +166,29 @@ fn tracing(env: &mut Env, config: &Config, values: &Values, subject: &Subject<'_
     let account = &collector.mesh_identity;
     let name = identity_of(config, values, &account.service_account_name, &account.namespace);
     env.set("TRACE_COLLECTOR_SVC_NAME", name);
-    let mut attributes =
-        "k8s.pod.ip=$(_pod_ip)\nk8s.pod.uid=$(_pod_uid)\nk8s.container.name=$(_pod_containerName)\n".to_owned();
-    let of_chart = tracing.labels.iter().map(|(key, value)| (key.as_str(), value));
+    let of_sidecar = [
+        ("k8s.pod.ip", "$(_pod_ip)"),
+        ("k8s.pod.uid", "$(_pod_uid)"),
+        ("k8s.container.name", "$(_pod_containerName)"),
+    ];
+    let of_chart = tracing.labels.iter().map(|(key, value)| (key.as_str(), value.as_str()));
     let of_pod = annotations
         .iter()
-        .filter_map(|(key, value)| Some((key.strip_prefix(annotation::TRACE_RESOURCE_PREFIX)?, value)));
-    for (key, value) in of_chart.chain(of_pod) {
-        // One attribute a line: a value of several would smuggle in others.
-        let value = value.replace(['\n', '\r'], " ");
-        attributes.push_str(&format!("{key}={value}\n"));
+        .filter_map(|(key, value)| Some((key.strip_prefix(annotation::TRACE_RESOURCE_PREFIX)?, value.as_str())));
+    // Each once, in the place where it comes first and with the value that comes last.
+    let mut attributes: Vec<(&str, &str)> = Vec::new();
+    for (key, value) in of_sidecar.into_iter().chain(of_chart).chain(of_pod) {
+        match attributes.iter_mut().find(|(other, _)| *other == key) {
+            Some(known) => known.1 = value,
+            None => attributes.push((key, value)),
+        }
     }
-    env.set("TRACE_EXTRA_ATTRIBUTES", attributes);
+    // One a line: a value of several would smuggle in others.
+    let line = |(key, value): &(&str, &str)| format!("{key}={}\n", value.replace(['\n', '\r'], " "));
+    env.set(
+        "TRACE_EXTRA_ATTRIBUTES",
+        attributes.iter().map(line).collect::<String>(),
+    );
 }
 
 /// What the workload calls itself, by the conventions of OpenTelemetry; else what the chart says.

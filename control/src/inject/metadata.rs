@@ -29,6 +29,15 @@ pub(super) fn inherited(subject: &Subject<'_>) -> Annotations {
 pub(super) fn of_injected(config: &Config, values: &Values, subject: &Subject<'_>) -> Metadata {
     let mut annotations = inherited(subject);
     annotations.extend(opaque_ports(config, subject));
+    // The policy of a port is told by the pod, so that the chart's value has to stand there.
+    let (key, of_chart) = (
+        annotation::REQUIRE_IDENTITY_INBOUND_PORTS,
+        &config.values.proxy.require_identity_on_inbound_ports,
+    );
+    let is_said = annotations.contains_key(key) || subject.annotations().is_some_and(|pod| pod.contains_key(key));
+    if !of_chart.is_empty() && !is_said {
+        annotations.insert(key.to_owned(), of_chart.clone());
+    }
     let created_by = match config.origin {
         Origin::Webhook => "proxy-injector",
         Origin::CommandLine => "cli",

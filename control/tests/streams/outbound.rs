@@ -11,19 +11,20 @@ use tulle_proto::outbound::proxy_protocol::{Detect, Kind};
 use tulle_proto::outbound::{Backend, HttpRoute, OutboundPolicy, failure_accrual, http_route, opaque_route};
 
 use crate::harness::{eventually, mesh, mesh_with, next};
+use crate::show::show;
 
 const WEB: &str = "
 apiVersion: v1
 kind: Service
 metadata: {name: web, namespace: shop}
 spec:
-  clusterIP: 10.96.0.10
+  clusterIP: 10.247.0.10
   ports: [{name: http, port: 80}, {name: grpc, port: 90}, {name: bytes, port: 5432}]
 ---
 apiVersion: v1
 kind: Service
 metadata: {name: web-v2, namespace: shop}
-spec: {clusterIP: 10.96.0.11, ports: [{port: 80}]}
+spec: {clusterIP: 10.247.0.11, ports: [{port: 80}]}
 ";
 
 const CLIENT: &str = r#"{"ns":"front","pod":"front-0"}"#;
@@ -109,7 +110,7 @@ fn backends(rule: &http_route::Rule) -> Vec<String> {
 async fn a_service_without_routes_is_balanced_whatever_it_speaks() {
     let mesh = mesh(WEB).await;
     for target in [
-        "10.96.0.10:80",
+        "10.247.0.10:80",
         "web.shop.svc.cluster.local:80",
         "web.shop.svc:80",
         "web.shop.svc.cluster.local.",
@@ -144,7 +145,7 @@ async fn a_service_without_routes_is_balanced_whatever_it_speaks() {
 async fn the_protocol_is_the_port_s_or_opaque_where_marked() {
     let check = async |yaml: String, config: Config, expected: &str| {
         let mesh = mesh_with(&yaml, config).await;
-        let policy = mesh.policy(CLIENT, "10.96.0.10:5432").await.unwrap();
+        let policy = mesh.policy(CLIENT, "10.247.0.10:5432").await.unwrap();
         let found = match kind(&policy) {
             Kind::Detect(_) => "detect",
             Kind::Opaque(_) => "opaque",
@@ -188,11 +189,25 @@ async fn names_have_a_policy_whether_or_not_their_service_exists() {
 #[tokio::test]
 async fn a_port_that_a_service_does_not_list_is_forbidden() {
     let mesh = mesh(WEB).await;
-    let policy = mesh.policy(CLIENT, "10.96.0.10:9999").await.unwrap();
+    let policy = mesh.policy(CLIENT, "10.247.0.10:9999").await.unwrap();
     let Kind::Opaque(opaque) = kind(&policy) else { panic!() };
     assert_eq!(name(opaque.routes[0].metadata.as_ref()), "undefined-port");
     let forbidden = &opaque.routes[0].rules[0].filters[0].kind;
     assert!(matches!(forbidden, Some(opaque_route::filter::Kind::Forbidden(_))));
+}
+
+#[tokio::test]
+async fn a_policy_route_s_filter_of_responses_stays_one_of_responses() {
+    // The definition refuses it, so that it comes from files alone.
+    let route = "---\napiVersion: policy.linkerd.io/v1beta3\nkind: HTTPRoute\nmetadata: {name: r, namespace: shop}\nspec:\n  \
+                 parentRefs: [{group: core, kind: Service, name: web, port: 80}]\n  \
+                 rules: [{filters: [{type: ResponseHeaderModifier, responseHeaderModifier: {remove: [x]}}]}]\n";
+    let mesh = mesh(&format!("{WEB}{route}")).await;
+    let lines = show(&mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap());
+    assert!(
+        lines[1].starts_with("policy HTTPRoute shop/r response-headers ->"),
+        "{lines:?}"
+    );
 }
 
 const ROUTE: &str = "
@@ -218,7 +233,7 @@ spec:
 #[tokio::test]
 async fn what_leads_to_services_is_counted() {
     let mesh = mesh(&format!("{WEB}{ROUTE}")).await;
-    let watch = mesh.policies(CLIENT, "10.96.0.10:80").await.unwrap();
+    let watch = mesh.policies(CLIENT, "10.247.0.10:80").await.unwrap();
     let page = mesh.registry.render();
     for line in [
         "outbound_index_service_index_size 2",
@@ -236,7 +251,7 @@ async fn what_leads_to_services_is_counted() {
 #[tokio::test]
 async fn routes_split_traffic_and_bad_backends_fail_their_share() {
     let mesh = mesh(&format!("{WEB}{ROUTE}")).await;
-    let policy = mesh.policy(CLIENT, "10.96.0.10:80").await.unwrap();
+    let policy = mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap();
     assert_eq!(names(http(&policy)), ["HTTPRoute shop/split:0"]);
     let [split, filtered, weightless, foreign, plain] = &*http(&policy)[0].rules else {
         panic!()
@@ -280,7 +295,7 @@ async fn routes_split_traffic_and_bad_backends_fail_their_share() {
     }
     // The other ports of the service have none of it.
     assert_eq!(
-        names(http(&mesh.policy(CLIENT, "10.96.0.10:5432").await.unwrap())),
+        names(http(&mesh.policy(CLIENT, "10.247.0.10:5432").await.unwrap())),
         ["http"]
     );
 }
@@ -291,12 +306,12 @@ async fn consumers_have_their_own_routes_beside_the_producer_s() {
         .replace("name: split, namespace: shop", "name: mine, namespace: front")
         .replace("name: web, port: 80}]", "name: web, namespace: shop, port: 80}]");
     let mesh = mesh(&format!("{WEB}{ROUTE}{consumer}")).await;
-    let front = mesh.policy(CLIENT, "10.96.0.10:80").await.unwrap();
+    let front = mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap();
     assert_eq!(
         names(http(&front)),
         ["HTTPRoute front/mine:0", "HTTPRoute shop/split:0"]
     );
-    let other = mesh.policy("other:pod", "10.96.0.10:80").await.unwrap();
+    let other = mesh.policy("other:pod", "10.247.0.10:80").await.unwrap();
     assert_eq!(names(http(&other)), ["HTTPRoute shop/split:0"]);
 }
 
@@ -305,10 +320,10 @@ async fn routes_are_accepted_by_what_the_manifests_hold_and_not_by_their_status(
     let status = "status: {parents: [{controllerName: linkerd.io/policy-controller, \
         parentRef: {group: core, kind: Service, name: web, port: 80}, conditions: [{type: Accepted, status: \"False\"}]}]}\n";
     let accepted = mesh(&format!("{WEB}{ROUTE}{status}")).await;
-    let policy = accepted.policy(CLIENT, "10.96.0.10:80").await.unwrap();
+    let policy = accepted.policy(CLIENT, "10.247.0.10:80").await.unwrap();
     assert_eq!(names(http(&policy)), ["HTTPRoute shop/split:0"]);
     // A headless service cannot be the parent of a route.
-    let headless = WEB.replace("10.96.0.10", "None");
+    let headless = WEB.replace("10.247.0.10", "None");
     let refused = mesh(&format!("{headless}{ROUTE}{status}")).await;
     let policy = refused.policy(CLIENT, "web.shop.svc.cluster.local:80").await.unwrap();
     assert_eq!(names(http(&policy)), ["http"]);
@@ -329,7 +344,7 @@ spec:
   rules: [{matches: [{method: {service: shop.Items}}], backendRefs: [{name: web-v2, port: 80}]}]
 ";
     let mesh = mesh(&format!("{WEB}{ROUTE}{grpc}")).await;
-    let policy = mesh.policy(CLIENT, "10.96.0.10:80").await.unwrap();
+    let policy = mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap();
     let Kind::Grpc(found) = kind(&policy) else {
         panic!("{policy:?}")
     };
@@ -347,7 +362,7 @@ async fn annotations_of_a_service_shape_its_routes() {
         balancer.linkerd.io/failure-accrual: consecutive, balancer.alpha.linkerd.io/penalize-failures: \"true\"";
     let mesh = mesh(&format!("{}{ROUTE}", annotated(annotations))).await;
     for port in [80, 5432] {
-        let policy = mesh.policy(CLIENT, &format!("10.96.0.10:{port}")).await.unwrap();
+        let policy = mesh.policy(CLIENT, &format!("10.247.0.10:{port}")).await.unwrap();
         let accrual = detect(&policy).http1.as_ref().unwrap().failure_accrual.unwrap();
         let Some(failure_accrual::Kind::ConsecutiveFailures(failures)) = accrual.kind else {
             panic!()
@@ -458,6 +473,35 @@ async fn egress_networks_of_the_client_or_the_whole_mesh_rule_the_outside() {
 }
 
 #[tokio::test]
+async fn default_opaque_ports_hold_outside_of_the_cluster_too() {
+    let config = Config {
+        default_opaque_ports: "3306".parse().unwrap(),
+        ..Config::default()
+    };
+    let network = egress("lab", "front", "Allow", ", networks: [{cidr: 203.0.113.0/24}]");
+    for (marked, port, protocol) in [
+        (network.clone(), 3306, "opaque"),
+        (network.clone(), 443, "detect 10s"),
+        (
+            network.replace(
+                "name: lab",
+                "annotations: {config.linkerd.io/opaque-ports: '443'}, name: lab",
+            ),
+            3306,
+            "detect 10s",
+        ),
+    ] {
+        let mesh = mesh_with(&marked, config.clone()).await;
+        let lines = show(&mesh.policy(CLIENT, &format!("203.0.113.1:{port}")).await.unwrap());
+        assert_eq!(
+            lines[0],
+            format!("{protocol} of policy EgressNetwork front/lab:{port}"),
+            "{marked}"
+        );
+    }
+}
+
+#[tokio::test]
 async fn egress_networks_have_routes_of_their_own_unless_they_claim_the_cluster() {
     let route = "
 ---
@@ -501,8 +545,8 @@ async fn a_stream_ends_when_its_address_is_no_longer_known() {
 async fn requests_that_cannot_be_read_are_refused() {
     let mesh = mesh(WEB).await;
     for (client, target, code) in [
-        ("", "10.96.0.10:80", Code::InvalidArgument),
-        (CLIENT, "10.96.0.10:0", Code::InvalidArgument),
+        ("", "10.247.0.10:80", Code::InvalidArgument),
+        (CLIENT, "10.247.0.10:0", Code::InvalidArgument),
         (CLIENT, "", Code::InvalidArgument),
         (CLIENT, "example.org:80", Code::NotFound),
     ] {

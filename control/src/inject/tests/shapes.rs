@@ -240,7 +240,7 @@ spec:
 fn values_of_the_chart_shape_the_sidecar() {
     let case = Case::pod("").values(
         "{clusterDomain: example.org, identityTrustDomain: mesh.test, disableIPv6: false, clusterNetworks: 10.0.0.0/8, \
-         proxy: {cores: 4, inbound: {server: {http2: {maxConcurrentStreams: 7}}}, requireTLSOnInboundPorts: 80, \
+         proxy: {cores: 4, requireIdentityOnInboundPorts: 8080, inbound: {server: {http2: {maxConcurrentStreams: 7}}}, requireTLSOnInboundPorts: 80, \
          resources: {cpu: {request: 1}}, tap: {enabled: false}, capabilities: {drop: [CHOWN]}, \
          control: {streams: {lifetime: 2h}}, livenessProbe: {timeoutSeconds: 3}}}",
     );
@@ -277,6 +277,13 @@ fn values_of_the_chart_shape_the_sidecar() {
         assert_eq!(injected.env(name), Some(expected), "{name}");
     }
     assert_eq!(injected.env("TAP_SVC_NAME"), None);
+    // What only the policy of a port can do stands where policies look; what the pod says itself goes first.
+    let key = annotation::REQUIRE_IDENTITY_INBOUND_PORTS;
+    assert_eq!(injected.annotation(key), Some("8080"));
+    let own = Case::pod("")
+        .values("{proxy: {requireIdentityOnInboundPorts: 8080}}")
+        .annotate(&[(key, "9")]);
+    assert_eq!(own.injected().annotation(key), Some("9"));
     let proxy = injected.container(PROXY_CONTAINER);
     assert_eq!(proxy["resources"], parse("requests: {cpu: '1'}"));
     assert_eq!(injected.container(INIT_CONTAINER)["resources"], proxy["resources"]);
@@ -286,6 +293,17 @@ fn values_of_the_chart_shape_the_sidecar() {
         Case::pod("").injected().container(PROXY_CONTAINER)["securityContext"]["capabilities"],
         parse("drop: [ALL]")
     );
+}
+
+#[test]
+fn what_linkerd_s_chart_leaves_empty_takes_no_protection_away() {
+    let empty = "{cniEnabled: true, proxy: {securityContext: {}, capabilities: {}}, networkValidator: {securityContext: {}}, \
+                 debugContainer: {image: {version: ''}}}";
+    let said = |values: &str| {
+        let injected = Case::pod("").values(values).annotate(&[DEBUG]).injected();
+        [PROXY_CONTAINER, VALIDATOR_CONTAINER, DEBUG_CONTAINER].map(|name| injected.container(name).clone())
+    };
+    assert_eq!(said(empty), said("{cniEnabled: true}"));
 }
 
 #[test]
@@ -317,6 +335,13 @@ fn traces_carry_what_the_workload_says_of_itself() {
     assert_eq!(
         plain.env("TRACE_EXTRA_ATTRIBUTES"),
         Some("k8s.pod.ip=$(_pod_ip)\nk8s.pod.uid=$(_pod_uid)\nk8s.container.name=$(_pod_containerName)\nzone=a\n")
+    );
+    // Linkerd's chart lists the first three among its labels.
+    let listed = TRACING.replace("{zone: a}", "{zone: a, k8s.pod.uid: $(_pod_uid)}");
+    let listed = Case::pod("").values(&listed).injected();
+    assert_eq!(
+        listed.env("TRACE_EXTRA_ATTRIBUTES"),
+        plain.env("TRACE_EXTRA_ATTRIBUTES")
     );
     assert_eq!(Case::pod("").injected().env("TRACE_PROTOCOL"), None);
     let app = "metadata: {labels: {app.kubernetes.io/name: app}}";

@@ -232,6 +232,6 @@ impl Default for DebugContainer {
 }
 
 pub(super) const PROXY_IMAGE: &str = "ghcr.io/tulle-mesh/proxy";
-pub(super) const DEBUG_IMAGE: &str = "cr.l5d.io/linkerd/debug";
+pub(in crate::inject) const DEBUG_IMAGE: &str = "cr.l5d.io/linkerd/debug";
 /// The image is not ours, so that it does not have our versions.
-const DEBUG_VERSION: &str = "stable-2.14.10";
+pub(in crate::inject) const DEBUG_VERSION: &str = "stable-2.14.10";

@@ -11,7 +11,8 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
-use self::defaults::{DEBUG_IMAGE, PROXY_IMAGE};
+use self::defaults::PROXY_IMAGE;
+pub(super) use self::defaults::{DEBUG_IMAGE, DEBUG_VERSION};
 use crate::resources::labels::Selector;
 
 /// Values that cannot be used.
@@ -109,9 +110,11 @@ pub struct Proxy {
     pub tap: Tap,
     pub additional_env: Vec<EnvVar>,
     pub experimental_env: Vec<EnvVar>,
-    /// Replaces the sidecar's security context.
+    /// Replaces the sidecar's security context, unless it is empty.
+    #[serde(deserialize_with = "unless_empty")]
     pub security_context: Option<SecurityContext>,
-    /// Replaces the capabilities in the sidecar's security context.
+    /// Replaces the capabilities in the sidecar's security context, unless it is empty.
+    #[serde(deserialize_with = "unless_empty")]
     pub capabilities: Option<Capabilities>,
 }
 
@@ -293,6 +296,7 @@ pub struct NetworkValidator {
     pub connect_addr: String,
     pub listen_addr: String,
     pub timeout: String,
+    #[serde(deserialize_with = "unless_empty")]
     pub security_context: Option<SecurityContext>,
 }
 
@@ -385,6 +389,16 @@ impl TryFrom<String> for IptablesMode {
             _ => Err(ValuesError::IptablesMode(text)),
         }
     }
+}
+
+/// Linkerd's chart says `{}` where it means nothing in particular, which must not take a sidecar's protection away.
+fn unless_empty<'de, T, D>(deserializer: D) -> Result<Option<T>, D::Error>
+where
+    T: Deserialize<'de> + Default + PartialEq,
+    D: Deserializer<'de>,
+{
+    let value = Option::<T>::deserialize(deserializer)?;
+    Ok(value.filter(|value| *value != T::default()))
 }
 
 #[cfg(test)]
