@@ -27,11 +27,7 @@ async fn endpoints(mesh: &Mesh) -> String {
 /// The errors of the report without the directory.
 fn errors(mesh: &Mesh) -> Vec<String> {
     let dir = format!("{}/", mesh.path().display());
-    mesh.report
-        .errors()
-        .iter()
-        .map(|error| error.to_string().replace(&dir, ""))
-        .collect()
+    mesh.errors().iter().map(|error| error.replace(&dir, "")).collect()
 }
 
 #[tokio::test]
@@ -41,7 +37,7 @@ async fn a_broken_file_keeps_its_last_good_objects_and_is_reported_until_it_is_m
     mesh.write("web.yaml", &good);
     eventually(|| mesh.registry.render().contains("pod_cache_size{cluster=\"local\"} 1")).await;
     mesh.write("web.yaml", &good.replace("10.1.0.1", "10.1.0"));
-    eventually(|| !mesh.report.errors().is_empty()).await;
+    eventually(|| !mesh.errors().is_empty()).await;
     assert_eq!(errors(&mesh).len(), 1);
     assert!(errors(&mesh)[0].starts_with("web.yaml:6: "), "{:?}", errors(&mesh));
     assert!(
@@ -52,7 +48,7 @@ async fn a_broken_file_keeps_its_last_good_objects_and_is_reported_until_it_is_m
     assert!(mesh.registry.render().contains("manifest_errors 1"));
     assert_eq!(endpoints(&mesh).await, "+10.1.0.1:80");
     mesh.write("web.yaml", &good.replace("10.1.0.1", "10.1.0.2"));
-    eventually(|| mesh.report.errors().is_empty()).await;
+    eventually(|| mesh.errors().is_empty()).await;
     assert!(mesh.registry.render().contains("manifest_errors 0"));
     assert_eq!(endpoints(&mesh).await, "+10.1.0.2:80");
 }
@@ -61,7 +57,7 @@ async fn a_broken_file_keeps_its_last_good_objects_and_is_reported_until_it_is_m
 async fn a_file_that_is_broken_from_the_start_hides_no_other() {
     let mesh = mesh(&format!("{}{}", service("web", "web"), pod("web-1", "10.1.0.1"))).await;
     mesh.write("broken.yml", "kind: [");
-    eventually(|| mesh.report.errors().len() == 1).await;
+    eventually(|| mesh.errors().len() == 1).await;
     assert_eq!(endpoints(&mesh).await, "+10.1.0.1:80");
 }
 
@@ -117,7 +113,7 @@ async fn of_two_objects_with_one_name_the_first_file_s_holds() {
     let mesh = mesh(&service("web", "web")).await;
     mesh.write("a.yaml", &pod("web-1", "10.1.0.1"));
     mesh.write("b.yaml", &pod("web-1", "10.1.0.9"));
-    eventually(|| !mesh.report.errors().is_empty()).await;
+    eventually(|| !mesh.errors().is_empty()).await;
     assert!(
         errors(&mesh)[0].starts_with("b.yaml:2: Pod default/web-1 is already in "),
         "{:?}",
@@ -294,7 +290,7 @@ async fn manifests_that_admission_refuses_are_refused_with_their_reason() {
     for (index, (text, _)) in refused.iter().enumerate() {
         mesh.write(&format!("{index:02}.yaml"), text);
     }
-    eventually(|| mesh.report.errors().len() == refused.len()).await;
+    eventually(|| mesh.errors().len() == refused.len()).await;
     for (error, (text, reason)) in errors(&mesh).iter().zip(&refused) {
         assert!(error.contains(reason), "{error} does not say {reason:?} of\n{text}");
     }

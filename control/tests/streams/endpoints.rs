@@ -13,7 +13,7 @@ apiVersion: v1
 kind: Service
 metadata: {name: web, namespace: shop}
 spec:
-  clusterIP: 10.96.0.10
+  clusterIP: 10.247.0.10
   selector: {app: web}
   ports:
   - {name: http, port: 80, targetPort: 8080}
@@ -364,4 +364,42 @@ async fn what_nobody_asks_for_leaves_no_series_behind() {
             .render()
             .contains("service_cache_size{cluster=\"local\"} 1")
     );
+}
+
+#[tokio::test]
+async fn series_of_profiles_go_with_their_last_follower() {
+    let mesh = mesh(&format!("{WEB}{}", pod("web-1", "10.1.0.1", ""))).await;
+    let of_service = [
+        "profile_subscribers{namespace=\"shop\",profile=\"web.shop.svc.cluster.local\"}",
+        "service_subscribers{namespace=\"shop\",name=\"web\"}",
+    ];
+    let of_address = ["workload_subscribers{ip=\"10.1.0.1\",port=\"8080\"}"];
+    for (path, counted, updates) in [
+        (HTTP, &of_service[..], "profile_updates{"),
+        ("10.1.0.1:8080", &of_address[..], "workload_updates{"),
+    ] {
+        let followed_by = |n: usize| {
+            let page = mesh.registry.render();
+            for series in counted {
+                let line = format!("\n{series} {n}\n");
+                assert!(page.contains(&line), "no {line} in {page}");
+            }
+            assert!(page.contains(updates), "no {updates} in {page}");
+        };
+        let first = mesh.profiles(path, "").await.unwrap();
+        let last = mesh.profiles(path, "").await.unwrap();
+        followed_by(2);
+        drop(first);
+        mesh.registry.retire(std::time::Duration::ZERO);
+        followed_by(1);
+        drop(last);
+        // The first look sees that it has changed, the second that nobody holds it.
+        mesh.registry.retire(std::time::Duration::ZERO);
+        mesh.registry.retire(std::time::Duration::ZERO);
+        let page = mesh.registry.render();
+        for series in counted.iter().copied().chain([updates]) {
+            let family = series.split_inclusive('{').next().unwrap();
+            assert!(!page.contains(family), "{family} in {page}");
+        }
+    }
 }

@@ -1,15 +1,12 @@
-//! A control plane fed from a temporary directory, asked through its own clients in process.
+//! A control plane fed from its [`Place`], asked through its own clients in process.
 
-use std::path::Path;
 use std::time::Duration;
 
-use tempfile::TempDir;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tonic::{Status, Streaming};
 use tulle_control::cluster::{Cluster, Config};
 use tulle_control::grpc::Service;
-use tulle_control::source::dir::{self, Report};
 use tulle_control::{destination, policy};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
@@ -20,10 +17,12 @@ use tulle_proto::inbound::{PortSpec, Server};
 use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
 use tulle_proto::outbound::{OutboundPolicy, TrafficSpec, traffic_spec};
 
+use crate::place::Place;
+
 pub(crate) struct Mesh {
-    pub(crate) dir: TempDir,
+    /// Where the manifests are.
+    pub(crate) place: Place,
     pub(crate) cluster: Cluster,
-    pub(crate) report: Report,
     pub(crate) registry: Registry,
     signal: Option<drain::Signal>,
     drain: drain::Watch,
@@ -42,19 +41,16 @@ pub(crate) async fn mesh(yaml: &str) -> Mesh {
 }
 
 pub(crate) async fn mesh_with(yaml: &str, config: Config) -> Mesh {
-    let dir = tempfile::tempdir().unwrap();
-    std::fs::write(dir.path().join("mesh.yaml"), yaml).unwrap();
     let registry = Registry::new();
     let (signal, drain) = drain::channel();
-    let cluster = Cluster::new(config, &registry);
-    let report = Report::new(&registry);
-    let source = dir::run(dir.path().to_owned(), cluster.writer(), report.clone(), drain.clone());
-    let source = tokio::spawn(async { source.await.unwrap() });
+    let place = Place::new(yaml, &registry).await;
+    let cluster = Cluster::new(config.clone(), &registry);
+    let source = place.source(&config, cluster.writer(), &registry, drain.clone()).await;
+    let source = tokio::spawn(source);
     soon(cluster.synced()).await;
     Mesh {
-        dir,
+        place,
         cluster,
-        report,
         registry,
         signal: Some(signal),
         drain,
@@ -80,20 +76,9 @@ pub(crate) async fn eventually(condition: impl Fn() -> bool) {
 }
 
 impl Mesh {
-    /// Replaces a file as editors do: beside it, then renamed over it.
-    pub(crate) fn write(&self, name: &str, text: &str) {
-        let path = self.dir.path().join(name);
-        let beside = self.dir.path().join(format!(".{}.tmp", name.replace('/', "_")));
-        std::fs::write(&beside, text).unwrap();
-        std::fs::rename(beside, path).unwrap();
-    }
-
-    pub(crate) fn remove(&self, name: &str) {
-        std::fs::remove_file(self.path().join(name)).unwrap();
-    }
-
-    pub(crate) fn path(&self) -> &Path {
-        self.dir.path()
+    /// What is wrong with the manifests.
+    pub(crate) fn errors(&self) -> Vec<String> {
+        self.place.errors()
     }
 
     pub(crate) fn drain(&self) -> drain::Watch {

@@ -371,7 +371,7 @@ spec:
 }
 
 #[tokio::test]
-async fn rate_limits_belong_to_the_oldest_policy() {
+async fn a_rate_limit_of_a_server_counts_all_and_each_client() {
     let limit = "
 ---
 apiVersion: policy.linkerd.io/v1alpha1
@@ -397,6 +397,34 @@ spec:
     assert_eq!(front.limit.unwrap().requests_per_second, 50);
     let identity = &front.clients.as_ref().unwrap().identities[0].name;
     assert_eq!(identity, "front.web.serviceaccount.identity.linkerd.cluster.local");
+}
+
+#[tokio::test]
+async fn of_rival_rate_limits_the_oldest_holds() {
+    let limit = |name: &str, created: &str, total: u32| {
+        format!(
+            "
+apiVersion: policy.linkerd.io/v1alpha1
+kind: HTTPLocalRateLimitPolicy
+metadata: {{name: {name}, namespace: shop, creationTimestamp: \"{created}\"}}
+spec:
+  targetRef: {{group: policy.linkerd.io, kind: Server, name: web}}
+  total: {{requestsPerSecond: {total}}}
+"
+        )
+    };
+    let young = limit("a", "2024-02-01T00:00:00Z", 2);
+    let mesh = mesh(&format!("{POD}{SERVER}---{young}")).await;
+    let mut stream = mesh.ports(WEB, 8080).await.unwrap();
+    let mut total = async || match next(&mut stream).await.protocol.unwrap().kind {
+        Some(Kind::Http1(http)) => http.local_rate_limit.unwrap().total.unwrap().requests_per_second,
+        other => panic!("no HTTP/1: {other:?}"),
+    };
+    assert_eq!(total().await, 2);
+    mesh.write("old.yaml", &limit("b", "2024-01-01T00:00:00Z", 1));
+    assert_eq!(total().await, 1);
+    mesh.remove("old.yaml");
+    assert_eq!(total().await, 2);
 }
 
 #[tokio::test]

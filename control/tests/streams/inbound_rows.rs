@@ -73,11 +73,7 @@ fn server(fields: &str) -> String {
 
 async fn told(manifests: &str, config: Config, workload: &str, port: u32) -> Server {
     let mesh = mesh_with(manifests, config).await;
-    assert!(
-        mesh.report.errors().is_empty(),
-        "{manifests}\n{:?}",
-        mesh.report.errors()
-    );
+    assert!(mesh.errors().is_empty(), "{manifests}\n{:?}", mesh.errors());
     mesh.port(workload, port).await.unwrap()
 }
 

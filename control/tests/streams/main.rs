@@ -8,6 +8,8 @@ mod inbound;
 mod inbound_rows;
 mod outbound;
 mod outbound_rows;
+mod place;
+mod profile_changes;
 mod profiles;
 mod rows;
 mod sharing;

@@ -17,12 +17,12 @@ fn services(annotations: &str, port: &str) -> String {
 apiVersion: v1
 kind: Service
 metadata: {{name: web, namespace: shop, annotations: {{{annotations}}}}}
-spec: {{clusterIP: 10.96.0.10, ports: [{{name: a, port: 80{port}}}, {{name: b, port: 90}}]}}
+spec: {{clusterIP: 10.247.0.10, ports: [{{name: a, port: 80{port}}}, {{name: b, port: 90}}]}}
 ---
 apiVersion: v1
 kind: Service
 metadata: {{name: web-v2, namespace: shop}}
-spec: {{clusterIP: 10.96.0.11, ports: [{{port: 80}}]}}
+spec: {{clusterIP: 10.247.0.11, ports: [{{port: 80}}]}}
 "
     )
 }
@@ -47,11 +47,7 @@ const TO_WEB: &str = "parentRefs: [{group: core, kind: Service, name: web, names
 /// What the client in `front` is told about an address.
 async fn told(manifests: &str, target: &str) -> Vec<String> {
     let mesh = mesh(manifests).await;
-    assert!(
-        mesh.report.errors().is_empty(),
-        "{manifests}\n{:?}",
-        mesh.report.errors()
-    );
+    assert!(mesh.errors().is_empty(), "{manifests}\n{:?}", mesh.errors());
     show(&mesh.policy(CLIENT, target).await.unwrap())
 }
 
@@ -74,7 +70,7 @@ async fn of_all_routes_on_a_port_the_most_specific_protocol_holds() {
     let tcp = route("TCPRoute shop/tcp", "", &spec(v2));
     let row = async |port: &str, routes: &[&str], expected: &[&str]| {
         let manifests = format!("{}{}", services("", port), routes.concat());
-        check(&manifests, "10.96.0.10:80", expected).await;
+        check(&manifests, "10.247.0.10:80", expected).await;
     };
     let http_told = "gateway HTTPRoute shop/http -> 1*web-v2.shop:80";
     let policy_told = "policy HTTPRoute shop/old -> 1*web-v2.shop:80";
@@ -106,7 +102,7 @@ async fn of_all_routes_on_a_port_the_most_specific_protocol_holds() {
     let manifests = format!("{}{tcp}", services("", ""));
     check(
         &manifests,
-        "10.96.0.10:90",
+        "10.247.0.10:90",
         &[
             "detect 10s of Service shop/web:90",
             "http -> web.shop:90",
@@ -115,7 +111,7 @@ async fn of_all_routes_on_a_port_the_most_specific_protocol_holds() {
     )
     .await;
     let marked = services("config.linkerd.io/opaque-ports: '80'", "");
-    check(&format!("{marked}{tcp}"), "10.96.0.10:80", &[&of("opaque"), tcp_told]).await;
+    check(&format!("{marked}{tcp}"), "10.247.0.10:80", &[&of("opaque"), tcp_told]).await;
 }
 
 #[tokio::test]
@@ -130,7 +126,7 @@ async fn bad_backends_fail_in_the_manner_of_their_protocol() {
     ] {
         let spec = format!("{{{TO_WEB}, rules: [{{backendRefs: {backends}}}]}}");
         let manifests = format!("{}{}", services("", ""), route(&format!("{kind} shop/r"), "", &spec));
-        let line = told(&manifests, "10.96.0.10:80").await.swap_remove(1);
+        let line = told(&manifests, "10.247.0.10:80").await.swap_remove(1);
         let expected = format!(
             "gateway {kind} shop/r -> 3*web.shop:80 | 1*nothing (Service shop/gone:80) {failure} \"Service not found gone\" \
              | 1*nothing (invalid) {failure} \"the backend is none that can be sent to\" \
@@ -162,11 +158,11 @@ async fn producers_and_consumers_have_one_merged_list_the_oldest_first() {
         names.map(str::to_owned).collect::<Vec<_>>()
     };
     assert_eq!(
-        told_routes("10.96.0.10:80").await,
+        told_routes("10.247.0.10:80").await,
         ["shop/first", "front/second", "shop/third", "shop/last"]
     );
     // Without a port a route holds for all of them.
-    assert_eq!(told_routes("10.96.0.10:90").await, ["shop/first"]);
+    assert_eq!(told_routes("10.247.0.10:90").await, ["shop/first"]);
 }
 
 #[tokio::test]
@@ -174,7 +170,7 @@ async fn filters_are_kept_or_the_route_is_not_served() {
     let row = async |id: &str, filter: &str, expected: Option<&str>| {
         let spec = format!("{{{TO_WEB}, rules: [{{filters: [{filter}]}}]}}");
         let manifests = format!("{}{}", services("", ""), route(id, "", &spec));
-        let lines = told(&manifests, "10.96.0.10:80").await;
+        let lines = told(&manifests, "10.247.0.10:80").await;
         let found = lines[1].split_once(" -> ").unwrap().0;
         let name = match id.strip_prefix("policy:") {
             Some(id) => format!("policy {id}"),
@@ -190,9 +186,9 @@ async fn filters_are_kept_or_the_route_is_not_served() {
     let redirect = "{type: RequestRedirect, requestRedirect: {statusCode: 301}}";
     for id in ["HTTPRoute shop/r", "policy:HTTPRoute shop/r"] {
         row(id, request, Some("request-headers")).await;
-        row(id, response, Some("response-headers")).await;
         row(id, redirect, Some("redirect 301")).await;
     }
+    row("HTTPRoute shop/r", response, Some("response-headers")).await;
     row("GRPCRoute shop/r", request, Some("request-headers")).await;
     for filter in [
         "{type: URLRewrite, urlRewrite: {hostname: x}}",
@@ -303,7 +299,7 @@ async fn annotations_shape_retries_and_timeouts_within_their_bounds() {
     let row = async |service: &str, on_route: &str, rule: &str, expected: &str| {
         let spec = format!("{{{TO_WEB}, rules: [{rule}]}}");
         let route = route("HTTPRoute shop/r", &format!(", annotations: {{{on_route}}}"), &spec);
-        let lines = told(&format!("{}{route}", services(service, "")), "10.96.0.10:80").await;
+        let lines = told(&format!("{}{route}", services(service, "")), "10.247.0.10:80").await;
         let found = lines[1]
             .strip_prefix("gateway HTTPRoute shop/r")
             .unwrap()
@@ -417,7 +413,7 @@ async fn annotations_shape_calls() {
     let spec = format!("{{{TO_WEB}, rules: [{{}}]}}");
     let row = async |service: &str, on_route: &str, expected: &str| {
         let route = route("GRPCRoute shop/r", &format!(", annotations: {{{on_route}}}"), &spec);
-        let lines = told(&format!("{}{route}", services(service, "")), "10.96.0.10:80").await;
+        let lines = told(&format!("{}{route}", services(service, "")), "10.247.0.10:80").await;
         let found = lines[1]
             .strip_prefix("gateway GRPCRoute shop/r")
             .unwrap()
@@ -441,7 +437,7 @@ async fn annotations_shape_calls() {
 #[tokio::test]
 async fn annotations_shape_failure_accrual_within_their_bounds() {
     let row = async |annotations: &str, expected: &str| {
-        let lines = told(&services(annotations, ""), "10.96.0.10:80").await;
+        let lines = told(&services(annotations, ""), "10.247.0.10:80").await;
         assert_eq!(
             lines[0],
             format!("detect 10s{expected} of Service shop/web:80"),
@@ -501,7 +497,7 @@ async fn annotations_shape_failure_accrual_within_their_bounds() {
     }
     // The penalty of failures belongs to the balancer.
     let row = async |annotations: &str, expected: &str| {
-        let lines = told(&services(annotations, ""), "10.96.0.10:80").await;
+        let lines = told(&services(annotations, ""), "10.247.0.10:80").await;
         assert_eq!(lines[1], format!("http -> web.shop:80{expected}"), "{annotations}");
     };
     let bias = |more: &str| format!("balancer.alpha.linkerd.io/penalize-failures: 'true'{more}");
@@ -537,7 +533,7 @@ async fn where_statuses_are_written_they_accept_routes() {
             &mesh,
             &format!("{}{status}", route("HTTPRoute shop/r", "", &spec).replace("---\n", "")),
         );
-        let lines = show(&mesh.policy(CLIENT, "10.96.0.10:80").await.unwrap());
+        let lines = show(&mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap());
         assert_eq!(
             lines[1].starts_with("gateway HTTPRoute shop/r"),
             is_served,

@@ -298,7 +298,7 @@ fn sliced(service: &str, slice: &str) -> String {
     };
     format!(
         "apiVersion: v1\nkind: Service\nmetadata: {{name: web, namespace: shop, uid: u}}\n\
-         spec: {{clusterIP: 10.96.0.1, {service}}}\n---\napiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
+         spec: {{clusterIP: 10.247.0.100, {service}}}\n---\napiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
          metadata: {{name: web-1, namespace: shop, labels: {{kubernetes.io/service-name: web}}}}\n{slice}\n{}{}",
         node("a"),
         node("b")

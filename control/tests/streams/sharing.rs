@@ -17,7 +17,7 @@ const MANIFESTS: &str = "
 apiVersion: v1
 kind: Service
 metadata: {name: web, namespace: shop}
-spec: {clusterIP: 10.96.0.10, selector: {app: web}, ports: [{port: 80, targetPort: 8080}]}
+spec: {clusterIP: 10.247.0.10, selector: {app: web}, ports: [{port: 80, targetPort: 8080}]}
 ---
 apiVersion: v1
 kind: Pod

@@ -6,7 +6,8 @@ use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet};
 use k8s_openapi::api::core::v1::{Namespace, Pod};
 use kube::api::{Api, ListParams, PostParams};
 use serde_json::{Value, json};
-use tulle_tests::cluster::{ApiServer, Controllers, Options};
+use tulle_tests::charts::install_custom_resources;
+use tulle_tests::cluster::{ApiServer, AuditPolicy, Controllers, Options};
 use tulle_tests::eventually::eventually;
 
 fn object<T: serde::de::DeserializeOwned>(value: Value) -> T {
@@ -80,6 +81,34 @@ async fn a_service_account_may_only_what_it_was_granted_and_the_audit_log_tells(
     assert!(
         forbidden.first() == Some(&true) && forbidden.last() == Some(&false),
         "{forbidden:?}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_audit_policy_of_the_tutorials_writes_down_core_kinds_and_ours() {
+    let options = Options {
+        audit: AuditPolicy::Tutorial,
+        ..Options::default()
+    };
+    let server = ApiServer::with(options).await.unwrap();
+    install_custom_resources(&server).await.unwrap();
+    for kind in [
+        "services",
+        "servers.policy.linkerd.io",
+        "httproutes.gateway.networking.k8s.io",
+        "serviceprofiles.linkerd.io",
+        "leases.coordination.k8s.io",
+        "endpointslices.discovery.k8s.io",
+    ] {
+        server.kubectl(&["get", kind, "-n", "default"]).await.unwrap();
+    }
+    let log = server.audit_log().unwrap();
+    let by_us = log.iter().filter(|record| record.user_agent.starts_with("kubectl"));
+    let lists = by_us.filter(|record| record.verb == "list" && record.stage == "ResponseComplete");
+    let kinds = lists.filter_map(|record| Some(record.object_ref.as_ref()?.resource.as_str()));
+    assert_eq!(
+        kinds.collect::<Vec<_>>(),
+        ["services", "servers", "httproutes", "serviceprofiles"]
     );
 }
 

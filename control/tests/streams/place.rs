@@ -1,0 +1,62 @@
+//! Where manifests are: a temporary directory.
+
+use std::path::Path;
+
+use tempfile::TempDir;
+use tulle_control::cluster::Config;
+use tulle_control::resources::event::Writer;
+use tulle_control::source::dir::{self, Report};
+use tulle_core::drain;
+use tulle_core::metrics::Registry;
+
+use crate::harness::Mesh;
+
+pub(crate) struct Place {
+    dir: TempDir,
+    report: Report,
+}
+
+impl Place {
+    pub(crate) async fn new(yaml: &str, registry: &Registry) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("mesh.yaml"), yaml).unwrap();
+        Self {
+            dir,
+            report: Report::new(registry),
+        }
+    }
+
+    /// Reads the manifests, and follows them.
+    pub(crate) async fn source(
+        &self,
+        _config: &Config,
+        writer: Writer,
+        _registry: &Registry,
+        drain: drain::Watch,
+    ) -> impl Future<Output = ()> + Send + use<> {
+        let source = dir::run(self.dir.path().to_owned(), writer, self.report.clone(), drain);
+        async { source.await.unwrap() }
+    }
+
+    pub(crate) fn errors(&self) -> Vec<String> {
+        self.report.errors().iter().map(ToString::to_string).collect()
+    }
+}
+
+impl Mesh {
+    /// Replaces a file as editors do: beside it, then renamed over it.
+    pub(crate) fn write(&self, name: &str, text: &str) {
+        let path = self.path().join(name);
+        let beside = self.path().join(format!(".{}.tmp", name.replace('/', "_")));
+        std::fs::write(&beside, text).unwrap();
+        std::fs::rename(beside, path).unwrap();
+    }
+
+    pub(crate) fn remove(&self, name: &str) {
+        std::fs::remove_file(self.path().join(name)).unwrap();
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.place.dir.path()
+    }
+}
