@@ -108,11 +108,35 @@ const COMPLETION: &str = "\
 
 #[cfg(test)]
 mod tests {
+    use clap::ValueEnum as _;
+
     use super::*;
 
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_shell_has_a_script_that_completes_tulle() {
+        let check = |shell: &str, expected: &str| {
+            let cli = Cli::try_parse_from(["tulle", "completion", shell]).unwrap();
+            let Command::Completion { shell } = cli.command else {
+                panic!("{shell} is no shell");
+            };
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "tulle", &mut script);
+            let script = String::from_utf8(script).unwrap();
+            for expected in [expected, "controller-metrics"] {
+                assert!(script.contains(expected), "{shell}: no {expected} in\n{script}");
+            }
+        };
+        check("bash", "complete -F _tulle ");
+        check("elvish", "edit:completion:arg-completer[tulle]");
+        check("fish", "complete -c tulle ");
+        check("powershell", "Register-ArgumentCompleter -Native -CommandName 'tulle'");
+        check("zsh", "#compdef tulle");
+        assert_eq!(Shell::value_variants().len(), 5);
     }
 
     #[test]

@@ -125,7 +125,7 @@ fn is_plain(value: &str) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::io;
     use std::sync::Arc;
 
@@ -156,21 +156,27 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_line_has_time_level_message_and_fields() {
+    /// What this logs on its thread, line by line.
+    pub(crate) fn lines_of(run: impl FnOnce()) -> Vec<String> {
         let sink = Sink::default();
         let subscriber = tracing_subscriber::fmt()
             .event_format(Plain)
             .with_writer(sink.clone())
             .finish();
-        tracing::subscriber::with_default(subscriber, || {
+        tracing::subscriber::with_default(subscriber, run);
+        let text = String::from_utf8(sink.0.lock().clone()).unwrap();
+        text.lines().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn a_line_has_time_level_message_and_fields() {
+        let lines = lines_of(|| {
             let addr = "127.0.0.1:8086";
             let err = io::Error::other("a \"quoted\" cause");
             tracing::info!(%addr, n = 3, name = "a b", "caches synced");
             tracing::warn!(error = &err as &dyn std::error::Error, "no\nbreak");
         });
-        let text = String::from_utf8(sink.0.lock().clone()).unwrap();
-        let lines: Vec<_> = text.lines().map(|line| line.split_once(" level=").unwrap()).collect();
+        let lines: Vec<_> = lines.iter().map(|line| line.split_once(" level=").unwrap()).collect();
         assert_eq!(
             lines[0].1,
             "info msg=\"caches synced\" addr=\"127.0.0.1:8086\" n=3 name=\"a b\""

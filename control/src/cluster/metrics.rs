@@ -219,13 +219,10 @@ impl Census {
     }
 
     fn count(&mut self, metrics: &Metrics, kind: Kind, namespace: &Arc<str>, change: i64) {
-        let by_kind = self.by_kind.entry(kind).or_insert_with(|| {
-            let name = format!("{}_cache_size", kind.info().metric);
-            metrics
-                .registry
-                .gauge(&name, "Objects of this kind that are known.")
-                .get(&Labels::new().with("cluster", "local"))
-        });
+        let by_kind = self
+            .by_kind
+            .entry(kind)
+            .or_insert_with(|| kind.cache_size(&metrics.registry));
         by_kind.add(change);
         if kind == Kind::Service {
             metrics.services.add(change);

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{ArgAction, Args};
-use tracing::warn;
+use tracing::{error, warn};
 use tulle_core::addr::Addr;
 use tulle_core::identity::{self, Identity};
 use tulle_core::names::port;
@@ -505,13 +505,24 @@ impl Flags {
             transport: match self.outbound_transport_mode.as_str() {
                 "transparent" => TransportMode::Transparent,
                 "transport-header" => TransportMode::TransportHeader,
-                mode => bail!("-outbound-transport-mode={mode:?}; expected transparent or transport-header"),
+                mode => {
+                    // A chart that names a mode of a later version must not keep the mesh from starting.
+                    error!(
+                        mode,
+                        "-outbound-transport-mode is neither transparent nor transport-header; using transparent"
+                    );
+                    TransportMode::Transparent
+                }
             },
             addr: listen.destination.to_string(),
         })
     }
 
     fn destination(&self) -> Result<destination::Config> {
+        ensure!(
+            self.stream_queue_capacity != Some(0),
+            "-stream-queue-capacity=0 would hold nothing; leave the flag out, as there are no queues"
+        );
         let http2 = match self.meshed_http2_client_params.as_str() {
             "" => None,
             json => Some(http2::parse(json).with_context(|| format!("-meshed-http2-client-params={json}"))?),

@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 
 use super::*;
+use crate::logs;
 
 fn config(line: &str) -> Result<Config> {
     let line = std::iter::once("tulle-control").chain(line.split(' '));
@@ -52,6 +53,9 @@ fn charts_may_pass_what_they_pass_to_linkerd() {
     };
     assert_eq!(remote.addr.to_string(), "linkerd-identity-headless.mesh.svc.a.b:8080");
     assert_eq!(remote.name, "linkerd-identity.mesh.serviceaccount.identity.mesh.c.d");
+    // A mode that nobody knows is told in the log, and no reason to stay away.
+    let config = self::config("destination --manifests m -outbound-transport-mode=tunnel").unwrap();
+    assert_eq!(config.cluster.transport, TransportMode::Transparent);
 }
 
 #[test]
@@ -90,6 +94,70 @@ fn addresses_belong_to_the_services_that_are_named() {
 }
 
 #[test]
+fn flags_of_the_policy_controller_reach_what_they_are_for() {
+    let check = |flags: &str, headers: RequestHeaders, admission: Admission, deployment: &str, timeout: Duration| {
+        let config = config(&format!("policy --manifests m{flags}")).unwrap();
+        assert_eq!(config.policy.request_headers, headers, "{flags}");
+        assert_eq!(config.webhooks.policy_admission, admission, "{flags}");
+        let written = config.writeback();
+        assert_eq!(written.deployment, deployment, "{flags}");
+        assert_eq!(written.statuses.unwrap().patch_timeout, timeout, "{flags}");
+    };
+    let (deployment, timeout) = ("linkerd-destination", Duration::from_secs(5));
+    check("", RequestHeaders::Ignore, Admission::Check, deployment, timeout);
+    for (flags, headers, admission) in [
+        (" --allow-l5d-request-headers", RequestHeaders::Honour, Admission::Check),
+        (
+            " --allow-l5d-request-headers=false",
+            RequestHeaders::Ignore,
+            Admission::Check,
+        ),
+        (
+            " --admission-controller-disabled",
+            RequestHeaders::Ignore,
+            Admission::Disabled,
+        ),
+        (
+            " --admission-controller-disabled=false",
+            RequestHeaders::Ignore,
+            Admission::Check,
+        ),
+    ] {
+        check(flags, headers, admission, deployment, timeout);
+    }
+    check(
+        " --policy-deployment-name=control --patch-timeout-ms 250",
+        RequestHeaders::Ignore,
+        Admission::Check,
+        "control",
+        Duration::from_millis(250),
+    );
+}
+
+#[test]
+fn flags_without_effect_are_accepted_and_each_is_told_once() {
+    let told = |flags: &str| {
+        let line = format!("identity --token-keys k {flags}");
+        // Whether a line is wanted is decided where it is first reached, which may be a thread that logs nothing, and again
+        // when a log begins.
+        config(&line).unwrap();
+        let lines = logs::tests::lines_of(|| {
+            config(&line).unwrap();
+        });
+        let told = lines
+            .iter()
+            .filter_map(|line| line.split_once("no effect here\" flag="));
+        told.map(|(_, flag)| flag.to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(
+        told("-trace-collector=collector:55678 -enable-pprof=true -identity-scheme=kubernetes.io/tls"),
+        ["-identity-scheme", "-trace-collector", "-enable-pprof"]
+    );
+    // What asks for nothing is not worth a line.
+    assert_eq!(told("-trace-collector= -enable-pprof=false"), [""; 0]);
+}
+
+#[test]
 fn a_bad_value_is_refused_with_what_would_be_accepted() {
     let rest = "--manifests m --token-keys k";
     refused(
@@ -112,8 +180,8 @@ fn a_bad_value_is_refused_with_what_would_be_accepted() {
     refused(&format!("policy {rest} -cluster-domain a..b"), "is not a DNS name");
     refused(&format!("policy {rest} -controller-namespace A"), "is not a namespace");
     refused(
-        &format!("destination {rest} -outbound-transport-mode x"),
-        "expected transparent or transport-header",
+        &format!("destination {rest} -stream-queue-capacity 0"),
+        "would hold nothing",
     );
     refused(
         &format!("destination {rest} -meshed-http2-client-params {{"),

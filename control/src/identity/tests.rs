@@ -1,11 +1,16 @@
 //! The whole room: files and requests go in, certificates and status codes come out.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use http_body_util::BodyExt as _;
+use kube::Client;
+use kube::client::Body;
 use rcgen::{CertificateParams, DistinguishedName, KeyPair, SanType};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use serde_json::{Value, json};
 use tonic::{Code, Request};
 use tulle_core::drain;
 use tulle_core::ready::Readiness;
@@ -13,6 +18,7 @@ use tulle_proto::identity as proto;
 use tulle_proto::identity::identity_server::Identity as _;
 
 use super::leaf::LeafKeeper;
+use super::token_review::TokenReviews;
 use super::tokens::StaticKeys;
 use super::*;
 use crate::tls::anchors::TrustAnchors;
@@ -39,6 +45,10 @@ impl Room {
 
     /// A room whose files are changed before the service reads them.
     fn with(change: impl FnOnce(&Path)) -> Self {
+        Self::build(change, |keys| Reviewer::StaticKeys(StaticKeys::open(keys).unwrap()))
+    }
+
+    fn build(change: impl FnOnce(&Path), reviewer: impl FnOnce(PathBuf) -> Reviewer) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         for name in ["issuer", "keys"] {
@@ -62,7 +72,7 @@ impl Room {
             },
         };
         let registry = Registry::new();
-        let reviewer = Reviewer::StaticKeys(StaticKeys::open(at("keys")).unwrap());
+        let reviewer = reviewer(at("keys"));
         let (service, reload) = IdentityService::new(&config, reviewer, Recorder::default(), &registry).unwrap();
         Self {
             dir,
@@ -246,7 +256,7 @@ async fn a_subject_that_is_no_service_account_is_refused() {
     let sign = |sub: &str| {
         let key = jsonwebtoken::EncodingKey::from_ec_pem(room.keys.private.as_bytes()).unwrap();
         let exp = jsonwebtoken::get_current_timestamp() + 60;
-        let claims = serde_json::json!({"sub": sub, "aud": "identity.l5d.io", "exp": exp});
+        let claims = json!({"sub": sub, "aud": "identity.l5d.io", "exp": exp});
         let header = jsonwebtoken::Header::new(jsonwebtoken::Algorithm::ES256);
         jsonwebtoken::encode(&header, &claims, &key).unwrap().into_bytes()
     };
@@ -265,6 +275,50 @@ async fn a_subject_that_is_no_service_account_is_refused() {
         )
         .await;
     }
+}
+
+/// A reviewer whose API server gives each review this status; without one it does not answer.
+async fn reviewer(status: Option<Value>) -> Reviewer {
+    let service = tower::service_fn(move |req: http::Request<Body>| {
+        let status = status.clone();
+        async move {
+            let (head, body) = req.into_parts();
+            let body = body.collect().await.unwrap().to_bytes();
+            let mut answer: Value = serde_json::from_slice(&body).unwrap();
+            answer["status"] = match head.uri.path().ends_with("/tokenreviews") {
+                true => status.ok_or_else(|| io::Error::other("the API server is gone"))?,
+                false => json!({"allowed": true}),
+            };
+            Ok::<_, io::Error>(http::Response::new(Body::from(serde_json::to_vec(&answer).unwrap())))
+        }
+    });
+    let reviews = TokenReviews::open(Client::new(service, "default")).await.unwrap();
+    Reviewer::TokenReview(Box::new(reviews))
+}
+
+#[tokio::test]
+async fn what_the_api_server_says_of_a_token_decides_the_code() {
+    let check = async |status: Option<Value>, code: Code, message: &str| {
+        let reviewer = reviewer(status).await;
+        let room = Room::build(|_| (), |_| reviewer);
+        room.refused(|_| (), code, message).await;
+    };
+    let nobody = "the token authenticates nobody: the API server does not know it";
+    check(Some(json!({"authenticated": false})), Code::FailedPrecondition, nobody).await;
+    check(
+        Some(json!({"authenticated": false, "error": ""})),
+        Code::FailedPrecondition,
+        nobody,
+    )
+    .await;
+    check(Some(json!({})), Code::FailedPrecondition, nobody).await;
+    check(
+        Some(json!({"authenticated": false, "error": "it has expired"})),
+        Code::InvalidArgument,
+        "the token is refused: it has expired",
+    )
+    .await;
+    check(None, Code::Internal, "the token could not be reviewed").await;
 }
 
 #[tokio::test]

@@ -14,7 +14,7 @@ use kube::{Api, Client};
 use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::sleep;
 use tracing::{debug, warn};
 use tulle_core::drain::Watch;
 use tulle_core::metrics::{Family, Gauge, Labels, Registry};
@@ -100,7 +100,7 @@ impl Audit {
         (audit, report)
     }
 
-    /// Audits at once, and then from time to time, until the drain.
+    /// Audits at once, again when the webhook is surely asked, and then from time to time, until the drain.
     pub async fn run(self, drain: Watch) {
         tokio::select! {
             () = drain.signaled() => {}
@@ -110,11 +110,10 @@ impl Audit {
 
     async fn audit_for_ever(&self) {
         self.metadata.synced().await;
-        let mut ticks = interval(self.config.interval);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        // The API server passes over a webhook that it does not reach yet, for a while after the injector is there.
+        let mut pause = self.config.interval.min(SETTLED);
         let mut gauges: BTreeMap<String, Arc<Gauge>> = BTreeMap::new();
         loop {
-            ticks.tick().await;
             match self.audit().await {
                 Ok(missing) => self.publish(missing, &mut gauges),
                 Err(err) => {
@@ -122,6 +121,8 @@ impl Audit {
                     warn!(error, "looking for pods without a sidecar failed and is tried again");
                 }
             }
+            sleep(pause).await;
+            pause = self.config.interval;
         }
     }
 
@@ -165,6 +166,10 @@ impl Audit {
         let config = self.settings.current();
         let labels = meta.labels.clone().unwrap_or_default();
         let injector = &config.values.proxy_injector;
+        // The chart keeps the webhook out of these, whatever the selectors say.
+        if namespace == config.control_plane_namespace || namespace == "kube-system" {
+            return Ok(false);
+        }
         if !is_selected(
             injector.namespace_selector.as_ref(),
             &of_namespace,
@@ -239,3 +244,5 @@ fn is_selected(
 /// Namespaces that the webhook stays out of unless the chart says otherwise.
 const EXEMPT: [&str; 2] = ["kube-system", "cert-manager"];
 const PAGE: u32 = 500;
+/// How long after the injector's start all API servers ask it.
+const SETTLED: Duration = Duration::from_secs(15);

@@ -31,7 +31,7 @@ pub(super) struct Requests<S> {
 impl RequestsLayer {
     pub(super) fn new(server: &Uri, rate: Rate, registry: &Registry) -> Self {
         Self {
-            server: server.to_string().trim_end_matches('/').into(),
+            server: with_port(server).into(),
             rate,
             metrics: Metrics::new(registry, rate),
         }
@@ -150,6 +150,22 @@ impl Drop for InFlight {
     }
 }
 
+/// A server as log lines name it: with its port, also where that goes without saying.
+fn with_port(server: &Uri) -> String {
+    let text = server.to_string();
+    let text = text.trim_end_matches('/');
+    let default = match server.scheme_str() {
+        Some("https") => 443,
+        _ => 80,
+    };
+    let is_bare = server.port().is_none() && matches!(server.path(), "" | "/");
+    if is_bare {
+        format!("{text}:{default}")
+    } else {
+        text.to_owned()
+    }
+}
+
 /// Series of the API server's own kinds and of ours, told apart as two clients.
 #[derive(Clone)]
 struct Metrics {
@@ -259,7 +275,7 @@ mod tests {
 
     /// A client of a server that knows everything but `/gone`.
     fn requests(rate: Rate, registry: &Registry) -> impl Service<Request<()>, Error = Infallible> + use<> {
-        let server = "https://10.247.0.1:443/".parse().unwrap();
+        let server = "https://10.247.0.1/".parse().unwrap();
         RequestsLayer::new(&server, rate, registry).layer(service_fn(answer))
     }
 

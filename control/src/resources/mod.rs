@@ -23,6 +23,7 @@ use std::sync::Arc;
 
 use serde::Deserializer;
 use serde::de::{DeserializeOwned, Error};
+use tulle_core::metrics::{Gauge, Labels, Registry};
 
 use crate::resources::meta::Meta;
 use crate::resources::policy::authentication::{MeshTlsAuthentication, NetworkAuthentication};
@@ -171,6 +172,14 @@ impl Kind {
             .iter()
             .find(|info| info.group == group && info.name == kind && info.versions.contains(&version));
         found.map(|info| info.kind)
+    }
+
+    /// The number of objects of this kind that are known. Sources ask for it as well, so that a kind without objects is
+    /// shown.
+    pub fn cache_size(self, registry: &Registry) -> Arc<Gauge> {
+        let name = format!("{}_cache_size", self.info().metric);
+        let family = registry.gauge(&name, "Objects of this kind that are known.");
+        family.get(&Labels::new().with("cluster", "local"))
     }
 }
 

@@ -70,6 +70,8 @@ pub async fn run(
     let (listed, mut first_lists) = mpsc::channel(watched.len().max(1));
     let mut tasks = JoinSet::new();
     let mut waiting: Vec<Kind> = Vec::new();
+    // Kinds without objects are shown, too.
+    let _sizes: Vec<_> = watched.iter().map(|one| one.kind.cache_size(&registry)).collect();
     for watched in watched {
         let Watched { kind, .. } = watched;
         waiting.push(kind);

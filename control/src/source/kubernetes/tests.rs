@@ -1,5 +1,6 @@
 //! What goes wrong between an API server and us, told by a script, because no API server does it when asked.
 
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
@@ -325,6 +326,25 @@ async fn a_kind_of_which_nothing_is_heard_is_watched_to_the_end_that_was_asked_f
         let lasted = pair[1].0 - pair[0].0;
         assert!(lasted >= asked(&pair[0].1).as_secs(), "after {lasted} s: {watches:?}");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn watches_last_at_random_between_150_and_295_seconds() {
+    let source = scripted(|_, uri| match uri.contains("watch=true") {
+        true => watch(&[], Then::Quiet),
+        false => list(7, &[]),
+    });
+    tokio::time::sleep(Duration::from_secs(2 * 3600)).await;
+    let requests = source.requests();
+    let watches = requests.iter().filter(|uri| uri.contains("watch=true"));
+    let lasting: Vec<_> = watches.map(|uri| asked(uri).as_secs()).collect();
+    assert!(lasting.len() > 20, "{lasting:?}");
+    assert!(
+        lasting.iter().all(|seconds| (150..=295).contains(seconds)),
+        "{lasting:?}"
+    );
+    let different: BTreeSet<_> = lasting.iter().collect();
+    assert!(different.len() > lasting.len() / 2, "{lasting:?}");
 }
 
 #[tokio::test(start_paused = true)]

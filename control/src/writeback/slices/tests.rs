@@ -635,3 +635,108 @@ fn services_without_selectors_and_external_names_are_left_alone() {
     assert!(inputs("alias").is_none());
     assert!(inputs("gone").is_none());
 }
+
+#[test]
+fn workloads_of_other_namespaces_are_left_out() {
+    let mut inventory = Inventory::default();
+    inventory.service_applied(&plain_service());
+    inventory.workload_applied(&workload("here", "192.0.2.1").build());
+    for namespace in ["default", "sho", "shop-2", "shops"] {
+        let mut elsewhere = workload("there", "192.0.2.2").build();
+        Arc::make_mut(&mut elsewhere).meta.name = Name::new(namespace, "there");
+        let concerned = inventory.workload_applied(&elsewhere);
+        assert!(concerned.is_empty(), "{namespace}: {concerned:?}");
+    }
+    let inputs = inventory.inputs(&Name::new("shop", "web")).unwrap();
+    let workloads = inputs.workloads.iter().map(|workload| workload.meta.name.to_string());
+    assert_eq!(workloads.collect::<Vec<_>>(), ["shop/here"]);
+}
+
+/// A controller whose API server refuses everything.
+fn refused() -> Controller {
+    let service = tower::service_fn(|_: http::Request<kube::client::Body>| {
+        let refusal = json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 500});
+        let rsp = http::Response::builder().status(500);
+        let rsp = rsp.body(kube::client::Body::from(refusal.to_string().into_bytes()));
+        std::future::ready(Ok::<_, Infallible>(rsp.unwrap()))
+    });
+    Controller::new(Client::new(service, "default"), &Registry::new())
+}
+
+/// Leads, while somebody looks on.
+async fn lead(controller: &Controller, look_on: impl Future<Output = ()>) {
+    controller.start();
+    tokio::select! {
+        never = controller.work() => match never {},
+        never = controller.look_regularly() => match never {},
+        () = look_on => {}
+    }
+}
+
+#[tokio::test]
+async fn services_of_the_system_are_left_alone() {
+    let controller = refused();
+    let mut system = plain_service();
+    Arc::make_mut(&mut system).meta.name = Name::new("kube-system", "web");
+    let mut workload = workload("vm", "192.0.2.1").build();
+    Arc::make_mut(&mut workload).meta.name = Name::new("kube-system", "vm");
+    let events = || {
+        vec![
+            Event::Applied(Object::Service(system.clone())),
+            Event::Applied(Object::ExternalWorkload(workload.clone())),
+        ]
+    };
+    let added = || controller.0.metrics.adds.get();
+    // What is known when a term starts, and what changes in it.
+    controller.apply(events());
+    controller.start();
+    controller.apply(events());
+    assert_eq!(added(), 0);
+    controller.apply(vec![Event::Applied(Object::Service(plain_service()))]);
+    assert_eq!(added(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_services_are_looked_at_again_every_ten_minutes() {
+    let controller = refused();
+    // Nothing is written for services that select nobody.
+    for name in ["api", "web"] {
+        let service = named_service(name, json!({"app": name}));
+        controller.apply(vec![Event::Applied(Object::Service(service))]);
+    }
+    let start = Instant::now();
+    let look_on = async {
+        for (seconds, added) in [(1, 2), (599, 2), (601, 4), (1199, 4), (1201, 6)] {
+            sleep_until(start + Duration::from_secs(seconds)).await;
+            let metrics = &controller.0.metrics;
+            assert_eq!(
+                (metrics.adds.get(), metrics.depth.get()),
+                (added, 0),
+                "after {seconds} s"
+            );
+        }
+    };
+    lead(&controller, look_on).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_service_that_was_given_up_is_tried_again_at_the_next_look() {
+    let controller = refused();
+    controller.apply(vec![
+        Event::Applied(Object::Service(plain_service())),
+        Event::Applied(Object::ExternalWorkload(workload("vm", "192.0.2.1").build())),
+    ]);
+    let start = Instant::now();
+    let look_on = async {
+        for (seconds, retries, drops) in [(599, 15, 1), (1199, 30, 2)] {
+            sleep_until(start + Duration::from_secs(seconds)).await;
+            let metrics = &controller.0.metrics;
+            assert_eq!(
+                (metrics.retries.get(), metrics.drops.get()),
+                (retries, drops),
+                "after {seconds} s"
+            );
+        }
+    };
+    lead(&controller, look_on).await;
+}

@@ -346,25 +346,31 @@ fn a_change_concerns_only_what_depends_on_it() {
     assert_eq!(concerned, ["c"], "its rivals have nothing to do with its status");
 }
 
-#[tokio::test]
-async fn only_what_has_to_be_written_is_queued_and_only_while_leading() {
-    let registry = Registry::new();
+/// A controller whose API server answers nothing.
+fn unanswered() -> Controller {
     let client = Client::new(
         tower::service_fn(|_: http::Request<kube::client::Body>| {
             std::future::pending::<Result<http::Response<kube::client::Body>, Infallible>>()
         }),
         "default",
     );
-    let controller = Controller::new(client, Vec::new(), Duration::from_secs(5), &registry);
+    Controller::new(client, Vec::new(), Duration::from_secs(5), &Registry::new())
+}
+
+/// A route of the Server of its name.
+fn route(name: &str) -> Event {
+    let spec = json!({"parentRefs": [server_ref(name)], "rules": []});
+    let manifest = json!({"metadata": {"name": name, "namespace": "shop"}, "spec": spec});
+    Event::Applied(resources::decode(Kind::PolicyHttpRoute, manifest).unwrap())
+}
+
+#[tokio::test]
+async fn only_what_has_to_be_written_is_queued_and_only_while_leading() {
+    let controller = unanswered();
     let server = |name: &str| {
         let manifest =
             json!({"metadata": {"name": name, "namespace": "shop"}, "spec": {"podSelector": {}, "port": 80}});
         Event::Applied(resources::decode(Kind::Server, manifest).unwrap())
-    };
-    let route = |name: &str| {
-        let spec = json!({"parentRefs": [server_ref(name)], "rules": []});
-        let manifest = json!({"metadata": {"name": name, "namespace": "shop"}, "spec": spec});
-        Event::Applied(resources::decode(Kind::PolicyHttpRoute, manifest).unwrap())
     };
     let enqueued = || controller.0.metrics.enqueues.get();
     controller.apply(vec![route("a")]);
@@ -373,4 +379,43 @@ async fn only_what_has_to_be_written_is_queued_and_only_while_leading() {
     controller.apply(vec![route("b"), server("b"), server("unused")]);
     controller.apply(vec![route("b")]);
     assert_eq!(enqueued(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_patch_that_takes_too_long_is_counted_and_tried_again_at_the_next_look() {
+    let controller = unanswered();
+    controller.apply(vec![route("a")]);
+    controller.0.state.lock().queue = Some(Queue::default());
+    let metrics = &controller.0.metrics;
+    let start = Instant::now();
+    // Looks every 10 s, and patches that may take 5 s.
+    let look_on = async {
+        for (seconds, enqueued, timed_out) in [(4, 1, 0), (6, 1, 1), (9, 1, 1), (11, 2, 1), (16, 2, 2), (21, 3, 2)] {
+            tokio::time::sleep_until(start + Duration::from_secs(seconds)).await;
+            assert_eq!(
+                (metrics.enqueues.get(), metrics.timeouts.get()),
+                (enqueued, timed_out),
+                "after {seconds} s"
+            );
+        }
+    };
+    tokio::select! {
+        never = controller.look_regularly() => match never {},
+        never = controller.work() => match never {},
+        () = look_on => {}
+    }
+    assert_eq!((metrics.patches.get(), metrics.api_errors.get()), (0, 0));
+}
+
+#[tokio::test]
+async fn what_does_not_fit_into_the_queue_is_counted() {
+    let controller = unanswered();
+    controller.0.state.lock().queue = Some(Queue::default());
+    controller.apply((0..MAX_QUEUED + 3).map(|n| route(&n.to_string())).collect());
+    let metrics = &controller.0.metrics;
+    assert_eq!((metrics.enqueues.get(), metrics.overflows.get()), (10_000, 3));
+    // What is queued already needs no place.
+    let queued = controller.0.state.lock().queue.as_ref().unwrap().waiting[0].clone();
+    controller.apply(vec![route(&queued.1.name)]);
+    assert_eq!((metrics.enqueues.get(), metrics.overflows.get()), (10_000, 3));
 }
