@@ -1,5 +1,6 @@
 //! What the API server writes down about requests.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
@@ -38,6 +39,9 @@ pub struct AuditRecord {
     /// RFC 3339, in microseconds.
     #[serde(default)]
     pub request_received_timestamp: String,
+    /// Who let it pass, and why.
+    #[serde(default)]
+    pub annotations: BTreeMap<String, String>,
 }
 
 /// Who asked.

@@ -165,6 +165,8 @@ state = "{state}"
             "maxPods": 200,
             "podLogsDir": below("pod-logs"),
             "resolvConf": below("resolv.conf"),
+            // A Secret that changes is in its pods soon.
+            "syncFrequency": "10s",
             "tlsCertFile": pki(format!("{}.crt", self.name)),
             "tlsPrivateKeyFile": pki(format!("{}.key", self.name)),
             "volumePluginDir": below("plugins"),

@@ -5,6 +5,7 @@
 mod chaos;
 mod harness;
 mod images;
+mod injection;
 mod installation;
 mod machine;
 mod meshed;

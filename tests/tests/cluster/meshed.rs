@@ -14,6 +14,7 @@ use serde_json::json;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::process::Child;
+use tokio::time::Instant;
 use tulle_bench::load::tally::Report;
 use tulle_control::trust;
 use tulle_tests::charts::{Helm, path_of};
@@ -260,7 +261,7 @@ impl Meshed {
     /// Returns what came of it, in all and in each further second.
     ///
     /// # Errors
-    /// When the load could not run, or the disturbance could not be made.
+    /// When the load could not run, or the disturbance could not be made while it ran.
     pub(crate) async fn load_during(
         &self,
         client: Client,
@@ -269,9 +270,14 @@ impl Meshed {
     ) -> anyhow::Result<(Report, Vec<Report>)> {
         let mut running = self.start_load(client, &format!("{line} --report-every=1s"))?;
         running.lines.next_line().await?.context("the first second of load")?;
-        let (reports, disturbed) = tokio::join!(running.reports(), disturb);
-        disturbed?;
-        reports
+        let (reports, disturbed) = tokio::join!(at_the_end(running.reports()), at_the_end(disturb));
+        disturbed.0?;
+        ensure!(
+            disturbed.1 < reports.1,
+            "the load ended {:.1?} before all was done",
+            disturbed.1 - reports.1
+        );
+        reports.0
     }
 
     /// The metrics of a pod's proxy.
@@ -326,6 +332,11 @@ pub(crate) fn the_process(what: &str, is_it: impl Fn(&dyn Fn(&str) -> String) ->
     let found: Vec<i32> = pids.filter(|pid| is_it(&|file| read(*pid, file))).collect();
     ensure!(found.len() == 1, "{what}: {found:?}");
     Ok(Pid::from_raw(found[0]))
+}
+
+/// What came of it, and when.
+async fn at_the_end<T>(future: impl Future<Output = T>) -> (T, Instant) {
+    (future.await, Instant::now())
 }
 
 /// Load that is running.

@@ -121,6 +121,7 @@ const MOVED: &[(&str, &[&str])] = &[
     (
         "destination",
         &[
+            "endpoints_cache_size",
             "endpointslices_cache_size",
             "pod_cache_size",
             "service_cache_size",
@@ -201,12 +202,14 @@ const MOVED: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// What has a value that stays: settings, and counts of failures that do not happen here.
+/// What has a value that stays here: settings, nodes and Secrets, which do not come and go, what is busy for moments
+/// only, and counts of failures.
 const SHOWN: &[(&str, &[&str])] = &[(
     "destination",
     &[
         "secret_cache_size",
         "node_cache_size",
+        "http_client_errors_total",
         "http_client_qps",
         "http_client_burst",
         "http_client_in_flight_requests",
@@ -247,6 +250,11 @@ apiVersion: policy.linkerd.io/v1beta3
 kind: HTTPRoute
 metadata: {name: all, namespace: quickstart}
 spec: {parentRefs: [{name: web, kind: Service, group: core, port: 80}], rules: [{backendRefs: [{name: web, port: 80}]}]}
+---
+apiVersion: workload.linkerd.io/v1beta1
+kind: ExternalWorkload
+metadata: {name: vm, namespace: quickstart}
+spec: {meshTLS: {identity: 'spiffe://cluster.local/vm', serverName: vm}, workloadIPs: [{ip: 192.0.2.10}]}
 ---
 apiVersion: batch/v1
 kind: Job

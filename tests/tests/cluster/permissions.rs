@@ -14,6 +14,10 @@ pub(crate) struct Permission {
     pub(crate) group: String,
     /// With its subresource: `httproutes/status`.
     pub(crate) resource: String,
+    /// Empty for the whole cluster.
+    pub(crate) namespace: String,
+    /// Empty for objects of any name.
+    pub(crate) name: String,
 }
 
 /// A grant that a run may not use, and why it is needed nevertheless.
@@ -37,9 +41,38 @@ impl fmt::Display for Permission {
             verb,
             group,
             resource,
+            namespace,
+            name,
         } = self;
         let dot = if group.is_empty() { "" } else { "." };
-        write!(f, "{account}: {verb} {resource}{dot}{group}")
+        write!(f, "{account}: {verb} {resource}{dot}{group}")?;
+        if !name.is_empty() {
+            write!(f, " {name}")?;
+        }
+        if !namespace.is_empty() {
+            write!(f, " in {namespace}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Permission {
+    /// Whether a request needs this grant and no narrower one: what is granted for the whole cluster is asked for there,
+    /// or in a namespace that is not the mesh's own.
+    pub(crate) fn is_used_by(&self, asked: &Self) -> bool {
+        let key = |of: &Self| {
+            (
+                of.account.clone(),
+                of.verb.clone(),
+                of.group.clone(),
+                of.resource.clone(),
+            )
+        };
+        let place = match &*self.namespace {
+            "" => asked.namespace != NAMESPACE,
+            namespace => asked.namespace == namespace,
+        };
+        key(self) == key(asked) && place && (self.name.is_empty() || self.name == asked.name)
     }
 }
 
@@ -56,25 +89,44 @@ pub(crate) fn granted(objects: &[Value]) -> BTreeSet<Permission> {
             .iter()
             .find(is_it)
             .unwrap_or_else(|| panic!("{role} is not rendered"));
-        for subject in strings(binding, "subjects", Some("name")) {
+        let namespace = binding["metadata"]["namespace"].as_str().unwrap_or_default();
+        for account in strings(binding, "subjects", Some("name")) {
             for rule in role["rules"].as_array().into_iter().flatten() {
-                for group in strings(rule, "apiGroups", None) {
-                    for resource in strings(rule, "resources", None) {
-                        for verb in strings(rule, "verbs", None) {
-                            let (account, group, resource) = (subject.clone(), group.clone(), resource.clone());
-                            all.insert(Permission {
-                                account,
-                                verb,
-                                group,
-                                resource,
-                            });
-                        }
-                    }
-                }
+                all.extend(of_rule(rule).map(|(verb, group, resource, name)| Permission {
+                    account: account.clone(),
+                    verb,
+                    group,
+                    resource,
+                    namespace: namespace.to_owned(),
+                    name,
+                }));
             }
         }
     }
     all
+}
+
+/// Each verb, group, resource and name of a rule.
+fn of_rule(rule: &Value) -> impl Iterator<Item = (String, String, String, String)> {
+    let mut names = strings(rule, "resourceNames", None);
+    if names.is_empty() {
+        names.push(String::new());
+    }
+    let (verbs, groups, resources) = (
+        strings(rule, "verbs", None),
+        strings(rule, "apiGroups", None),
+        strings(rule, "resources", None),
+    );
+    let mut all = Vec::new();
+    for verb in &verbs {
+        for group in &groups {
+            for resource in &resources {
+                let of_name = |name: &String| (verb.clone(), group.clone(), resource.clone(), name.clone());
+                all.extend(names.iter().map(of_name));
+            }
+        }
+    }
+    all.into_iter()
 }
 
 fn strings(of: &Value, field: &str, inner: Option<&str>) -> Vec<String> {
@@ -101,7 +153,10 @@ pub(crate) fn refused(log: &[AuditRecord]) -> BTreeSet<Permission> {
 }
 
 fn asked(record: &AuditRecord) -> Option<Permission> {
-    let account = record.user.username.strip_prefix("system:serviceaccount:linkerd:")?;
+    let account = record
+        .user
+        .username
+        .strip_prefix(&format!("system:serviceaccount:{NAMESPACE}:"))?;
     let object = record.object_ref.as_ref()?;
     let resource = match object.subresource.as_str() {
         "" => object.resource.clone(),
@@ -112,5 +167,10 @@ fn asked(record: &AuditRecord) -> Option<Permission> {
         verb: record.verb.clone(),
         group: object.api_group.clone(),
         resource,
+        namespace: object.namespace.clone(),
+        name: object.name.clone(),
     })
 }
+
+/// Where the control plane is.
+const NAMESPACE: &str = "linkerd";

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::io::AsyncWriteExt as _;
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
@@ -380,4 +380,63 @@ spec:
             "tulle check",
         ],
     );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn metrics_are_asked_of_every_admin_port_of_the_control_plane() {
+    let server = ApiServer::start().await.unwrap();
+    server.create_namespace("linkerd").await.unwrap();
+    let none = tulle(&server, "diagnostics controller-metrics").await;
+    assert!(!none.success);
+    contains(
+        &none.err,
+        &["namespace linkerd has no pod of a control plane; name another with -L"],
+    );
+
+    // Nobody makes pods of Deployments here.
+    let installed = tulle(&server, "install --ignore-cluster -o json").await;
+    assert!(installed.success, "{}", installed.err);
+    let documents = serde_json::Deserializer::from_str(&installed.out).into_iter::<Value>();
+    let objects = documents.filter_map(|document| {
+        let document = document.unwrap();
+        let template = &document["spec"]["template"];
+        match document["kind"].as_str() {
+            Some("ServiceAccount") => Some(document),
+            Some("Deployment") => {
+                let name = &document["metadata"]["name"];
+                let labels = &template["metadata"]["labels"];
+                let metadata = json!({"name": name, "namespace": "linkerd", "labels": labels});
+                Some(json!({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}))
+            }
+            _ => None,
+        }
+    });
+    let other = json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "other", "namespace": "linkerd"},
+        "spec": {"containers": [
+            {"name": "a", "image": "a", "ports": [{"name": "a-admin", "containerPort": 9990}]},
+        ]},
+    });
+    let objects: Vec<Value> = objects.chain([other]).collect();
+    let list = json!({"apiVersion": "v1", "kind": "List", "items": objects});
+    kubectl(&server, "apply -f -", &list.to_string()).await;
+
+    // Without nodes there are no pages, and each that is missing is told.
+    let said = tulle(&server, "diagnostics controller-metrics").await;
+    assert!(!said.success);
+    let headings: Vec<_> = said.out.lines().filter(|line| *line != "#").collect();
+    let mut expected = Vec::new();
+    let pages = [
+        ("linkerd-destination", "destination", 9996),
+        ("linkerd-destination", "destination", 9997),
+        ("linkerd-destination", "destination", 9990),
+        ("linkerd-identity", "identity", 9990),
+        ("linkerd-proxy-injector", "proxy-injector", 9995),
+    ];
+    for (number, (pod, container, port)) in pages.into_iter().enumerate() {
+        expected.push(format!("# POD {pod} ({} of 5)", number + 1));
+        expected.push(format!("# CONTAINER {container}, port {port}"));
+        contains(&said.err, &[&format!("forwarding port {port} of pod linkerd/{pod}")]);
+    }
+    assert_eq!(headings, expected);
 }

@@ -81,6 +81,15 @@ impl Scene {
         scene
     }
 
+    /// Starts the service anew, before another API server.
+    pub(super) async fn ask(&mut self, api: &ApiServer) {
+        api.create_namespace("linkerd").await.unwrap();
+        allow(api).await;
+        let kubeconfig = api.kubeconfig_of("linkerd", "linkerd-identity").await.unwrap();
+        self.service = Service::start(&self.mounts, &kubeconfig).await.unwrap();
+        self.ready().await;
+    }
+
     async fn ready(&self) {
         eventually("the service is ready", async || {
             (self.admin("/ready").await.0 == 200).then_some(())

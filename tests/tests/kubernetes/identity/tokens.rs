@@ -113,6 +113,19 @@ async fn without_an_api_server_requests_fail_and_the_service_lives() {
     );
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn once_the_api_server_is_gone_requests_fail_as_internal_and_the_service_lives() {
+    let mut scene = Scene::new().await;
+    let req = scene.good().await;
+    let other = ApiServer::start().await.unwrap();
+    scene.ask(&other).await;
+    drop(other);
+    let status = scene.certify(req).await.unwrap_err();
+    assert_eq!(status.code(), Code::Internal, "{status}");
+    assert!(status.message().contains("the token could not be reviewed"), "{status}");
+    assert_eq!(scene.admin("/ready").await.0, 200);
+}
+
 async fn openssl_sha256(bytes: &[u8]) -> String {
     use std::process::Stdio;
     use tokio::io::AsyncWriteExt as _;
