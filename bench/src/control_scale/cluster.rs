@@ -70,12 +70,11 @@ impl Cluster {
         finish(statuses).await
     }
 
-    /// Gives the first endpoint of a service another address.
+    /// Gives the first endpoint of a service another address, by an update as the EndpointSlice controller sends it.
     pub(super) async fn change(&self, service: usize, addr: Address) -> anyhow::Result<()> {
         let path = format!("/apis/discovery.k8s.io/v1/namespaces/scale/endpointslices/svc-{service}-x");
         let slice = slice(service, self.size.endpoints, Some(addr));
-        self.send(Method::PATCH, &path, &json!({"endpoints": slice["endpoints"]}))
-            .await
+        self.send(Method::PUT, &path, &slice).await
     }
 
     /// A watch of the slices, as lines of JSON: those that there are, then changes.
