@@ -6,10 +6,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 use std::{fs, process};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::{Namespace, ServiceAccount};
-use kube::api::{Api, ObjectMeta, PostParams};
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::api::{Api, ListParams, ObjectMeta, PostParams};
 use serde_json::json;
 use tempfile::TempDir;
 use tokio::time::{Instant, sleep};
@@ -183,16 +184,28 @@ impl ApiServer {
     /// # Errors
     /// When one cannot be within a minute.
     pub async fn custom_resources_ready(&self) -> anyhow::Result<()> {
-        let all = ["wait", "--for=condition=Established", "crd", "--all", "--timeout=30s"];
+        let definitions = Api::<CustomResourceDefinition>::all(self.client());
+        let is_established = |definition: &CustomResourceDefinition| {
+            let conditions = definition
+                .status
+                .iter()
+                .flat_map(|status| status.conditions.iter().flatten());
+            let mut established = conditions.filter(|one| one.type_ == "Established");
+            established.any(|one| one.status == "True")
+        };
         let deadline = Instant::now() + Duration::from_secs(60);
-        // `kubectl wait` gives up on one that has no condition yet.
-        while let Err(error) = self.kubectl(&all).await {
-            if Instant::now() > deadline {
-                return Err(error);
-            }
-            sleep(Duration::from_millis(100)).await;
+        loop {
+            let all = definitions.list(&ListParams::default()).await?.items;
+            let Some(missing) = all.iter().find(|one| !is_established(one)) else {
+                return Ok(());
+            };
+            ensure!(
+                Instant::now() < deadline,
+                "not established: {:?}",
+                missing.metadata.name
+            );
+            sleep(Duration::from_millis(20)).await;
         }
-        Ok(())
     }
 
     /// Runs `kubectl` as who may do everything, and returns what it prints.
