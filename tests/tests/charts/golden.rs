@@ -1,6 +1,6 @@
 //! Whole renderings, compared byte by byte with files below `golden/`.
 //!
-//! A change that means to change them writes them anew: `TULLE_BLESS=1 cargo nextest run -p tulle-tests --test charts golden`.
+//! A change that means to change them writes them anew: `TULLE_BLESS=1 ./run with cargo nextest run -p tulle-tests --test charts golden`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -31,7 +31,7 @@ fn golden_renderings_are_as_recorded() {
     }
     assert!(
         report.is_empty(),
-        "{report}\nwhere this is meant: TULLE_BLESS=1 cargo nextest run -p tulle-tests --test charts golden"
+        "{report}\nwhere this is meant: TULLE_BLESS=1 ./run with cargo nextest run -p tulle-tests --test charts golden"
     );
 }
 
