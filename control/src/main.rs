@@ -31,9 +31,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// A thread for each four processors: what there is to do comes in pieces of microseconds, which a second thread makes
-/// dearer (an eighth of the cost of an update), and one thread tells proxies of some 15 000 updates a second.
-/// `TOKIO_WORKER_THREADS` asks for another number.
+/// A thread for each four processors: what there is to do comes in pieces of microseconds, and threads that wake each
+/// other make them dearer (`docs/scale.md`). `TOKIO_WORKER_THREADS` asks for another number.
 fn runtime() -> io::Result<Runtime> {
     let n_threads = thread::available_parallelism().map_or(1, usize::from) / 4;
     let mut builder = match n_threads {

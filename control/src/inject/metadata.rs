@@ -34,9 +34,9 @@ pub(super) fn of_injected(config: &Config, values: &Values, subject: &Subject<'_
         annotation::REQUIRE_IDENTITY_INBOUND_PORTS,
         &config.values.proxy.require_identity_on_inbound_ports,
     );
-    let is_said = annotations.contains_key(key) || subject.annotations().is_some_and(|pod| pod.contains_key(key));
+    let is_said = subject.annotations().is_some_and(|pod| pod.contains_key(key));
     if !of_chart.is_empty() && !is_said {
-        annotations.insert(key.to_owned(), of_chart.clone());
+        annotations.entry(key.to_owned()).or_insert_with(|| of_chart.clone());
     }
     let created_by = match config.origin {
         Origin::Webhook => "proxy-injector",

@@ -34,6 +34,13 @@ pub struct Config {
     pub origin: Origin,
 }
 
+impl Config {
+    /// Whether a namespace is one without which nothing would be mended: its pods are never kept waiting for a sidecar.
+    pub fn is_protected(&self, namespace: &str) -> bool {
+        namespace == "kube-system" || namespace == self.control_plane_namespace
+    }
+}
+
 /// Who injects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {

@@ -162,14 +162,14 @@ impl Audit {
             return Ok(false);
         }
         let namespace = meta.namespace.as_deref().unwrap_or_default();
-        let of_namespace = self.metadata.namespace(namespace).await?;
         let config = self.settings.current();
-        let labels = meta.labels.clone().unwrap_or_default();
-        let injector = &config.values.proxy_injector;
         // The chart keeps the webhook out of these, whatever the selectors say.
-        if namespace == config.control_plane_namespace || namespace == "kube-system" {
+        if config.is_protected(namespace) {
             return Ok(false);
         }
+        let of_namespace = self.metadata.namespace(namespace).await?;
+        let labels = meta.labels.clone().unwrap_or_default();
+        let injector = &config.values.proxy_injector;
         if !is_selected(
             injector.namespace_selector.as_ref(),
             &of_namespace,

@@ -110,7 +110,7 @@ pub async fn open(
 impl Handler for Injector {
     async fn review(&self, mut req: Request) -> Result<Answer, Failure> {
         let namespace = req.namespace.take().unwrap_or_default();
-        let is_protected = self.is_protected(&namespace);
+        let is_protected = self.settings.current().is_protected(&namespace);
         match self.decide(req, &namespace).await {
             Ok(answer) => Ok(answer),
             Err(err) if is_protected => Ok(Answer::allow().warn(format!("no proxy was injected: {err}"))),
@@ -216,10 +216,6 @@ impl Injector {
             action: "Inject",
             text,
         });
-    }
-
-    fn is_protected(&self, namespace: &str) -> bool {
-        namespace == "kube-system" || namespace == self.settings.current().control_plane_namespace
     }
 }
 

@@ -286,9 +286,9 @@ fn print(namespace: &str, what: &str, report: &Report, seconds: &[Report]) {
     }
 }
 
-/// The longest p99.9 that the mesh may have, in ms, wherever the machine lets it: without sidecars it may take as long
-/// in the same run, and no more than so many times that.
+/// The longest p99.9 that the mesh may have, in ms.
 const LONGEST_MS: f64 = 30.;
+/// On a machine too noisy for that: how many times the p99.9 without sidecars, in the same run, it may have.
 const NOISE: f64 = 1.2;
 /// What makes a second worth a line of its own.
 const SLOW_US: f64 = 500_000.;

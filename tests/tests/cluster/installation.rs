@@ -152,20 +152,8 @@ async fn the_tutorial_meshes_an_application_with_permissions_that_are_just_enoug
 /// The lines of the tutorials about logs, watches and leases.
 async fn shows_what_the_tutorial_shows(cluster: &Cluster) {
     let lease = "/namespaces/linkerd/leases/linkerd-destination-endpoint-write";
-    let logs = async || {
-        cluster
-            .kubectl(&[
-                "logs",
-                "-n",
-                "linkerd",
-                "deploy/linkerd-destination",
-                "-c",
-                "destination",
-            ])
-            .await
-    };
     let lines = async || {
-        let logs = logs().await?;
+        let logs = cluster.kubectl(LOGS).await?;
         let shown = |what: &str, parts: &[&str]| {
             let shown = logs.lines().any(|line| parts.iter().all(|part| line.contains(part)));
             ensure!(shown, "no {what} in\n{logs}");
@@ -237,6 +225,15 @@ async fn shows_what_the_tutorial_shows(cluster: &Cluster) {
     }
 }
 
+/// The tutorials' look at what destination logs.
+const LOGS: &[&str] = &[
+    "logs",
+    "-n",
+    "linkerd",
+    "deploy/linkerd-destination",
+    "-c",
+    "destination",
+];
 /// What the tutorials show destination to watch.
 const WATCHES: &[&str] = &[
     "/apis/workload.linkerd.io/v1beta1/externalworkloads",
@@ -324,16 +321,8 @@ async fn work(cluster: &Cluster) {
     kubectl(&["delete", "-n", "work", "externalworkload/vm"]).await;
     slices("").await;
     // As the tutorial shows others of them.
-    let logs = [
-        "logs",
-        "-n",
-        "linkerd",
-        "deploy/linkerd-destination",
-        "-c",
-        "destination",
-    ];
     let written = async || {
-        let logs = cluster.kubectl(&logs).await?;
+        let logs = cluster.kubectl(LOGS).await?;
         for line in [
             "Updating ES work/",
             "Deleting ES work/",

@@ -60,19 +60,13 @@ impl Permission {
     /// Whether a request needs this grant and no narrower one: what is granted for the whole cluster is asked for there,
     /// or in a namespace that is not the mesh's own.
     pub(crate) fn is_used_by(&self, asked: &Self) -> bool {
-        let key = |of: &Self| {
-            (
-                of.account.clone(),
-                of.verb.clone(),
-                of.group.clone(),
-                of.resource.clone(),
-            )
-        };
+        let is_same = (&self.account, &self.verb, &self.group, &self.resource)
+            == (&asked.account, &asked.verb, &asked.group, &asked.resource);
         let place = match &*self.namespace {
             "" => asked.namespace != NAMESPACE,
             namespace => asked.namespace == namespace,
         };
-        key(self) == key(asked) && place && (self.name.is_empty() || self.name == asked.name)
+        is_same && place && (self.name.is_empty() || self.name == asked.name)
     }
 }
 
