@@ -78,6 +78,7 @@ pub struct Direction {
     pub accept: Accept,
     pub connect: Connect,
     pub http1_pool: Http1Pool,
+    pub http1_server: Http1Server,
     pub http2_server: Http2Server,
     pub http2_client: Http2Windows,
     /// Concurrent HTTP requests before shedding; 100 000.
@@ -114,6 +115,17 @@ pub struct Http1Pool {
     /// 10 000.
     pub max_idle_per_endpoint: usize,
     /// 3 s.
+    pub idle_timeout: Duration,
+}
+
+/// Settings of HTTP/1 servers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Http1Server {
+    /// Most bytes of a request head; 64 KiB.
+    pub max_head_size: usize,
+    /// How long a request head may take from its first byte on; 30 s.
+    pub head_timeout: Duration,
+    /// How long a connection may be without a request; 1 h.
     pub idle_timeout: Duration,
 }
 

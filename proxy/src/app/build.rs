@@ -13,7 +13,7 @@ use crate::{
     config::{self, Balancing, Config, Direction, Visibility},
     http::{
         client::PoolConfig,
-        h2,
+        h1, h2,
         layers::{Admission, Errors, Observe, Wrappers},
         respond::Reasons,
         server,
@@ -159,6 +159,7 @@ impl Parts<'_> {
             discover: Arc::new(discover),
             detect_timeout: direction.accept.detect_timeout,
             server: server::Config {
+                http1: http1_server(direction),
                 http2: http2_server(direction),
             },
             wrappers: wrappers(registry, "outbound", direction),
@@ -205,6 +206,7 @@ impl Parts<'_> {
             http2_client: http2_client(direction),
             pool: pool(direction),
             server: server::Config {
+                http1: http1_server(direction),
                 http2: http2_server(direction),
             },
             wrappers: wrappers(registry, "inbound", direction),
@@ -262,6 +264,15 @@ fn pool(direction: &Direction) -> PoolConfig {
     }
 }
 
+fn http1_server(direction: &Direction) -> h1::server::Config {
+    let server = &direction.http1_server;
+    h1::server::Config {
+        max_head: server.max_head_size,
+        head_timeout: server.head_timeout,
+        idle_timeout: server.idle_timeout,
+    }
+}
+
 fn http2_client(direction: &Direction) -> h2::Params {
     let windows = direction.http2_client;
     h2::Params {
@@ -283,6 +294,7 @@ fn http2_server(direction: &Direction) -> h2::Params {
         max_frame_size: server.max_frame_size,
         max_concurrent_streams: server.max_concurrent_streams,
         max_send_buffer: server.max_send_buf_size,
+        max_pending_resets: server.max_pending_accept_reset_streams,
         max_header_list: server
             .max_header_list_size
             .unwrap_or_else(|| h2::Params::default().max_header_list),

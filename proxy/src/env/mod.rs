@@ -18,8 +18,8 @@ use crate::api::channel::{ControlAddr, Security};
 use crate::api::destination::{ProfileScope, Suffixes};
 use crate::api::watch::StreamLimits;
 use crate::config::{
-    Accept, Balancing, Config, Connect, Control, DefaultPolicy, Direction, FlowControl, Http1Pool, Http2Server,
-    Http2Windows, Inbound, Ingress, KeepAlive, Log, Outbound, Visibility, Workers,
+    Accept, Balancing, Config, Connect, Control, DefaultPolicy, Direction, FlowControl, Http1Pool, Http1Server,
+    Http2Server, Http2Windows, Inbound, Ingress, KeepAlive, Log, Outbound, Visibility, Workers,
 };
 use crate::env::values::Reason;
 use crate::identity;
@@ -208,6 +208,7 @@ fn direction(env: &mut Env<'_>, dir: &str, defaults: &DirectionDefaults) -> Dire
                 Duration::from_secs(3),
             ),
         },
+        http1_server: http1_server(env, &name("HTTP1")),
         http2_server: http2_server(env, &name("SERVER_HTTP2"), windows),
         http2_client: windows,
         max_in_flight: env.or(&name("MAX_IN_FLIGHT"), values::at_least_one, 100_000),
@@ -243,6 +244,15 @@ fn windows(env: &mut Env<'_>) -> Http2Windows {
     Http2Windows {
         stream: env.or("HTTP2_INITIAL_STREAM_WINDOW_SIZE", values::window, 1 << 20),
         connection: env.or("HTTP2_INITIAL_CONNECTION_WINDOW_SIZE", values::window, 4 << 20),
+    }
+}
+
+fn http1_server(env: &mut Env<'_>, prefix: &str) -> Http1Server {
+    let name = |rest: &str| format!("{OUR_PREFIX}{prefix}_{rest}");
+    Http1Server {
+        max_head_size: env.or(&name("MAX_HEAD_SIZE"), values::at_least_one, 64 * 1024),
+        head_timeout: env.or(&name("HEAD_TIMEOUT"), values::duration, Duration::from_secs(30)),
+        idle_timeout: env.or(&name("IDLE_TIMEOUT"), values::duration, Duration::from_secs(3600)),
     }
 }
 
@@ -564,6 +574,4 @@ const NOT_SUPPORTED: &[&str] = &[
     "DESTINATION_PROFILE_INITIAL_TIMEOUT",
     "INBOUND_SERVER_HTTP2_ADAPTIVE_FLOW_CONTROL",
     "OUTBOUND_SERVER_HTTP2_ADAPTIVE_FLOW_CONTROL",
-    "INBOUND_SERVER_HTTP2_MAX_PENDING_ACCEPT_RESET_STREAMS",
-    "OUTBOUND_SERVER_HTTP2_MAX_PENDING_ACCEPT_RESET_STREAMS",
 ];

@@ -9,7 +9,7 @@ use std::{
 use bytes::Bytes;
 use http::HeaderMap;
 use http_body::{Body as _, Frame, SizeHint};
-use hyper::body::Incoming;
+use tokio::sync::oneshot;
 
 use crate::{
     http::{error::Error, h1, h2, layers::Slot, replay::Keeping},
@@ -23,6 +23,8 @@ pub(crate) struct Body {
     observer: Option<Box<dyn Observe>>,
     /// The place among the requests in flight, for as long as the body lives.
     slot: Option<Slot>,
+    /// Where the client's connection comes, once it has been told that its request was granted.
+    upgraded: Option<oneshot::Receiver<Io>>,
 }
 
 #[derive(Default)]
@@ -30,12 +32,12 @@ enum Source {
     #[default]
     Empty,
     Full(Bytes),
-    /// Received by one of hyper's servers.
-    Incoming(Incoming),
-    /// Received by our HTTP/2 client.
+    /// Received on an HTTP/2 stream.
     H2(h2::Received),
-    /// Received by our HTTP/1 client.
-    H1(Box<h1::Received>),
+    /// Received from an HTTP/1 client.
+    H1Request(Box<h1::server::Received>),
+    /// Received from an HTTP/1 server.
+    H1Response(Box<h1::client::Received>),
     /// Already received, followed by the rest.
     Replayed(Box<Replayed>),
     /// Kept while it passes.
@@ -89,8 +91,25 @@ impl Body {
         }
     }
 
-    pub(crate) fn h1(received: Box<h1::Received>) -> Self {
-        Self::of(Source::H1(received))
+    /// The body of a request to us.
+    pub(crate) fn h1_request(received: Box<h1::server::Received>) -> Self {
+        Self::of(Source::H1Request(received))
+    }
+
+    /// The body of a response to us.
+    pub(crate) fn h1_response(received: Box<h1::client::Received>) -> Self {
+        Self::of(Source::H1Response(received))
+    }
+
+    /// The body of a request that asks for another protocol.
+    pub(crate) fn upgradable(mut self, upgraded: oneshot::Receiver<Io>) -> Self {
+        self.upgraded = Some(upgraded);
+        self
+    }
+
+    /// Where the connection of a client that asks for another protocol comes; once.
+    pub(crate) fn take_client(&mut self) -> Option<oneshot::Receiver<Io>> {
+        self.upgraded.take()
     }
 
     pub(crate) fn replayed(kept: std::collections::VecDeque<Bytes>, rest: Self) -> Self {
@@ -100,7 +119,7 @@ impl Body {
     /// The connection behind the answer to an upgrade; once.
     pub(crate) fn take_upgraded(&mut self) -> Option<Io> {
         match &mut self.source {
-            Source::H1(received) => received.take_upgraded(),
+            Source::H1Response(received) => received.take_upgraded(),
             _ => None,
         }
     }
@@ -114,6 +133,7 @@ impl Body {
             source,
             observer: None,
             slot: None,
+            upgraded: None,
         }
     }
 
@@ -149,23 +169,15 @@ impl Body {
                 self.source = Source::Empty;
                 Poll::Ready(Some(Ok(Frame::data(bytes))))
             }
-            Source::Incoming(incoming) => Pin::new(incoming)
-                .poll_frame(cx)
-                .map(|frame| frame.map(|result| result.map_err(Error::from_client))),
             Source::H2(received) => received.poll_frame(cx),
-            Source::H1(received) => received.poll_frame(cx),
+            Source::H1Request(received) => received.poll_frame(cx),
+            Source::H1Response(received) => received.poll_frame(cx),
             Source::Keeping(keeping) => keeping.poll_frame(cx),
             Source::Replayed(replayed) => match replayed.kept.pop_front() {
                 Some(bytes) => Poll::Ready(Some(Ok(Frame::data(bytes)))),
                 None => Pin::new(&mut replayed.rest).poll_frame(cx),
             },
         }
-    }
-}
-
-impl From<Incoming> for Body {
-    fn from(incoming: Incoming) -> Self {
-        Self::of(Source::Incoming(incoming))
     }
 }
 
@@ -212,9 +224,9 @@ impl http_body::Body for Body {
         match &self.source {
             Source::Empty => true,
             Source::Full(_) => false,
-            Source::Incoming(incoming) => incoming.is_end_stream(),
             Source::H2(received) => received.is_end_stream(),
-            Source::H1(received) => received.is_end_stream(),
+            Source::H1Request(received) => received.is_end_stream(),
+            Source::H1Response(received) => received.is_end_stream(),
             Source::Keeping(keeping) => keeping.is_end_stream(),
             Source::Replayed(replayed) => replayed.kept.is_empty() && replayed.rest.is_end_stream(),
         }
@@ -224,9 +236,9 @@ impl http_body::Body for Body {
         match &self.source {
             Source::Empty => SizeHint::with_exact(0),
             Source::Full(bytes) => SizeHint::with_exact(bytes.len() as u64),
-            Source::Incoming(incoming) => incoming.size_hint(),
             Source::H2(received) => received.size_hint(),
-            Source::H1(received) => received.size_hint(),
+            Source::H1Request(received) => received.size_hint(),
+            Source::H1Response(received) => received.size_hint(),
             Source::Keeping(keeping) => keeping.size_hint(),
             Source::Replayed(replayed) => {
                 let kept: u64 = replayed.kept.iter().map(|bytes| bytes.len() as u64).sum();

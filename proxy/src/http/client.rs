@@ -22,8 +22,11 @@ use crate::{
     http::{
         body::Body,
         error::Error,
-        h1::{self, Failed, Pool, Unread},
-        h2 as http2,
+        h1::{
+            client::{self as http1, Failed, Unread},
+            pool::Pool,
+        },
+        h2::{Params, client as http2},
     },
     net::io::Io,
 };
@@ -49,7 +52,7 @@ pub(crate) struct Client {
     dialled_since: Mutex<Option<Instant>>,
     /// Dials that failed; who waited for one shares its failure.
     failed: AtomicU64,
-    params: http2::Params,
+    params: Params,
     pool: Arc<Pool>,
 }
 
@@ -62,7 +65,7 @@ pub(crate) struct PoolConfig {
 
 /// A connection that can take a request now.
 pub(crate) enum Ready {
-    Http1(h1::Connection, Option<Arc<Pool>>),
+    Http1(http1::Connection, Option<Arc<Pool>>),
     Http2(SendRequest<Bytes>),
 }
 
@@ -75,7 +78,7 @@ pub(crate) enum Reuse {
 }
 
 impl Client {
-    pub(crate) fn new(addr: SocketAddr, connect: Connect, params: http2::Params, pool: PoolConfig) -> Self {
+    pub(crate) fn new(addr: SocketAddr, connect: Connect, params: Params, pool: PoolConfig) -> Self {
         Self {
             addr,
             connect,
@@ -125,7 +128,7 @@ impl Client {
         if protocol == Protocol::Http2 {
             return self.dial_http2().await;
         }
-        let connection = h1::Connection::new((self.connect)(Protocol::Http1).await?);
+        let connection = http1::Connection::new((self.connect)(Protocol::Http1).await?);
         let pool = (reuse == Reuse::Pooled).then(|| self.pool.clone());
         Ok(Ready::Http1(connection, pool))
     }
@@ -202,7 +205,7 @@ impl Client {
             // It listens still, or that cannot be told.
             Ok(_) | Err(_) => return Err(error),
         };
-        let sent = h1::Connection::new(io).send_again(unread, self.addr, pool).await;
+        let sent = http1::Connection::new(io).send_again(unread, self.addr, pool).await;
         sent.map_err(|failed| failed.error)
     }
 }
@@ -237,7 +240,7 @@ mod tests {
             idle_timeout: Duration::from_secs(1),
             max_idle: 1,
         };
-        let client = Client::new(addr, connect, http2::Params::default(), pool);
+        let client = Client::new(addr, connect, Params::default(), pool);
         let ready = client.ready(Protocol::Http1, Reuse::Pooled).await.unwrap();
         let (application, _) = listener.accept().await.unwrap();
         let unread = async move {

@@ -55,11 +55,21 @@ pub(crate) enum Error {
     #[error("invalid response: {0}")]
     BadResponse(&'static str),
     #[error("receiving the request body")]
-    RequestBody(#[source] hyper::Error),
+    RequestBody(#[source] Box<dyn std::error::Error + Send + Sync>),
     #[error("the request is sent to another endpoint")]
     TakenBack,
+    #[error("a body is not as long as its content-length")]
+    Miscounted,
     #[error("invalid request: {0}")]
     BadRequest(&'static str),
+    #[error("the request's head is longer than {limit} bytes")]
+    HeadTooLong { limit: usize },
+    #[error("the request's head did not come within {0:?}")]
+    HeadTimeout(std::time::Duration),
+    #[error("the client left before its response")]
+    Left,
+    #[error("the client's connection broke")]
+    Client(#[source] std::io::Error),
     #[error("no endpoints")]
     NoEndpoints,
     #[error("no endpoint became available within {0:?}")]
@@ -117,8 +127,8 @@ pub(crate) struct Answer {
 
 impl Error {
     /// An error of a body that a client sends us.
-    pub(crate) fn from_client(error: hyper::Error) -> Self {
-        Self::RequestBody(error)
+    pub(crate) fn from_client(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Self::RequestBody(error.into())
     }
 
     pub(crate) fn connect(error: ConnectError) -> Self {
@@ -138,7 +148,12 @@ impl Error {
 
     pub(crate) fn side(&self) -> Side {
         match self {
-            Self::RequestBody(_) | Self::BadRequest(_) => Side::Client,
+            Self::RequestBody(_)
+            | Self::BadRequest(_)
+            | Self::HeadTooLong { .. }
+            | Self::HeadTimeout(_)
+            | Self::Left
+            | Self::Client(_) => Side::Client,
             Self::ConnectTimeout(_)
             | Self::Connect(_)
             | Self::DialFailed { .. }
@@ -147,6 +162,7 @@ impl Error {
             | Self::H2(_)
             | Self::Response(_)
             | Self::BadResponse(_)
+            | Self::Miscounted
             | Self::RequireId { .. }
             | Self::RequestTimeout(_) => Side::Peer,
             Self::TakenBack | Self::Shed | Self::QueueFull | Self::Undiscovered(_) => Side::Us,
@@ -190,13 +206,22 @@ impl Error {
             | Self::H2(_)
             | Self::Response(_)
             | Self::BadResponse(_)
+            | Self::Miscounted
             | Self::RequireId { .. }
             | Self::TakenBack
             | Self::NoBackend(_) => answer(StatusCode::BAD_GATEWAY, grpc::UNAVAILABLE, true),
             Self::NoEndpoints | Self::Unavailable | Self::QueueFull | Self::Shed | Self::Undiscovered(_) => {
                 answer(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true)
             }
-            Self::RequestBody(_) | Self::BadRequest(_) => answer(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, true),
+            Self::RequestBody(_) | Self::BadRequest(_) | Self::Left | Self::Client(_) => {
+                answer(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, true)
+            }
+            Self::HeadTooLong { .. } => answer(
+                StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
+                grpc::RESOURCE_EXHAUSTED,
+                true,
+            ),
+            Self::HeadTimeout(_) => answer(StatusCode::REQUEST_TIMEOUT, grpc::DEADLINE_EXCEEDED, true),
             Self::RouteNotFound => answer(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
             Self::Unauthorized { .. } => answer(StatusCode::FORBIDDEN, grpc::PERMISSION_DENIED, false),
             Self::RateLimited => answer(StatusCode::TOO_MANY_REQUESTS, grpc::RESOURCE_EXHAUSTED, false),
@@ -233,8 +258,11 @@ impl Error {
             Self::Tls { .. } => "tls-handshake",
             Self::Closed { .. } | Self::TakenBack => "connection-closed",
             Self::H2(_) => "stream-reset",
-            Self::Response(_) | Self::BadResponse(_) => "bad-response",
+            Self::Response(_) | Self::BadResponse(_) | Self::Miscounted => "bad-response",
             Self::RequestBody(_) | Self::BadRequest(_) => "bad-request",
+            Self::HeadTooLong { .. } => "head-too-long",
+            Self::HeadTimeout(_) => "head-timeout",
+            Self::Left | Self::Client(_) => "client-left",
             Self::NoEndpoints => "no-endpoints",
             Self::FailFast(_) | Self::Unavailable => "endpoints-unready",
             Self::QueueFull => "queue-full",

@@ -102,6 +102,19 @@ pub(crate) fn check_request(req: &Request<Body>) -> Result<(), Error> {
     Ok(())
 }
 
+/// The length that the headers tell.
+pub(crate) fn content_length(headers: &HeaderMap) -> Option<u64> {
+    number(headers.get(header::CONTENT_LENGTH)?.as_bytes())
+}
+
+/// Digits only: a sign, for one, is a number to some readers.
+pub(crate) fn number(digits: &[u8]) -> Option<u64> {
+    if digits.is_empty() || !digits.iter().all(u8::is_ascii_digit) {
+        return None;
+    }
+    std::str::from_utf8(digits).ok()?.parse().ok()
+}
+
 /// Whether the request speaks gRPC.
 pub(crate) fn is_grpc(version: Version, headers: &HeaderMap) -> bool {
     version == Version::HTTP_2

@@ -343,8 +343,7 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for RescueFuture<
             Ok(rsp) => return Poll::Ready(Ok(rsp)),
             Err(error) => error,
         };
-        this.rescuer.errors.count(&error);
-        tracing::debug!(error = %Chain(&error), cause = error.cause(), side = ?error.side(), "request failed");
+        this.rescuer.count(&error);
         if let Error::H2(reset) = &error
             && *this.version == Version::HTTP_2
             && reset.is_reset()
@@ -355,6 +354,21 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for RescueFuture<
             this.rescuer.closer.notify_one();
         }
         Poll::Ready(Ok(respond::error(&error, *this.asker, this.rescuer.reasons)))
+    }
+}
+
+impl<S> Rescued<S> {
+    /// The response to a request that could not be read.
+    pub(crate) fn refuse(&self, error: &Error) -> Response<Body> {
+        self.rescuer.count(error);
+        respond::error(error, Asker::unknown(), self.rescuer.reasons)
+    }
+}
+
+impl Rescuer {
+    fn count(&self, error: &Error) {
+        self.errors.count(error);
+        tracing::debug!(error = %Chain(error), cause = error.cause(), side = ?error.side(), "request failed");
     }
 }
 

@@ -26,6 +26,14 @@ pub(crate) enum Reasons {
 }
 
 impl Asker {
+    /// Whoever sent an HTTP/1 head that could not be read.
+    pub(crate) fn unknown() -> Self {
+        Self {
+            version: Version::HTTP_11,
+            grpc: false,
+        }
+    }
+
     pub(crate) fn of(req: &Request<Body>) -> Self {
         Self {
             version: req.version(),

@@ -5,7 +5,7 @@ use std::{net::SocketAddr, sync::Arc};
 use http::{HeaderValue, Request, Response, Version};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
-use tokio::time::Instant;
+use tokio::{sync::oneshot, time::Instant};
 use tulle_core::{
     drain,
     metrics::{Counter, Labels},
@@ -26,6 +26,7 @@ use crate::{
         policy::{Current, Port},
     },
     metrics::http::Series,
+    net::io::{Io, Tcp},
     policy::{
         authz::{self, Authorization},
         matches::Head,
@@ -63,7 +64,7 @@ impl HttpConnection {
         let started = Instant::now();
         let restored = orig_proto::restore(&mut req)?;
         headers::check_request(&req)?;
-        let upgrade = headers::wants_upgrade(&req).then(|| hyper::upgrade::on(&mut req));
+        let upgrade = req.body_mut().take_client();
         if upgrade.is_none() && req.version() <= Version::HTTP_11 {
             headers::strip_hop_by_hop(req.headers_mut());
         }
@@ -159,11 +160,7 @@ impl HttpConnection {
 
     /// Sends the request to the application; a pooled connection that turns out to be closed is replaced once, where
     /// that is safe.
-    async fn send(
-        &self,
-        req: Request<Body>,
-        upgrade: Option<hyper::upgrade::OnUpgrade>,
-    ) -> Result<Response<Body>, Error> {
+    async fn send(&self, req: Request<Body>, upgrade: Option<oneshot::Receiver<Io>>) -> Result<Response<Body>, Error> {
         let protocol = if req.version() == Version::HTTP_2 {
             Protocol::Http2
         } else {
@@ -227,7 +224,7 @@ pub(super) fn client(inbound: &Arc<Inbound>, target: SocketAddr) -> Client {
             let stream = crate::net::connect::dial(target, &connect)
                 .await
                 .map_err(Error::connect)?;
-            Ok(crate::net::io::Io::tcp(crate::net::io::Tcp::new(stream)).count(counts))
+            Ok(Io::tcp(Tcp::new(stream)).count(counts))
         })
     };
     Client::new(target, Box::new(open), inbound.http2_client, inbound.pool)

@@ -6,9 +6,11 @@ use std::{
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
+    time::Duration,
 };
 
 use bytes::{Buf, Bytes};
+use socket2::SockRef;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::TcpStream,
@@ -90,6 +92,18 @@ impl Io {
         metrics.opened();
         self.counted = Some(Counted { metrics, errno: None });
         self
+    }
+
+    /// Has the connection end with a reset when it is dropped: its receiver must not take the end for a clean one.
+    pub(crate) fn reset(&self) {
+        let Tcp { stream, .. } = match &self.stream {
+            Stream::Tcp(tcp) => tcp,
+            Stream::TlsClient(tls) => tls.get_ref().0,
+            Stream::TlsServer(tls) => tls.get_ref().0,
+        };
+        if let Err(error) = SockRef::from(stream).set_linger(Some(Duration::ZERO)) {
+            tracing::debug!(%error, "a broken connection ends as if it were not");
+        }
     }
 
     /// Whether this is a plain connection to `peer` on this host.

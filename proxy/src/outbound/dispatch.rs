@@ -2,9 +2,8 @@
 
 use http::{HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
 use http_body::Body as _;
-use hyper::upgrade::OnUpgrade;
 use std::{sync::Arc, time::Duration};
-use tokio::time::Instant;
+use tokio::{sync::oneshot, time::Instant};
 use tulle_core::{drain, metrics::Labels, names::header as names};
 
 use crate::{
@@ -19,6 +18,7 @@ use crate::{
         tunnel,
     },
     metrics::http::Outcome,
+    net::io::Io,
     outbound::{
         backend::Backend,
         endpoint::Endpoint,
@@ -70,7 +70,7 @@ impl Dispatch<'_> {
     pub(super) async fn run(
         &self,
         mut req: Request<Body>,
-        upgrade: Option<OnUpgrade>,
+        upgrade: Option<oneshot::Receiver<Io>>,
     ) -> Result<Response<Body>, Error> {
         let started = Instant::now();
         let mut tried = Tried::new();

@@ -31,7 +31,7 @@ impl HttpConnection {
     /// Carries one request from the application to a backend.
     pub(super) async fn serve(&self, mut req: Request<Body>) -> Result<Response<Body>, Error> {
         headers::check_request(&req)?;
-        let upgrade = headers::wants_upgrade(&req).then(|| hyper::upgrade::on(&mut req));
+        let upgrade = req.body_mut().take_client();
         if upgrade.is_none() && req.version() <= Version::HTTP_11 {
             headers::strip_hop_by_hop(req.headers_mut());
         }

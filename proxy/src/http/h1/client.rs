@@ -1,56 +1,36 @@
-//! HTTP/1 towards an application or an endpoint without a proxy: our own client on `httparse`, and its keep-alive
-//! pool.
+//! HTTP/1 towards an application or an endpoint without a proxy.
 //!
 //! A connection belongs to the response body that reads from it: it goes back to the pool at a clean end and closes
-//! on drop. Between requests it holds no buffer.
+//! on drop.
 
 use std::{
     future::poll_fn,
     io,
     net::SocketAddr,
-    pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
     time::Duration,
 };
 
-use bytes::{Bytes, BytesMut};
-use futures_util::task::noop_waker_ref;
+use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode};
 use http_body::{Frame, SizeHint};
-use parking_lot::Mutex;
-use tokio::{
-    io::{AsyncRead, ReadBuf, ReadHalf},
-    time::Instant,
-};
+use tokio::io::ReadHalf;
 
 use crate::{
     http::{
         body::Body,
         error::Error,
-        h1_read::{self, Decoded, Framing},
-        h1_write,
+        h1::{
+            framing::{Decoded, Framing},
+            head::{self, BadHead, MAX_HEAD},
+            pool::Pool,
+            read, write,
+        },
+        interim,
     },
     net::io::Io,
 };
-
-/// Bytes read at once.
-const READ: usize = 16 * 1024;
-
-/// Idle connections to one address, of one worker.
-pub(crate) struct Pool {
-    idle: Mutex<Idle>,
-    idle_timeout: Duration,
-    max_idle: usize,
-}
-
-#[derive(Default)]
-struct Idle {
-    /// Oldest first.
-    connections: Vec<(Io, Instant)>,
-    /// Whether a task is waiting to close the oldest.
-    swept: bool,
-}
 
 /// A connection that is free to carry a request.
 pub(crate) struct Connection {
@@ -71,7 +51,7 @@ pub(crate) struct Failed {
 /// An application that ends closes its idle connections; what is on its way to one of them is lost. The kernel tells:
 /// it answers bytes that nobody has read, or that nobody can read any more, with a reset.
 pub(crate) struct Unread {
-    upload: h1_write::Upload<Body>,
+    upload: write::Message<Body>,
     method: Method,
     /// Whether nothing else can have caused the reset. An application may also ask for one after it has read
     /// everything (`SO_LINGER` of 0); whether it did, only shows in whether it still listens.
@@ -92,70 +72,18 @@ impl From<Error> for NoHead {
     }
 }
 
-impl Pool {
-    pub(crate) fn new(idle_timeout: Duration, max_idle: usize) -> Arc<Self> {
-        Arc::new(Self {
-            idle: Mutex::default(),
-            idle_timeout,
-            max_idle,
-        })
-    }
-
-    /// The connection used last that is still open.
-    pub(crate) fn take(&self) -> Option<Connection> {
-        loop {
-            let (mut io, _) = self.idle.lock().connections.pop()?;
-            if is_quiet(&mut io) {
-                return Some(Connection { io, reused: true });
-            }
-        }
-    }
-
-    fn put(self: &Arc<Self>, io: Io) {
-        let mut idle = self.idle.lock();
-        if idle.connections.len() >= self.max_idle {
-            return;
-        }
-        idle.connections.push((io, Instant::now()));
-        if !idle.swept {
-            idle.swept = true;
-            tokio::spawn(sweep(Arc::downgrade(self), self.idle_timeout));
-        }
-    }
-}
-
-/// Closes connections that have been idle for the limit; ends with the last one or with the pool.
-async fn sweep(pool: std::sync::Weak<Pool>, limit: Duration) {
-    loop {
-        tokio::time::sleep(limit).await;
-        let Some(pool) = pool.upgrade() else { return };
-        let now = Instant::now();
-        let mut idle = pool.idle.lock();
-        idle.connections.retain(|(_, since)| now.duration_since(*since) < limit);
-        if idle.connections.is_empty() {
-            idle.connections = Vec::new();
-            idle.swept = false;
-            return;
-        }
-    }
-}
-
-/// True when nothing has arrived on an idle connection: an end or stray bytes make it useless.
-fn is_quiet(io: &mut Io) -> bool {
-    let mut byte = [0];
-    let mut buf = ReadBuf::new(&mut byte);
-    Pin::new(io)
-        .poll_read(&mut Context::from_waker(noop_waker_ref()), &mut buf)
-        .is_pending()
-}
-
 impl Connection {
     pub(crate) fn new(io: Io) -> Self {
         Self { io, reused: false }
     }
 
+    /// One that has carried requests before.
+    pub(super) fn reused(io: Io) -> Self {
+        Self { io, reused: true }
+    }
+
     /// Puts it into the pool unused.
-    pub(super) fn keep(self, pool: &Arc<Pool>) {
+    pub(crate) fn keep(self, pool: &Arc<Pool>) {
         pool.put(self.io);
     }
 
@@ -170,7 +98,7 @@ impl Connection {
         pool: Option<Arc<Pool>>,
     ) -> Result<Response<Body>, Failed> {
         let method = req.method().clone();
-        self.exchange(h1_write::start(req), method, addr, pool).await
+        self.exchange(write::request(req), method, addr, pool).await
     }
 
     /// Sends a request that another connection's end has left unread.
@@ -188,13 +116,13 @@ impl Connection {
 
     async fn exchange(
         self,
-        mut upload: h1_write::Upload<Body>,
+        mut upload: write::Message<Body>,
         method: Method,
         addr: SocketAddr,
         pool: Option<Arc<Pool>>,
     ) -> Result<Response<Body>, Failed> {
         let Self { mut io, reused } = self;
-        let mut buf = Bytes::new();
+        let (mut inbox, mut seen) = (Bytes::new(), 0);
         let mut sending = true;
         let head = poll_fn(|cx| {
             if sending {
@@ -206,7 +134,7 @@ impl Connection {
                     Poll::Pending => {}
                 }
             }
-            poll_head(cx, &mut io, &mut buf, &method)
+            poll_head(cx, &mut io, &mut inbox, &mut seen, &method)
         })
         .await;
         let head = match head {
@@ -234,7 +162,7 @@ impl Connection {
         let upgraded = head.response.status() == StatusCode::SWITCHING_PROTOCOLS
             || (method == Method::CONNECT && head.response.status().is_success());
         let (source, pool) = if upgraded {
-            (Source::Upgraded(Some(io.unread(std::mem::take(&mut buf)))), None)
+            (Source::Upgraded(Some(io.unread(std::mem::take(&mut inbox)))), None)
         } else if sending {
             let (read, mut write) = tokio::io::split(io);
             tokio::spawn(async move {
@@ -248,25 +176,25 @@ impl Connection {
         };
         let mut received = Received {
             source: Some(source),
-            buf: BytesMut::new(),
+            inbox: Bytes::new(),
             framing: head.framing,
             pool,
         };
         if let Framing::Length(length) = head.framing
-            && length == buf.len() as u64
+            && length == inbox.len() as u64
             && length > 0
         {
             // The whole body came with the head, as it does for small answers.
             received.framing = Framing::None;
             received.finish();
-            return Ok(head.response.map(|()| Body::full(buf)));
+            return Ok(head.response.map(|()| Body::full(inbox)));
         }
-        received.buf = BytesMut::from(buf);
+        received.inbox = inbox;
         if matches!(received.framing, Framing::None | Framing::Length(0)) && !upgraded {
             received.finish();
             return Ok(head.response.map(|()| Body::empty()));
         }
-        Ok(head.response.map(|()| Body::h1(Box::new(received))))
+        Ok(head.response.map(|()| Body::h1_response(Box::new(received))))
     }
 }
 
@@ -282,36 +210,46 @@ async fn is_thrown_away(io: &Io) -> bool {
     io.wrote_after_end()
 }
 
-/// Reads until a final response head is complete. Interim responses are passed over.
+/// Reads until a final response head is complete. Interim ones are passed on.
 fn poll_head(
     cx: &mut Context<'_>,
     io: &mut Io,
-    buf: &mut Bytes,
+    inbox: &mut Bytes,
+    seen: &mut usize,
     method: &Method,
-) -> Poll<Result<h1_read::Head, NoHead>> {
+) -> Poll<Result<head::ResponseHead, NoHead>> {
     loop {
-        if !buf.is_empty()
-            && let Some(head) = h1_read::head(buf, method)?
+        if !inbox.is_empty()
+            && (*seen == 0 || head::may_end(inbox, *seen))
+            && let Some(head) = head::response(inbox, method).map_err(bad_head)?
         {
             let status = head.response.status();
             if status.is_informational() && status != StatusCode::SWITCHING_PROTOCOLS {
+                interim::pass(head.response);
+                *seen = 0;
                 continue;
             }
             return Poll::Ready(Ok(head));
         }
-        let mut space = [std::mem::MaybeUninit::uninit(); READ];
-        let mut read = ReadBuf::uninit(&mut space);
-        match ready!(Pin::new(&mut *io).poll_read(cx, &mut read)) {
-            Ok(()) if read.filled().is_empty() && buf.is_empty() => return Poll::Ready(Err(NoHead::End)),
-            Ok(()) if read.filled().is_empty() => {
-                return Poll::Ready(Err(Error::BadResponse("it ended within its head").into()));
-            }
-            Ok(()) if buf.is_empty() => *buf = Bytes::copy_from_slice(read.filled()),
-            Ok(()) => *buf = [&buf[..], read.filled()].concat().into(),
-            Err(error) if buf.is_empty() && is_reset(&error) => return Poll::Ready(Err(NoHead::Reset)),
+        if inbox.len() > MAX_HEAD {
+            return Poll::Ready(Err(bad_head(BadHead::TooLong).into()));
+        }
+        *seen = inbox.len();
+        match ready!(read::poll_more(cx, io, inbox)) {
+            Ok(0) if inbox.is_empty() => return Poll::Ready(Err(NoHead::End)),
+            Ok(0) => return Poll::Ready(Err(Error::BadResponse("it ended within its head").into())),
+            Ok(_) => {}
+            Err(error) if inbox.is_empty() && is_reset(&error) => return Poll::Ready(Err(NoHead::Reset)),
             Err(error) => return Poll::Ready(Err(Error::Response(error).into())),
         }
     }
+}
+
+fn bad_head(bad: BadHead) -> Error {
+    Error::BadResponse(match bad {
+        BadHead::TooLong => "its head is too long",
+        BadHead::Wrong(what) => what,
+    })
 }
 
 fn is_reset(error: &io::Error) -> bool {
@@ -324,7 +262,7 @@ fn is_reset(error: &io::Error) -> bool {
 /// A response body that arrives on an HTTP/1 connection.
 pub(crate) struct Received {
     source: Option<Source>,
-    buf: BytesMut,
+    inbox: Bytes,
     framing: Framing,
     /// Where the connection goes at a clean end.
     pool: Option<Arc<Pool>>,
@@ -350,7 +288,7 @@ impl Received {
     /// Gives the connection back, or closes it where it cannot be used again.
     fn finish(&mut self) {
         if let (Some(Source::Whole(io)), Some(pool)) = (self.source.take(), self.pool.take())
-            && self.buf.is_empty()
+            && self.inbox.is_empty()
         {
             pool.put(io);
         }
@@ -358,7 +296,7 @@ impl Received {
 
     pub(crate) fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
         loop {
-            match self.framing.decode(&mut self.buf) {
+            match self.framing.decode(&mut self.inbox) {
                 Ok(Decoded::Data(data)) => {
                     if self.framing == Framing::Length(0) {
                         self.finish();
@@ -374,9 +312,9 @@ impl Received {
                     return Poll::Ready(None);
                 }
                 Ok(Decoded::More) => {}
-                Err(error) => {
+                Err(wrong) => {
                     self.source = None;
-                    return Poll::Ready(Some(Err(error)));
+                    return Poll::Ready(Some(Err(Error::BadResponse(wrong))));
                 }
             }
             match ready!(self.poll_fill(cx)) {
@@ -399,27 +337,18 @@ impl Received {
     }
 
     fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
-        let mut space = [std::mem::MaybeUninit::uninit(); 2 * READ];
-        let mut read = ReadBuf::uninit(&mut space);
-        let result = match &mut self.source {
-            Some(Source::Whole(io)) => ready!(Pin::new(io).poll_read(cx, &mut read)),
-            Some(Source::Half(half)) => ready!(Pin::new(half).poll_read(cx, &mut read)),
-            Some(Source::Upgraded(_)) | None => Ok(()),
-        };
-        result?;
-        self.buf.extend_from_slice(read.filled());
-        Poll::Ready(Ok(read.filled().len()))
+        match &mut self.source {
+            Some(Source::Whole(io)) => read::poll_more(cx, io, &mut self.inbox),
+            Some(Source::Half(half)) => read::poll_more(cx, half, &mut self.inbox),
+            Some(Source::Upgraded(_)) | None => Poll::Ready(Ok(0)),
+        }
     }
 
     pub(crate) fn is_end_stream(&self) -> bool {
-        matches!(self.framing, Framing::None | Framing::Length(0))
+        self.framing.is_end()
     }
 
     pub(crate) fn size_hint(&self) -> SizeHint {
-        match self.framing {
-            Framing::None => SizeHint::with_exact(0),
-            Framing::Length(left) => SizeHint::with_exact(left),
-            Framing::Chunked(_) | Framing::UntilClose => SizeHint::default(),
-        }
+        self.framing.size_hint()
     }
 }

@@ -1,0 +1,43 @@
+//! One read buffer a thread: a connection borrows it while there is something to read.
+
+use std::{
+    cell::RefCell,
+    io,
+    pin::pin,
+    task::{Context, Poll, ready},
+};
+
+use bytes::{Bytes, BytesMut};
+use tokio::io::{AsyncRead, AsyncReadExt as _};
+
+/// Bytes read at once. 32 KiB cost the least in bulk; see `net::copy`.
+const SIZE: usize = 32 * 1024;
+/// Reads of at least so many bytes take the buffer along; shorter ones are copied out of it.
+const LARGE: usize = 8 * 1024;
+
+thread_local! {
+    static BUFFER: RefCell<BytesMut> = RefCell::default();
+}
+
+/// Appends to `inbox` what one read yields, and says how many bytes that is; 0 is the end.
+pub(super) fn poll_more<R>(cx: &mut Context<'_>, io: &mut R, inbox: &mut Bytes) -> Poll<io::Result<usize>>
+where
+    R: AsyncRead + Unpin,
+{
+    BUFFER.with_borrow_mut(|buffer| {
+        buffer.reserve(SIZE);
+        let n = ready!(pin!(io.read_buf(buffer)).poll(cx))?;
+        if !inbox.is_empty() {
+            // Without a copy where nobody else holds them, which is so for a head that comes in pieces.
+            let mut bytes = BytesMut::from(std::mem::take(inbox));
+            bytes.extend_from_slice(buffer);
+            *inbox = bytes.freeze();
+        } else if n < LARGE {
+            *inbox = Bytes::copy_from_slice(buffer);
+        } else {
+            *inbox = buffer.split().freeze();
+        }
+        buffer.clear();
+        Poll::Ready(Ok(n))
+    })
+}

@@ -1,0 +1,573 @@
+//! Serving HTTP/1: one task a connection, one request after the other.
+//!
+//! The body of a request reads from the connection itself, wherever it is polled; the server does nothing with what
+//! comes in until that body is at its end or gone. So bodies cross no channel, and a client is read from only as fast
+//! as its body is taken.
+
+use std::{
+    future::poll_fn,
+    io,
+    pin::{Pin, pin},
+    sync::Arc,
+    task::{Context, Poll, Waker, ready},
+    time::Duration,
+};
+
+use bytes::{Buf as _, Bytes, BytesMut};
+use http::{Method, Request, Response, StatusCode, Version, header};
+use http_body::{Frame, SizeHint};
+use parking_lot::Mutex;
+use tokio::{
+    io::AsyncWrite,
+    sync::oneshot,
+    time::{Instant, Sleep, sleep},
+};
+use tower::Service;
+use tulle_core::drain;
+
+use crate::{
+    http::{
+        body::Body,
+        error::Error,
+        h1::{
+            framing::{Decoded, Framing},
+            head::{self, BadHead, RequestHead},
+            read,
+            timer::Timer,
+            write::{self, Afterwards, Answered},
+        },
+        headers, interim,
+        layers::Rescued,
+    },
+    net::io::Io,
+};
+
+/// How long a client that waits for permission to send its body waits for the application's.
+const PATIENCE: Duration = Duration::from_millis(500);
+/// How long, and for how many bytes, a client is listened to that was answered before it had sent everything: with its
+/// bytes unread, the kernel would take back the answer.
+const LINGER: Duration = Duration::from_secs(2);
+const LINGER_BYTES: usize = 512 * 1024;
+
+/// How HTTP/1 clients are served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Config {
+    /// Most bytes of a request head.
+    pub(crate) max_head: usize,
+    /// How long a head may take from its first byte on.
+    pub(crate) head_timeout: Duration,
+    /// How long a connection may be without a request.
+    pub(crate) idle_timeout: Duration,
+}
+
+/// A connection, shared by the server and the body of the request that it is serving.
+struct Connection {
+    io: Io,
+    /// Read and not used yet.
+    inbox: Bytes,
+    /// Interim responses not written yet.
+    interims: BytesMut,
+    receiving: Receiving,
+    /// Who is told that nobody reads the body any more.
+    server: Option<Waker>,
+}
+
+type Shared = Arc<Mutex<Connection>>;
+
+/// Where in a request the client is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Receiving {
+    /// All of it has come.
+    Nothing,
+    Body,
+    /// Its body waits for permission to be sent.
+    Permission,
+    /// The rest of its body is nobody's: the connection cannot carry another request.
+    Abandoned,
+}
+
+/// Why there is no further request.
+enum End {
+    /// The client is done, or idle for too long, or we are ending.
+    Quiet,
+    Refused(Error),
+    Broken(io::Error),
+}
+
+/// Serves one connection until it ends, gracefully once `drain` is signaled.
+///
+/// # Errors
+/// The connection broke, or the client left amid a request.
+pub(in crate::http) async fn serve<S>(
+    io: Io,
+    mut service: Rescued<S>,
+    config: &Config,
+    drain: &drain::Watch,
+) -> Result<(), Error>
+where
+    S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
+{
+    let connection = Arc::new(Mutex::new(Connection {
+        io,
+        inbox: Bytes::new(),
+        interims: BytesMut::new(),
+        receiving: Receiving::Nothing,
+        server: None,
+    }));
+    let mut timer = Timer::default();
+    let mut ending = pin!(drain.signaled());
+    loop {
+        let head = {
+            let mut wait = Wait {
+                config,
+                timer: &mut timer,
+                idle_until: None,
+                head_until: None,
+                seen: 0,
+            };
+            poll_fn(|cx| wait.poll_head(cx, &mut connection.lock(), ending.as_mut())).await
+        };
+        let head = match head {
+            Ok(head) => head,
+            Err(End::Quiet) => return close(connection).await,
+            Err(End::Broken(error)) => return Err(Error::Client(error)),
+            Err(End::Refused(error)) => {
+                connection.lock().receiving = Receiving::Abandoned;
+                let rsp = service.refuse(&error);
+                let (mut message, _) = write::response(rsp, UNREAD, Afterwards::Closed);
+                poll_fn(|cx| message.poll_write(cx, &mut Half(&connection))).await?;
+                return close(connection).await;
+            }
+        };
+        match exchange(&connection, head, &mut service, drain).await? {
+            Next::Request => {}
+            Next::Close => return close(connection).await,
+            Next::Upgrade(client) => {
+                // There was no body, so nobody else has a hold on it.
+                if let Some(connection) = Arc::into_inner(connection) {
+                    let Connection { io, inbox, .. } = connection.into_inner();
+                    // Whoever joins the two ends may be gone.
+                    let _ = client.send(io.unread(inbox));
+                }
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// What happens to a connection after a response.
+enum Next {
+    Request,
+    Close,
+    /// It goes to who asked for it.
+    Upgrade(oneshot::Sender<Io>),
+}
+
+/// Has one request answered, and writes its response.
+async fn exchange<S>(
+    connection: &Shared,
+    head: RequestHead,
+    service: &mut Rescued<S>,
+    drain: &drain::Watch,
+) -> Result<Next, Error>
+where
+    S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
+{
+    let RequestHead {
+        request,
+        framing,
+        keep_alive,
+        expects,
+    } = head;
+    let (version, method) = (request.version(), request.method().clone());
+    let (request, upgrade) = with_body(request, connection, framing, expects);
+    // Who asks for no other request may have closed its side, and waits for the response all the same.
+    let may_have_left = keep_alive;
+    let answered = {
+        let mut answering = pin!(service.call(request));
+        poll_fn(|cx| {
+            let (polled, interims) = interim::collect(|| answering.as_mut().poll(cx));
+            for rsp in interims {
+                connection.lock().pass_interim(cx, &rsp, version);
+            }
+            match polled {
+                Poll::Ready(answered) => Poll::Ready(answered),
+                Poll::Pending => connection.lock().poll_left(cx, may_have_left).map(Err),
+            }
+        })
+        .await
+    };
+    let rsp = answered?;
+    let upgrades =
+        rsp.status() == StatusCode::SWITCHING_PROTOCOLS || (method == Method::CONNECT && rsp.status().is_success());
+    let asks_to_close = rsp
+        .headers()
+        .get(header::CONNECTION)
+        .is_some_and(|value| value == "close");
+    let closes = {
+        let mut connection = connection.lock();
+        if connection.receiving == Receiving::Permission {
+            // An application that answers well may do so while it reads; otherwise it does without the body, which then
+            // does not come, or would be taken for a request.
+            match rsp.status().is_success() {
+                true => connection.permit(),
+                false => connection.receiving = Receiving::Abandoned,
+            }
+        }
+        !keep_alive || asks_to_close || connection.receiving == Receiving::Abandoned || drain.is_signaled()
+    };
+    let afterwards = if closes { Afterwards::Closed } else { Afterwards::Kept };
+    let answered = Answered {
+        version,
+        method: &method,
+    };
+    let (mut message, afterwards) = write::response(rsp, answered, afterwards);
+    let written = poll_fn(|cx| match message.poll_write(cx, &mut Half(connection)) {
+        Poll::Ready(written) => Poll::Ready(written),
+        Poll::Pending => connection.lock().poll_left(cx, may_have_left).map(Err),
+    })
+    .await;
+    if let Err(error) = written {
+        if message.ends_with_connection() {
+            connection.lock().io.reset(); // an end would look like the body's
+        }
+        return Err(error);
+    }
+    drop(message);
+    if upgrades {
+        return Ok(upgrade.map_or(Next::Close, Next::Upgrade));
+    }
+    poll_fn(|cx| connection.lock().poll_received(cx)).await;
+    Ok(match (afterwards, connection.lock().receiving) {
+        (Afterwards::Kept, Receiving::Nothing) => Next::Request,
+        _ => Next::Close,
+    })
+}
+
+/// The request with its body, and who gets the connection if it is upgraded.
+fn with_body(
+    request: Request<()>,
+    connection: &Shared,
+    framing: Framing,
+    expects: bool,
+) -> (Request<Body>, Option<oneshot::Sender<Io>>) {
+    if matches!(framing, Framing::None | Framing::Length(0)) {
+        let request = request.map(|()| Body::empty());
+        if !headers::wants_upgrade(&request) {
+            return (request, None);
+        }
+        let (client, upgraded) = oneshot::channel();
+        return (request.map(|body| body.upgradable(upgraded)), Some(client));
+    }
+    connection.lock().receiving = if expects {
+        Receiving::Permission
+    } else {
+        Receiving::Body
+    };
+    let received = Received {
+        connection: connection.clone(),
+        framing,
+        patience: None,
+        ended: false,
+    };
+    (request.map(|()| Body::h1_request(Box::new(received))), None)
+}
+
+/// Ends a connection whose last response has been written.
+async fn close(connection: Shared) -> Result<(), Error> {
+    poll_fn(|cx| Pin::new(&mut connection.lock().io).poll_shutdown(cx))
+        .await
+        .map_err(Error::Client)?;
+    if connection.lock().receiving != Receiving::Nothing {
+        // Nothing that comes of it matters.
+        let _ = tokio::time::timeout(LINGER, linger(&connection)).await;
+    }
+    Ok(())
+}
+
+/// Reads what an answered client still sends, up to its end.
+async fn linger(connection: &Shared) -> io::Result<()> {
+    let mut left = LINGER_BYTES;
+    loop {
+        let n = poll_fn(|cx| {
+            let Connection { io, inbox, .. } = &mut *connection.lock();
+            *inbox = Bytes::new();
+            read::poll_more(cx, io, inbox)
+        })
+        .await?;
+        match left.checked_sub(n) {
+            Some(rest) if n > 0 => left = rest,
+            _ => return Ok(()),
+        }
+    }
+}
+
+/// What is written to whom we have not understood.
+const UNREAD: Answered<'static> = Answered {
+    version: Version::HTTP_11,
+    method: &Method::GET,
+};
+
+/// The wait for a request head.
+struct Wait<'a> {
+    config: &'a Config,
+    timer: &'a mut Timer,
+    idle_until: Option<Instant>,
+    head_until: Option<Instant>,
+    /// Bytes that have been looked at.
+    seen: usize,
+}
+
+impl Wait<'_> {
+    fn poll_head(
+        &mut self,
+        cx: &mut Context<'_>,
+        connection: &mut Connection,
+        ending: Pin<&mut impl Future<Output = ()>>,
+    ) -> Poll<Result<RequestHead, End>> {
+        let Connection { io, inbox, .. } = connection;
+        loop {
+            // Some clients end a body with an empty line that is not part of it.
+            while self.seen == 0 && inbox.starts_with(b"\r\n") {
+                inbox.advance(2);
+            }
+            if let Some(head) = self.parse(inbox).map_err(End::Refused)? {
+                return Poll::Ready(Ok(head));
+            }
+            match read::poll_more(cx, io, inbox) {
+                Poll::Ready(Ok(0)) if inbox.is_empty() => return Poll::Ready(Err(End::Quiet)),
+                Poll::Ready(Ok(0)) => return Poll::Ready(Err(End::Broken(io::ErrorKind::UnexpectedEof.into()))),
+                Poll::Ready(Ok(_)) => {}
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(End::Broken(error))),
+                Poll::Pending => break,
+            }
+        }
+        let is_idle = inbox.is_empty();
+        if is_idle && ending.poll(cx).is_ready() {
+            return Poll::Ready(Err(End::Quiet));
+        }
+        let (until, limit) = match is_idle {
+            true => (&mut self.idle_until, self.config.idle_timeout),
+            false => (&mut self.head_until, self.config.head_timeout),
+        };
+        self.timer.set(*until.get_or_insert_with(|| Instant::now() + limit));
+        ready!(self.timer.poll(cx));
+        Poll::Ready(Err(match is_idle {
+            true => End::Quiet,
+            false => End::Refused(Error::HeadTimeout(limit)),
+        }))
+    }
+
+    fn parse(&mut self, inbox: &mut Bytes) -> Result<Option<RequestHead>, Error> {
+        if inbox.is_empty() || (self.seen > 0 && !head::may_end(inbox, self.seen)) {
+            return self.within_limit(inbox.len()).map(|()| None);
+        }
+        let before = inbox.len();
+        let head = head::request(inbox).map_err(|bad| match bad {
+            BadHead::TooLong => self.too_long(),
+            BadHead::Wrong(what) => Error::BadRequest(what),
+        })?;
+        self.seen = inbox.len();
+        let used = if head.is_some() { before - inbox.len() } else { before };
+        self.within_limit(used).map(|()| head)
+    }
+
+    fn within_limit(&self, len: usize) -> Result<(), Error> {
+        if len > self.config.max_head {
+            Err(self.too_long())
+        } else {
+            Ok(())
+        }
+    }
+
+    fn too_long(&self) -> Error {
+        Error::HeadTooLong {
+            limit: self.config.max_head,
+        }
+    }
+}
+
+impl Connection {
+    /// Ready when the client has closed its side, which it does when it no longer waits.
+    fn poll_left(&mut self, cx: &mut Context<'_>, may_have_left: bool) -> Poll<Error> {
+        if !may_have_left || self.receiving != Receiving::Nothing || !self.inbox.is_empty() {
+            return Poll::Pending;
+        }
+        match ready!(read::poll_more(cx, &mut self.io, &mut self.inbox)) {
+            Ok(0) => Poll::Ready(Error::Left),
+            Ok(_) => Poll::Pending, // the next request
+            Err(error) => Poll::Ready(Error::Client(error)),
+        }
+    }
+
+    /// Ready when nobody reads the body any more.
+    fn poll_received(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if self.receiving == Receiving::Body {
+            self.server = Some(cx.waker().clone());
+            return Poll::Pending;
+        }
+        Poll::Ready(())
+    }
+
+    fn received(&mut self, receiving: Receiving) {
+        self.receiving = receiving;
+        if let Some(server) = self.server.take() {
+            server.wake();
+        }
+    }
+
+    /// Lets the client send its body; with the next write it hears of it.
+    fn permit(&mut self) {
+        self.receiving = Receiving::Body;
+        self.interims.extend_from_slice(b"HTTP/1.1 100 Continue\r\n\r\n");
+    }
+
+    /// Writes an interim response, where the client knows of such.
+    fn pass_interim(&mut self, cx: &mut Context<'_>, rsp: &Response<()>, version: Version) {
+        if interim::is_permission(rsp) {
+            if self.receiving != Receiving::Permission {
+                return;
+            }
+            self.receiving = Receiving::Body;
+        }
+        // They are hints, of which an application may send any number, and a client may take none.
+        if version == Version::HTTP_11 && self.interims.len() < MAX_INTERIMS {
+            write::interim(rsp, &mut self.interims);
+        }
+        // What cannot be written now goes before the response, and errors are the response's, too.
+        let _ = self.poll_interims(cx);
+    }
+
+    fn poll_interims(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while !self.interims.is_empty() {
+            let n = ready!(Pin::new(&mut self.io).poll_write(cx, &self.interims))?;
+            if n == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            self.interims.advance(n);
+            if self.interims.is_empty() {
+                self.interims = BytesMut::new();
+                return Pin::new(&mut self.io).poll_flush(cx);
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+/// Most bytes of interim responses that wait for a client.
+const MAX_INTERIMS: usize = 64 * 1024;
+
+/// The side of a connection that responses are written to.
+struct Half<'a>(&'a Shared);
+
+impl AsyncWrite for Half<'_> {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        let mut connection = self.0.lock();
+        ready!(connection.poll_interims(cx))?;
+        Pin::new(&mut connection.io).poll_write(cx, buf)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let mut connection = self.0.lock();
+        ready!(connection.poll_interims(cx))?;
+        Pin::new(&mut connection.io).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0.lock().io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0.lock().io).poll_shutdown(cx)
+    }
+}
+
+/// The body of a request, read from its connection as it is polled.
+pub(crate) struct Received {
+    connection: Shared,
+    framing: Framing,
+    /// How long the client waits for the application's permission to send it.
+    patience: Option<Pin<Box<Sleep>>>,
+    ended: bool,
+}
+
+impl Received {
+    pub(crate) fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+        if self.ended {
+            return Poll::Ready(None);
+        }
+        let connection = &mut *self.connection.lock();
+        if connection.receiving == Receiving::Abandoned {
+            return Poll::Ready(Some(Err(Error::from_client("it was answered before it was sent"))));
+        }
+        let failed = loop {
+            let decoded = self.framing.decode(&mut connection.inbox);
+            let is_end = self.framing.is_end();
+            let frame = match decoded {
+                Ok(Decoded::Data(data)) => Some(Ok(Frame::data(data))),
+                Ok(Decoded::Trailers(trailers)) => Some(Ok(Frame::trailers(trailers))),
+                Ok(Decoded::End) => None,
+                Ok(Decoded::More) => match read::poll_more(cx, &mut connection.io, &mut connection.inbox) {
+                    Poll::Ready(Ok(0)) => break Error::from_client(io::Error::from(io::ErrorKind::UnexpectedEof)),
+                    Poll::Ready(Ok(_)) => continue,
+                    Poll::Ready(Err(error)) => break Error::from_client(error),
+                    Poll::Pending => {
+                        ready!(Self::poll_patience(&mut self.patience, cx, connection));
+                        return Poll::Pending;
+                    }
+                },
+                Err(wrong) => break Error::from_client(wrong),
+            };
+            if is_end {
+                self.ended = true;
+                connection.received(Receiving::Nothing);
+            } else {
+                connection.receiving = Receiving::Body;
+            }
+            return Poll::Ready(frame);
+        };
+        self.ended = true;
+        connection.received(Receiving::Abandoned);
+        Poll::Ready(Some(Err(failed)))
+    }
+
+    /// Lets the client send its body when nobody else has done so for a while.
+    fn poll_patience(
+        patience: &mut Option<Pin<Box<Sleep>>>,
+        cx: &mut Context<'_>,
+        connection: &mut Connection,
+    ) -> Poll<()> {
+        if connection.receiving == Receiving::Permission {
+            let patience = patience.get_or_insert_with(|| Box::pin(sleep(PATIENCE)));
+            ready!(patience.as_mut().poll(cx));
+            connection.permit();
+            // The next write says what is wrong with the connection.
+            let _ = connection.poll_interims(cx);
+        }
+        Poll::Ready(())
+    }
+
+    pub(crate) fn is_end_stream(&self) -> bool {
+        self.framing.is_end()
+    }
+
+    pub(crate) fn size_hint(&self) -> SizeHint {
+        self.framing.size_hint()
+    }
+}
+
+impl Drop for Received {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.connection.lock().received(Receiving::Abandoned);
+        }
+    }
+}

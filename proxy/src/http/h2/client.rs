@@ -1,0 +1,131 @@
+//! HTTP/2 towards a peer or an application.
+
+use std::{
+    future::{Future, poll_fn},
+    net::SocketAddr,
+    pin::Pin,
+    task::{Context, Poll},
+};
+
+use bytes::Bytes;
+use h2::{
+    RecvStream,
+    client::{self, ResponseFuture, SendRequest},
+};
+use http::{Request, Response};
+use http_body::Body as _;
+
+use crate::{
+    http::{
+        body::Body,
+        error::Error,
+        h2::{From, KeepAlive, Params, Received, send::Sending, unanswered},
+        headers, interim,
+    },
+    net::io::Io,
+};
+
+/// Opens an HTTP/2 connection on `io`. A task drives it until every handle is gone.
+///
+/// # Errors
+/// The connection broke before our settings were written.
+pub(crate) async fn connect(io: Io, params: &Params) -> Result<SendRequest<Bytes>, Error> {
+    let mut builder = client::Builder::new();
+    builder
+        .initial_window_size(params.stream_window)
+        .initial_connection_window_size(params.connection_window)
+        .max_header_list_size(params.max_header_list)
+        .enable_push(false);
+    if let Some(size) = params.max_frame_size {
+        builder.max_frame_size(size);
+    }
+    if let Some(size) = params.max_send_buffer {
+        builder.max_send_buffer_size(size);
+    }
+    let (send, connection) = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
+    tokio::spawn(drive(connection, params.keep_alive));
+    Ok(send)
+}
+
+/// Moves frames until the connection ends, or its peer stops answering pings.
+async fn drive(mut connection: client::Connection<Io, Bytes>, keep_alive: Option<KeepAlive>) {
+    let pings = connection.ping_pong();
+    tokio::select! {
+        ended = connection => if let Err(error) = ended {
+            tracing::debug!(%error, "HTTP/2 connection ended");
+        },
+        () = unanswered(keep_alive, pings) => tracing::debug!("HTTP/2 peer did not answer a ping in time"),
+    }
+}
+
+/// Sends one request on a connection that has capacity for it, and waits for the response head.
+///
+/// The request body is sent from here until then; what still streams afterwards gets a task of its own.
+///
+/// # Errors
+/// The stream was refused or reset, the connection broke, or the request body failed.
+pub(crate) async fn send(
+    mut send: SendRequest<Bytes>,
+    req: Request<Body>,
+    addr: SocketAddr,
+) -> Result<Response<Body>, Error> {
+    let (parts, body) = req.into_parts();
+    let no_body = body.is_end_stream();
+    let (mut response, stream) = send
+        .send_request(Request::from_parts(parts, ()), no_body)
+        .map_err(|error| lost(error, addr))?;
+    let head = if no_body {
+        poll_fn(|cx| poll_head(cx, &mut response)).await
+    } else {
+        let mut sending = Some(Sending::new(body, stream));
+        let head = poll_fn(|cx| {
+            if let Poll::Ready(head) = poll_head(cx, &mut response) {
+                return Poll::Ready(Ok(head));
+            }
+            if let Some(body) = &mut sending {
+                match body.poll_send(cx) {
+                    Poll::Ready(Err(error @ Error::RequestBody(_))) => return Poll::Ready(Err(error)),
+                    // A peer that stops reading may still answer; the response says what happened.
+                    Poll::Ready(_) => sending = None,
+                    Poll::Pending => {}
+                }
+            }
+            Poll::Pending
+        })
+        .await?;
+        if let (Some(sending), true) = (sending, head.is_ok()) {
+            tokio::spawn(sending.rest());
+        }
+        head
+    };
+    let response = head.map_err(|error| lost(error, addr))?;
+    let left = headers::content_length(response.headers());
+    Ok(response.map(|stream| {
+        Body::from(Received {
+            stream,
+            from: From::Server,
+            left,
+        })
+    }))
+}
+
+/// Waits for the final response; interim ones are passed on.
+fn poll_head(cx: &mut Context<'_>, response: &mut ResponseFuture) -> Poll<Result<Response<RecvStream>, h2::Error>> {
+    while let Poll::Ready(Some(Ok(interim))) = response.poll_informational(cx) {
+        interim::pass(interim);
+    }
+    Pin::new(response).poll(cx)
+}
+
+/// Tells a connection that ended under us from a stream that was reset.
+pub(crate) fn lost(error: h2::Error, addr: SocketAddr) -> Error {
+    if error.is_io() {
+        Error::Closed {
+            addr,
+            reused: true,
+            sent: true,
+        }
+    } else {
+        Error::H2(error)
+    }
+}

@@ -1,0 +1,98 @@
+//! Sending a body on an HTTP/2 stream, as the peer has room for it.
+
+use std::{
+    future::poll_fn,
+    pin::Pin,
+    task::{Context, Poll, ready},
+};
+
+use bytes::Bytes;
+use h2::{Reason, SendStream};
+use http_body::Body as _;
+
+use crate::http::{body::Body, error::Error};
+
+/// A body on its way out.
+pub(super) struct Sending {
+    body: Body,
+    stream: SendStream<Bytes>,
+    chunk: Bytes,
+}
+
+impl Sending {
+    pub(super) fn new(body: Body, stream: SendStream<Bytes>) -> Self {
+        Self {
+            body,
+            stream,
+            chunk: Bytes::new(),
+        }
+    }
+
+    /// Sends what is left.
+    pub(super) async fn rest(mut self) {
+        if let Err(error) = poll_fn(|cx| self.poll_send(cx)).await {
+            tracing::debug!(%error, "a body ended early");
+        }
+    }
+
+    /// Ready when all has been handed over, or the peer wants no more.
+    ///
+    /// # Errors
+    /// The body failed, and the stream has been reset; or the stream was.
+    pub(super) fn poll_send(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        loop {
+            if !self.chunk.is_empty() {
+                self.stream.reserve_capacity(self.chunk.len());
+                let Some(capacity) = ready!(self.stream.poll_capacity(cx)) else {
+                    return Poll::Ready(Ok(())); // the peer closed its side of the stream
+                };
+                let capacity = capacity.map_err(Error::H2)?;
+                if capacity == 0 {
+                    continue; // spurious: polling again registers for more
+                }
+                let part = self.chunk.split_to(capacity.min(self.chunk.len()));
+                let last = self.chunk.is_empty() && self.body.is_end_stream();
+                self.stream.send_data(part, last).map_err(Error::H2)?;
+                if last {
+                    return Poll::Ready(Ok(()));
+                }
+                continue;
+            }
+            if let Poll::Ready(reset) = self.stream.poll_reset(cx) {
+                return Poll::Ready(reset.map(drop).map_err(Error::H2));
+            }
+            match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
+                None => {
+                    self.stream.send_data(Bytes::new(), true).map_err(Error::H2)?;
+                    return Poll::Ready(Ok(()));
+                }
+                Some(Err(error)) => {
+                    self.stream.send_reset(reason(&error, Reason::CANCEL));
+                    return Poll::Ready(Err(error));
+                }
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) if data.is_empty() && !self.body.is_end_stream() => {}
+                    Ok(data) if data.is_empty() => {
+                        self.stream.send_data(data, true).map_err(Error::H2)?;
+                        return Poll::Ready(Ok(()));
+                    }
+                    Ok(data) => self.chunk = data,
+                    Err(frame) => {
+                        if let Ok(trailers) = frame.into_trailers() {
+                            self.stream.send_trailers(trailers).map_err(Error::H2)?;
+                            return Poll::Ready(Ok(()));
+                        }
+                    }
+                },
+            }
+        }
+    }
+}
+
+/// Why a stream is reset: as the stream that it depends on was, if there is one.
+pub(super) fn reason(error: &Error, otherwise: Reason) -> Reason {
+    match error {
+        Error::H2(error) => error.reason().unwrap_or(otherwise),
+        _ => otherwise,
+    }
+}
