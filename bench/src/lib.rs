@@ -1,5 +1,6 @@
 //! Workloads and measurements: echo servers, an open-loop load generator, and the reference scenario against other proxies.
 
+pub mod conformance;
 pub mod control_scale;
 pub mod load;
 pub mod run;

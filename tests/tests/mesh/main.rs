@@ -10,6 +10,7 @@ mod control_plane;
 mod drain;
 mod edges;
 mod failure;
+mod http1;
 mod identity;
 mod invalid_policy;
 mod policy;

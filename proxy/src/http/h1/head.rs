@@ -258,14 +258,20 @@ fn framing_of_response(response: &Response<()>, method: &Method) -> Result<(Fram
     }
     let headers = response.headers();
     let length = content_length(headers)?;
-    if let Some(coding) = headers.get_all(header::TRANSFER_ENCODING).iter().next_back() {
-        let last = coding.as_bytes().rsplit(|b| *b == b',').next().unwrap_or_default();
-        if last.trim_ascii().eq_ignore_ascii_case(b"chunked") {
-            return Ok((Framing::Chunked(Chunk::Size), length.is_none()));
+    let codings = headers.get_all(header::TRANSFER_ENCODING).iter();
+    let mut codings = codings
+        .flat_map(|line| line.as_bytes().split(|byte| *byte == b','))
+        .map(<[u8]>::trim_ascii)
+        // An old way to say that there is none.
+        .filter(|coding| !coding.eq_ignore_ascii_case(b"identity"));
+    match (codings.next(), codings.next()) {
+        (None, _) => Ok((length.map_or(Framing::UntilClose, Framing::Length), true)),
+        (Some(coding), None) if coding.eq_ignore_ascii_case(b"chunked") => {
+            Ok((Framing::Chunked(Chunk::Size), length.is_none()))
         }
-        return Ok((Framing::UntilClose, false));
+        // Passed on without its name, it could not be undone.
+        _ => Err("its transfer-encoding is not just chunked".into()),
     }
-    Ok((length.map_or(Framing::UntilClose, Framing::Length), true))
 }
 
 /// Whether the response to a request ends with its head, whatever its headers say.
@@ -343,9 +349,9 @@ mod tests {
                 true,
             ),
             (
-                "HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n",
-                Framing::Chunked(Chunk::Size),
-                true,
+                "HTTP/1.1 200 OK\r\ntransfer-encoding: identity\r\n\r\n",
+                Framing::UntilClose,
+                false,
             ),
             (
                 "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-length: 3\r\n\r\n",
@@ -386,6 +392,8 @@ mod tests {
         for text in [
             "HTTP/1.1 200 OK\r\ncontent-length: +5\r\n\r\n",
             "HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n",
+            "HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n",
+            "HTTP/1.1 200 OK\r\ntransfer-encoding: gzip\r\n\r\n",
             "HTTP/1.1 20 OK\r\n\r\n",
             "SMTP ready\r\n",
         ] {

@@ -1,0 +1,322 @@
+//! HTTP/1 to the letter: the table of raw bytes, and what clients and applications may do besides.
+
+use parking_lot::Mutex;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::sync::{mpsc, oneshot};
+use tulle_bench::conformance::{App, Outcome};
+use tulle_tests::apps;
+use tulle_tests::eventually::eventually;
+use tulle_tests::mesh::{HTTP, Mesh, STRANGER, mesh};
+
+/// Fails with every row that is not as it should be.
+fn check(way: &str, outcomes: &[Outcome]) {
+    let wrong: Vec<_> = outcomes.iter().filter(|outcome| outcome.wrong.is_some()).collect();
+    let text: Vec<_> = wrong.iter().map(ToString::to_string).collect();
+    assert!(
+        wrong.is_empty(),
+        "{way}, {} of {}:\n{}",
+        wrong.len(),
+        outcomes.len(),
+        text.join("\n")
+    );
+}
+
+#[test]
+fn both_sidecars_keep_to_the_table() {
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        let app = App::start(mesh.listen("web", HTTP).await);
+        let dial = async || mesh.dial("client", mesh.service("web", HTTP)).await;
+        check("through both", &app.try_all(dial).await);
+    });
+}
+
+#[test]
+fn a_server_s_sidecar_keeps_to_the_table() {
+    mesh().workload("web").run(async |mesh: &Mesh| {
+        let app = App::start(mesh.listen("web", HTTP).await);
+        let dial = async || mesh.arrive(STRANGER, "web", HTTP).await;
+        check("from a stranger", &app.try_all(dial).await);
+    });
+}
+
+#[test]
+fn a_client_s_sidecar_keeps_to_the_table() {
+    mesh().workload("client").unmeshed("legacy").run(async |mesh: &Mesh| {
+        let app = App::start(mesh.listen("legacy", HTTP).await);
+        let dial = async || mesh.dial("client", mesh.service("legacy", HTTP)).await;
+        check("to a server without a proxy", &app.try_all(dial).await);
+    });
+}
+
+async fn dial(mesh: &Mesh) -> TcpStream {
+    mesh.dial("client", mesh.service("web", HTTP)).await
+}
+
+/// All that comes until the connection ends.
+async fn rest(stream: &mut TcpStream) -> String {
+    let mut text = Vec::new();
+    stream.read_to_end(&mut text).await.unwrap();
+    String::from_utf8(text).unwrap()
+}
+
+/// Reads until what was read ends so.
+async fn until(stream: &mut TcpStream, end: &str) -> String {
+    let mut text = String::new();
+    while !text.ends_with(end) {
+        let byte = stream.read_u8().await;
+        text.push(char::from(
+            byte.unwrap_or_else(|error| panic!("{error} after {text:?}")),
+        ));
+    }
+    text
+}
+
+const OK: &[u8] = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
+
+#[test]
+fn long_heads_pass_and_longer_ones_are_told_so() {
+    let mesh = mesh().workload("client").workload("web");
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        for (size, status) in [(60_000, "200"), (70_000, "431")] {
+            for line in ["a: ".to_owned() + &"b".repeat(size), "a: b\r\n".repeat(size / 6)] {
+                // Both limits hold: of many short lines, HTTP/2 counts 32 more bytes each.
+                if status == "200" && line.len() > 3 && line.contains("\r\n") {
+                    continue;
+                }
+                let mut client = dial(mesh).await;
+                let head = format!(
+                    "GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n{}\r\n\r\n",
+                    line.trim_end()
+                );
+                client.write_all(head.as_bytes()).await.unwrap();
+                let rsp = rest(&mut client).await;
+                assert!(rsp.starts_with(&format!("HTTP/1.1 {status} ")), "{size}: {rsp}");
+                assert_eq!(
+                    rsp.contains("l5d-proxy-cause: head-too-long\r\n"),
+                    status == "431",
+                    "{rsp}"
+                );
+            }
+        }
+    });
+}
+
+#[test]
+fn a_head_that_does_not_come_is_waited_for_only_so_long() {
+    let mesh = mesh().workload("client").workload("web");
+    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_HEAD_TIMEOUT", "200ms");
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let mut client = dial(mesh).await;
+        for part in ["GET / HTTP/1.1\r\nhost: web.test\r\n\r\n", "GET / HTTP/1.1\r\nhost: w"] {
+            client.write_all(part.as_bytes()).await.unwrap();
+        }
+        until(&mut client, "web\n").await;
+        let rsp = rest(&mut client).await;
+        assert!(rsp.starts_with("HTTP/1.1 408 "), "{rsp}");
+        assert!(rsp.contains("l5d-proxy-cause: head-timeout\r\n"), "{rsp}");
+    });
+}
+
+#[test]
+fn a_connection_without_requests_is_closed_in_time() {
+    let mesh = mesh().workload("client").workload("web");
+    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_IDLE_TIMEOUT", "200ms");
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let mut client = dial(mesh).await;
+        client
+            .write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n")
+            .await
+            .unwrap();
+        let rsp = rest(&mut client).await;
+        assert!(rsp.starts_with("HTTP/1.1 200 ") && rsp.ends_with("web\n"), "{rsp}");
+    });
+}
+
+const EXPECTING: &[u8] = b"POST / HTTP/1.1\r\nhost: web.test\r\ncontent-length: 5\r\nexpect: 100-continue\r\n\r\n";
+
+/// An application that reads a head and says this, then reads the body where it lets it come.
+async fn app(mesh: &Mesh, says: &'static [u8]) -> apps::App {
+    apps::raw(mesh.listen("web", HTTP).await, move |mut stream| async move {
+        until(&mut stream, "\r\n\r\n").await;
+        stream.write_all(says).await.unwrap();
+        if !says.starts_with(b"HTTP/1.1 4") {
+            until(&mut stream, "hello").await;
+            stream.write_all(OK).await.unwrap();
+        }
+        stream.shutdown().await.unwrap();
+    })
+}
+
+#[test]
+fn whether_a_body_may_come_is_the_application_s_decision() {
+    let mesh = mesh().workload("client").workload("web");
+    mesh.run(async |mesh: &Mesh| {
+        let permitting = app(mesh, b"HTTP/1.1 100 Continue\r\n\r\n").await;
+        let mut client = dial(mesh).await;
+        client.write_all(EXPECTING).await.unwrap();
+        assert!(until(&mut client, "\r\n\r\n").await.starts_with("HTTP/1.1 100 "));
+        client.write_all(b"hello").await.unwrap();
+        assert!(until(&mut client, "ok").await.starts_with("HTTP/1.1 200 "));
+        permitting.kill().await;
+
+        let refusing = app(mesh, b"HTTP/1.1 417 Expectation Failed\r\ncontent-length: 0\r\n\r\n").await;
+        let mut client = dial(mesh).await;
+        client.write_all(EXPECTING).await.unwrap();
+        let rsp = rest(&mut client).await;
+        assert!(
+            rsp.starts_with("HTTP/1.1 417 ") && rsp.contains("connection: close"),
+            "{rsp}"
+        );
+        refusing.kill().await;
+
+        // One that has never heard of the question.
+        let _silent = app(mesh, b"").await;
+        let mut client = dial(mesh).await;
+        client.write_all(EXPECTING).await.unwrap();
+        assert!(until(&mut client, "\r\n\r\n").await.starts_with("HTTP/1.1 100 "));
+        client.write_all(b"hello").await.unwrap();
+        assert!(until(&mut client, "ok").await.starts_with("HTTP/1.1 200 "));
+    });
+}
+
+#[test]
+fn a_client_that_leaves_takes_its_request_back() {
+    let mesh = mesh().workload("client").workload("web");
+    mesh.run(async |mesh: &Mesh| {
+        let (left, mut noticed) = mpsc::channel(1);
+        let (came, mut arrived) = mpsc::channel(1);
+        let _app = apps::raw(mesh.listen("web", HTTP).await, move |mut stream| {
+            let (came, left) = (came.clone(), left.clone());
+            async move {
+                until(&mut stream, "\r\n\r\n").await;
+                came.send(()).await.unwrap();
+                let read = stream.read(&mut [0]).await;
+                left.send(read.unwrap_or(0)).await.unwrap();
+            }
+        });
+        let mut client = dial(mesh).await;
+        client
+            .write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n")
+            .await
+            .unwrap();
+        arrived.recv().await.unwrap();
+        drop(client);
+        assert_eq!(noticed.recv().await, Some(0));
+    });
+}
+
+#[test]
+fn a_client_that_has_said_its_last_word_is_answered() {
+    let mesh = mesh().workload("client").workload("web");
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        for head in [
+            "GET / HTTP/1.0\r\n",
+            "GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n",
+        ] {
+            let mut client = dial(mesh).await;
+            client.write_all(format!("{head}\r\n").as_bytes()).await.unwrap();
+            client.shutdown().await.unwrap();
+            let rsp = rest(&mut client).await;
+            assert!(rsp.ends_with("\r\n\r\nweb\n"), "{rsp}");
+        }
+    });
+}
+
+#[test]
+fn an_answer_to_a_body_that_nobody_reads_arrives() {
+    let mesh = mesh().workload("client").workload("web");
+    mesh.run(async |mesh: &Mesh| {
+        let _app = apps::raw(mesh.listen("web", HTTP).await, |mut stream| async move {
+            until(&mut stream, "\r\n\r\n").await;
+            stream
+                .write_all(b"HTTP/1.1 413 Content Too Large\r\ncontent-length: 3\r\n\r\nno\n")
+                .await
+                .unwrap();
+            // It neither reads nor closes.
+            stream.readable().await.unwrap();
+            std::future::pending::<()>().await;
+        });
+        let mut client = dial(mesh).await;
+        client
+            .write_all(b"POST / HTTP/1.1\r\nhost: web.test\r\ncontent-length: 100000000\r\n\r\n")
+            .await
+            .unwrap();
+        let (mut read, mut write) = client.split();
+        let mut rsp = Vec::new();
+        let reading = async {
+            while !rsp.ends_with(b"no\n") {
+                assert!(read.read_buf(&mut rsp).await.unwrap() > 0);
+            }
+        };
+        let writing = async {
+            while write.write_all(&[b'x'; 10_000]).await.is_ok() {}
+            std::future::pending::<()>().await;
+        };
+        tokio::select! {
+            () = reading => {}
+            () = writing => {}
+        }
+        assert!(rsp.starts_with(b"HTTP/1.1 413 "), "{}", String::from_utf8_lossy(&rsp));
+    });
+}
+
+#[test]
+fn a_response_that_ends_with_its_connection_is_not_taken_for_whole_when_it_is_cut() {
+    let mesh = mesh().workload("client").workload("web");
+    mesh.run(async |mesh: &Mesh| {
+        let (tell, told) = oneshot::channel::<()>();
+        let told = Mutex::new(Some(told));
+        let _app = apps::raw(mesh.listen("web", HTTP).await, move |mut stream| {
+            let told = told.lock().take().unwrap();
+            async move {
+                until(&mut stream, "\r\n\r\n").await;
+                let head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n";
+                stream.write_all(head).await.unwrap();
+                told.await.unwrap();
+            }
+        });
+        let mut client = dial(mesh).await;
+        client
+            .write_all(b"GET / HTTP/1.0\r\nhost: web.test\r\n\r\n")
+            .await
+            .unwrap();
+        until(&mut client, "ok").await;
+        tell.send(()).unwrap();
+        let mut text = Vec::new();
+        let ended = client.read_to_end(&mut text).await;
+        assert!(ended.is_err(), "{}", String::from_utf8_lossy(&text));
+    });
+}
+
+#[test]
+fn connections_are_reused_whatever_the_bodies() {
+    let mesh = mesh().workload("client").workload("web");
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let mut client = dial(mesh).await;
+        for body in [
+            "content-length: 5\r\n\r\nhello",
+            "transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+        ] {
+            for _ in 0..3 {
+                let text = format!("POST /echo HTTP/1.1\r\nhost: web.test\r\n{body}");
+                client.write_all(text.as_bytes()).await.unwrap();
+                let head = until(&mut client, "\r\n\r\n").await;
+                assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
+                until(
+                    &mut client,
+                    if head.contains("chunked") { "0\r\n\r\n" } else { "hello" },
+                )
+                .await;
+            }
+        }
+        let opened = || mesh.metric("client", "tcp_open_total", &[r#"peer="src""#]);
+        eventually("connections are counted", async || (opened().await >= 1.).then_some(())).await;
+        assert_eq!(opened().await as u32, 1);
+    });
+}
