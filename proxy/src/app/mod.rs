@@ -11,6 +11,7 @@ use std::{
 };
 
 use anyhow::Context;
+use futures_util::FutureExt as _;
 use tokio::{
     net::TcpStream,
     runtime::{Builder, Runtime},
@@ -359,10 +360,8 @@ impl Worker {
             let stop = drain.clone();
             let spawn = |stream, client| {
                 let (guard, serving) = (drain.guard(), serve(index, stream, client, drain.clone()));
-                tokio::spawn(async move {
-                    let _guard = guard;
-                    serving.await;
-                });
+                // An async block would hold the future twice.
+                tokio::spawn(serving.map(move |()| drop(guard)));
             };
             listen::accept_loop(listener, options, stop.signaled(), spawn).await;
         });

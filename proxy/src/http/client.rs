@@ -23,7 +23,7 @@ use crate::{
         body::Body,
         error::Error,
         h1::{
-            client::{self as http1, Failed, Unread},
+            client::{self as http1, Exchange, Failed, NoHead},
             pool::Pool,
         },
         h2::{Params, client as http2},
@@ -173,40 +173,41 @@ impl Client {
         ready.map(Ready::Http2)
     }
 
-    /// Sends a request on a connection of this client.
+    /// Sends a request, which is taken out of `req`, on a connection of this client.
     ///
     /// # Errors
     /// See [`Error::retry`] for what may be tried again.
-    pub(crate) async fn send(&self, ready: Ready, req: Request<Body>) -> Result<Response<Body>, Error> {
+    pub(crate) async fn send(&self, ready: Ready, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
         match ready {
-            Ready::Http1(connection, pool) => match connection.send(req, self.addr, pool.clone()).await {
-                Ok(rsp) => Ok(rsp),
-                Err(Failed { error, unread: None }) => Err(error),
-                Err(Failed {
-                    error,
-                    unread: Some(unread),
-                }) => Box::pin(self.send_unread(unread, error, pool)).await,
-            },
+            Ready::Http1(connection, pool) => {
+                let mut exchange = connection.send(req, self.addr, pool);
+                match exchange.head().await {
+                    Ok(head) => Ok(exchange.response(head)),
+                    // Rare, and much larger than the rest.
+                    Err(why) => Box::pin(self.send_again(exchange, why)).await,
+                }
+            }
             Ready::Http2(send) => http2::send(send, req, self.addr).await,
         }
     }
 
-    /// Sends once more what the application of this host has not read. An application that listens no more is ending:
-    /// then it was unread for sure, and the error says that it cannot be reached.
-    async fn send_unread(
-        &self,
-        unread: Unread,
-        error: Error,
-        pool: Option<Arc<Pool>>,
-    ) -> Result<Response<Body>, Error> {
+    /// Sends once more what nobody has read, or may be read twice. An application that listens no more is ending: then the
+    /// request was unread for sure, and the error says that it cannot be reached.
+    async fn send_again(&self, exchange: Exchange, why: NoHead) -> Result<Response<Body>, Error> {
+        let pool = exchange.pool();
+        let Failed { error, unread } = exchange.failed(why).await;
+        let Some(unread) = unread else { return Err(error) };
         let io = match (self.connect)(Protocol::Http1).await {
             Ok(io) if unread.certain => io,
             Err(failed) if unread.certain || failed.is_refusal() => return Err(failed),
             // It listens still, or that cannot be told.
             Ok(_) | Err(_) => return Err(error),
         };
-        let sent = http1::Connection::new(io).send_again(unread, self.addr, pool).await;
-        sent.map_err(|failed| failed.error)
+        let mut exchange = http1::Connection::new(io).send_again(unread, self.addr, pool);
+        match exchange.head().await {
+            Ok(head) => Ok(exchange.response(head)),
+            Err(why) => Err(exchange.failed(why).await.error),
+        }
     }
 }
 
@@ -246,10 +247,10 @@ mod tests {
         let unread = async move {
             application.peek(&mut [0]).await.unwrap();
         };
-        let post = Request::post("/")
+        let mut post = Request::post("/")
             .body(Body::full(Bytes::from_static(b"a body")))
             .unwrap();
-        let (sent, ()) = tokio::join!(client.send(ready, post), unread);
+        let (sent, ()) = tokio::join!(client.send(ready, &mut post), unread);
         sent.err().unwrap()
     }
 

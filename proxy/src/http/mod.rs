@@ -17,4 +17,5 @@ pub(crate) mod orig_proto;
 pub(crate) mod replay;
 pub(crate) mod respond;
 pub(crate) mod server;
+mod spare;
 pub(crate) mod tunnel;

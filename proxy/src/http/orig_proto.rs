@@ -1,5 +1,7 @@
 //! HTTP/1 carried over HTTP/2 between proxies: the outbound side upgrades, the inbound side restores.
 
+use std::cell::RefCell;
+
 use http::{
     HeaderMap, Request, Response, Uri, Version,
     header::{self, HeaderValue},
@@ -50,7 +52,7 @@ pub(crate) fn make_absolute(req: &mut Request<Body>) -> Result<(), Error> {
                 .headers()
                 .get(header::HOST)
                 .ok_or(Error::BadRequest("it names no host"))?;
-            Authority::try_from(host.as_bytes()).map_err(|_| Error::BadRequest("its host is not an authority"))?
+            authority_of(host).ok_or(Error::BadRequest("its host is not an authority"))?
         }
     };
     let mut parts = http::uri::Parts::default();
@@ -110,13 +112,35 @@ pub(crate) fn make_origin(req: &mut Request<Body>) {
 /// HTTP/1.1 wants a `Host` even where the target has an authority.
 fn insert_host(req: &mut Request<Body>) {
     if !req.headers().contains_key(header::HOST)
-        && let Some(host) = req
-            .uri()
-            .authority()
-            .and_then(|host| HeaderValue::from_str(host.as_str()).ok())
+        && let Some(host) = req.uri().authority().and_then(host_of)
     {
         req.headers_mut().insert(header::HOST, host);
     }
+}
+
+thread_local! {
+    /// A `host` and the authority that it is; requests of one thread mostly have the same.
+    static LAST: RefCell<(HeaderValue, Option<Authority>)> = const { RefCell::new((HeaderValue::from_static(""), None)) };
+}
+
+fn authority_of(host: &HeaderValue) -> Option<Authority> {
+    LAST.with_borrow_mut(|(known, authority)| {
+        if known != host {
+            *authority = Authority::try_from(host.as_bytes()).ok();
+            *known = host.clone();
+        }
+        authority.clone()
+    })
+}
+
+fn host_of(authority: &Authority) -> Option<HeaderValue> {
+    LAST.with_borrow_mut(|(host, known)| {
+        if host.as_bytes() != authority.as_str().as_bytes() {
+            *host = HeaderValue::from_str(authority.as_str()).ok()?;
+            *known = Some(authority.clone());
+        }
+        Some(host.clone())
+    })
 }
 
 /// Marks the response to a restored request and removes what HTTP/2 must not carry.

@@ -60,10 +60,10 @@ pub(super) struct Handles {
 
 impl HttpConnection {
     /// Carries one request to the application.
-    pub(super) async fn serve(&self, mut req: Request<Body>) -> Result<Response<Body>, Error> {
+    pub(super) async fn serve(&self, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
         let started = Instant::now();
-        let restored = orig_proto::restore(&mut req)?;
-        headers::check_request(&req)?;
+        let restored = orig_proto::restore(req)?;
+        headers::check_request(req)?;
         let upgrade = req.body_mut().take_client();
         if upgrade.is_none() && req.version() <= Version::HTTP_11 {
             headers::strip_hop_by_hop(req.headers_mut());
@@ -76,7 +76,7 @@ impl HttpConnection {
                 req.headers_mut().remove(names::L5D_CLIENT_ID);
             }
         }
-        let handles = self.authorize(&mut req)?;
+        let handles = self.authorize(req)?;
         handles.allowed.inc();
         handles.series.request();
         let rsp = self.send(req, upgrade).await?;
@@ -160,7 +160,11 @@ impl HttpConnection {
 
     /// Sends the request to the application; a pooled connection that turns out to be closed is replaced once, where
     /// that is safe.
-    async fn send(&self, req: Request<Body>, upgrade: Option<oneshot::Receiver<Io>>) -> Result<Response<Body>, Error> {
+    async fn send(
+        &self,
+        req: &mut Request<Body>,
+        upgrade: Option<oneshot::Receiver<Io>>,
+    ) -> Result<Response<Body>, Error> {
         let protocol = if req.version() == Version::HTTP_2 {
             Protocol::Http2
         } else {
@@ -171,21 +175,19 @@ impl HttpConnection {
         } else {
             Reuse::Pooled
         };
+        // The client of HTTP/1 knows by itself what it may send once more.
         let again =
-            (req.method().is_idempotent() && http_body::Body::is_end_stream(req.body()) && reuse == Reuse::Pooled)
-                .then(|| copy_of(&req));
+            (protocol == Protocol::Http2 && req.method().is_idempotent() && http_body::Body::is_end_stream(req.body()))
+                .then(|| copy_of(req));
         let ready = self.app.ready(protocol, reuse).await.map_err(unreachable_app)?;
         let mut rsp = match self.app.send(ready, req).await {
             Err(error) if error.retry() != Retry::No && again.is_some() => {
-                let Some(req) = again else { return Err(error) };
-                let ready = self
-                    .app
-                    .ready(protocol, Reuse::OwnConnection)
-                    .await
-                    .map_err(unreachable_app)?;
-                self.app.send(ready, req).await?
+                let Some(mut req) = again else { return Err(error) };
+                let ready = self.app.ready(protocol, Reuse::OwnConnection).await;
+                let ready = ready.map_err(unreachable_app)?;
+                Box::pin(self.app.send(ready, &mut req)).await?
             }
-            result => result?,
+            result => result.map_err(unreachable_app)?,
         };
         match (upgrade, rsp.body_mut().take_upgraded()) {
             (Some(client), Some(upstream)) => tunnel::spawn(client, upstream, &self.drain),

@@ -442,9 +442,9 @@ impl Connection {
             seen: Mutex::default(),
             drain: self.drain.clone(),
         });
-        let serve = move |req| {
+        let serve = move |mut req| {
             let connection = connection.clone();
-            async move { connection.serve(req).await }
+            async move { connection.serve(&mut req).await }
         };
         let service = inbound.wrappers.around(serve, reasons, closer.clone());
         if let Err(error) = server::serve(io, protocol, service, &inbound.server, closer, &self.drain).await {

@@ -1,6 +1,6 @@
 //! Sending a request: pick an endpoint, connect, send; once more to another one where nothing was processed (O7–O11).
 
-use http::{HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
 use http_body::Body as _;
 use std::{sync::Arc, time::Duration};
 use tokio::{sync::oneshot, time::Instant};
@@ -51,7 +51,8 @@ pub(super) struct Copy {
     method: Method,
     uri: Uri,
     version: Version,
-    headers: http::HeaderMap,
+    /// A list takes less than a map, and is looked at only in need.
+    headers: Vec<(HeaderName, HeaderValue)>,
     body: Option<Kept>,
 }
 
@@ -63,24 +64,24 @@ struct Flight {
 }
 
 impl Dispatch<'_> {
-    /// Sends `req` to an endpoint of the backend and returns its response.
+    /// Sends what is in `req` to an endpoint of the backend and returns its response.
     ///
     /// # Errors
     /// No endpoint is available, or the last one that was tried failed.
     pub(super) async fn run(
         &self,
-        mut req: Request<Body>,
+        req: &mut Request<Body>,
         upgrade: Option<oneshot::Receiver<Io>>,
     ) -> Result<Response<Body>, Error> {
         let started = Instant::now();
         let mut tried = Tried::new();
-        let needs = Needs::of(&req, upgrade.is_some());
+        let needs = Needs::of(req, upgrade.is_some());
         let (mut endpoint, mut ready) = self.reach(&mut tried, needs).await?;
-        let mut copy = if upgrade.is_none() { Copy::of(&mut req) } else { None };
+        let mut copy = if upgrade.is_none() { Copy::of(req) } else { None };
         loop {
             let version = req.version();
             let protocol = needs.protocol(&endpoint);
-            prepare(&mut req, &endpoint, protocol)?;
+            prepare(req, &endpoint, protocol)?;
             let mut flight = Flight::start(&endpoint, started);
             endpoint.series.request();
             let sent = endpoint.client(self.worker).send(ready, req).await;
@@ -120,7 +121,7 @@ impl Dispatch<'_> {
                     if !matches!(sent, Err(Error::Closed { reused: true, .. })) {
                         flight.failed();
                     }
-                    req = again;
+                    *req = again;
                 }
             }
             tried.push(endpoint);
@@ -239,7 +240,7 @@ impl Copy {
             method: req.method().clone(),
             uri: req.uri().clone(),
             version: req.version(),
-            headers: req.headers().clone(),
+            headers: lines(req.headers()),
             body,
         })
     }
@@ -254,9 +255,17 @@ impl Copy {
         *req.method_mut() = self.method;
         *req.uri_mut() = self.uri;
         *req.version_mut() = self.version;
-        *req.headers_mut() = self.headers;
+        for (name, value) in self.headers {
+            req.headers_mut().append(name, value);
+        }
         Some(req)
     }
+}
+
+fn lines(headers: &HeaderMap) -> Vec<(HeaderName, HeaderValue)> {
+    let mut lines = Vec::with_capacity(headers.len());
+    lines.extend(headers.iter().map(|(name, value)| (name.clone(), value.clone())));
+    lines
 }
 
 impl Flight {

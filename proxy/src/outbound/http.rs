@@ -29,8 +29,8 @@ pub(super) struct HttpConnection {
 
 impl HttpConnection {
     /// Carries one request from the application to a backend.
-    pub(super) async fn serve(&self, mut req: Request<Body>) -> Result<Response<Body>, Error> {
-        headers::check_request(&req)?;
+    pub(super) async fn serve(&self, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
+        headers::check_request(req)?;
         let upgrade = req.body_mut().take_client();
         if upgrade.is_none() && req.version() <= Version::HTTP_11 {
             headers::strip_hop_by_hop(req.headers_mut());
@@ -42,9 +42,9 @@ impl HttpConnection {
         let split = router.profile.as_ref().and_then(|profile| profile.overrides.as_ref());
         let choice = split.unwrap_or(&found.rule.payload.backends).choose()?;
         for filters in [&found.rule.filters, &choice.filters] {
-            filters::apply(filters, &mut req, found.prefix)?;
+            filters::apply(filters, req, found.prefix)?;
         }
-        let required = self.required_identity(&mut req);
+        let required = self.required_identity(req);
         let dispatch = Dispatch {
             worker: self.worker,
             backend: &choice.backend,

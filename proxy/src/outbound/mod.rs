@@ -179,9 +179,9 @@ impl Connection {
             destination: self.destination.clone(),
             drain: self.drain.clone(),
         });
-        let serve = move |req| {
+        let serve = move |mut req| {
             let connection = connection.clone();
-            async move { connection.serve(req).await }
+            async move { connection.serve(&mut req).await }
         };
         let service = outbound.wrappers.around(serve, outbound.reasons, closer.clone());
         if let Err(error) = server::serve(io, protocol, service, &outbound.server, closer, &self.drain).await {

@@ -94,7 +94,7 @@ impl ProfilePlan {
     ///
     /// # Errors
     /// The last try brought no response, or the route's time is over.
-    pub(super) async fn send(&self, dispatch: &Dispatch<'_>, mut req: Request<Body>) -> Result<Response<Body>, Error> {
+    pub(super) async fn send(&self, dispatch: &Dispatch<'_>, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
         let started = Instant::now();
         let head = Head::of(req.method(), req.uri(), req.headers());
         let index = profile::find(&self.profile.routes, &head);
@@ -134,13 +134,13 @@ impl ProfilePlan {
     async fn attempts(
         &self,
         dispatch: &Dispatch<'_>,
-        mut req: Request<Body>,
+        req: &mut Request<Body>,
         route: Option<&ProfileRoute>,
         metrics: &RouteMetrics,
     ) -> Result<Response<Body>, Error> {
         loop {
             let copy = match route {
-                Some(route) if route.is_retryable && self.budget.is_some() => Copy::of(&mut req),
+                Some(route) if route.is_retryable && self.budget.is_some() => Copy::of(req),
                 _ => None,
             };
             metrics.attempts.request();
@@ -178,7 +178,7 @@ impl ProfilePlan {
                 return result;
             }
             match copy.request() {
-                Some(again) => req = again,
+                Some(again) => *req = again,
                 None => return result, // its body was too long to be kept
             }
         }

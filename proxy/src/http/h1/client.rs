@@ -23,7 +23,7 @@ use crate::{
         error::Error,
         h1::{
             framing::{Decoded, Framing},
-            head::{self, BadHead, MAX_HEAD},
+            head::{self, BadHead, MAX_HEAD, ResponseHead},
             pool::Pool,
             read, write,
         },
@@ -34,32 +34,34 @@ use crate::{
 
 /// A connection that is free to carry a request.
 pub(crate) struct Connection {
-    io: Io,
+    /// Boxed, because it moves between its pool, requests and bodies.
+    io: Box<Io>,
     reused: bool,
 }
 
 /// A request without a response.
 pub(crate) struct Failed {
     pub(crate) error: Error,
-    /// The request once more, where the application of this host did not read it.
+    /// The request once more, where nobody read it or that does not matter.
     pub(crate) unread: Option<Unread>,
 }
 
-/// A request to an application of this host of which nothing has left, or that left in one piece and was thrown away by
-/// the kernel.
+/// A request of which nothing has left, that left in one piece to an application of this host and was thrown away by the
+/// kernel, or that may be sent twice.
 ///
 /// An application that ends closes its idle connections; what is on its way to one of them is lost. The kernel tells:
 /// it answers bytes that nobody has read, or that nobody can read any more, with a reset.
 pub(crate) struct Unread {
     upload: write::Message<Body>,
     method: Method,
-    /// Whether nothing else can have caused the reset. An application may also ask for one after it has read
+    /// Whether it may be sent again whatever else is found: nothing else can have caused the reset, or it does not matter.
+    /// An application may also ask for one after it has read
     /// everything (`SO_LINGER` of 0); whether it did, only shows in whether it still listens.
     pub(crate) certain: bool,
 }
 
 /// Why there is no response head.
-enum NoHead {
+pub(crate) enum NoHead {
     /// The other side has ended the connection.
     End,
     Reset,
@@ -74,11 +76,14 @@ impl From<Error> for NoHead {
 
 impl Connection {
     pub(crate) fn new(io: Io) -> Self {
-        Self { io, reused: false }
+        Self {
+            io: Box::new(io),
+            reused: false,
+        }
     }
 
     /// One that has carried requests before.
-    pub(super) fn reused(io: Io) -> Self {
+    pub(super) fn reused(io: Box<Io>) -> Self {
         Self { io, reused: true }
     }
 
@@ -87,84 +92,121 @@ impl Connection {
         pool.put(self.io);
     }
 
-    /// Sends a request and reads the response head. The connection goes back to `pool` when the body has ended.
-    ///
-    /// # Errors
-    /// The connection ended first, or what came back is not HTTP/1.
-    pub(crate) async fn send(
-        self,
-        req: Request<Body>,
-        addr: SocketAddr,
-        pool: Option<Arc<Pool>>,
-    ) -> Result<Response<Body>, Failed> {
+    /// Begins to send a request, which is taken out of `req`. The connection goes back to `pool` when the response's body
+    /// has ended.
+    pub(crate) fn send(self, req: &mut Request<Body>, addr: SocketAddr, pool: Option<Arc<Pool>>) -> Exchange {
         let method = req.method().clone();
-        self.exchange(write::request(req), method, addr, pool).await
+        let upload = write::request(std::mem::take(req));
+        self.exchange(upload, method, addr, pool)
     }
 
-    /// Sends a request that another connection's end has left unread.
-    ///
-    /// # Errors
-    /// As [`Connection::send`].
-    pub(crate) async fn send_again(
-        self,
-        unread: Unread,
-        addr: SocketAddr,
-        pool: Option<Arc<Pool>>,
-    ) -> Result<Response<Body>, Failed> {
-        self.exchange(unread.upload, unread.method, addr, pool).await
+    /// Begins to send a request that another connection's end has left unread.
+    pub(crate) fn send_again(self, unread: Unread, addr: SocketAddr, pool: Option<Arc<Pool>>) -> Exchange {
+        self.exchange(unread.upload, unread.method, addr, pool)
     }
 
-    async fn exchange(
+    fn exchange(
         self,
-        mut upload: write::Message<Body>,
+        upload: write::Message<Body>,
         method: Method,
         addr: SocketAddr,
         pool: Option<Arc<Pool>>,
-    ) -> Result<Response<Body>, Failed> {
-        let Self { mut io, reused } = self;
-        let (mut inbox, mut seen) = (Bytes::new(), 0);
-        let mut sending = true;
-        let head = poll_fn(|cx| {
-            if sending {
-                match upload.poll_write(cx, &mut io) {
-                    Poll::Ready(Ok(())) => sending = false,
-                    Poll::Ready(Err(error @ Error::RequestBody(_))) => return Poll::Ready(Err(error.into())),
-                    // An application that stops reading may still have answered.
-                    Poll::Ready(Err(_)) => sending = false,
-                    Poll::Pending => {}
-                }
+    ) -> Exchange {
+        Exchange {
+            has_no_body: upload.is_encoded(),
+            connection: self,
+            upload,
+            sending: true,
+            method,
+            addr,
+            pool,
+            inbox: Bytes::new(),
+            seen: 0,
+        }
+    }
+}
+
+/// A request on its way, and the response head that is coming.
+pub(crate) struct Exchange {
+    connection: Connection,
+    upload: write::Message<Body>,
+    sending: bool,
+    has_no_body: bool,
+    method: Method,
+    addr: SocketAddr,
+    pool: Option<Arc<Pool>>,
+    inbox: Bytes,
+    seen: usize,
+}
+
+impl Exchange {
+    /// Where the connection goes afterwards.
+    pub(crate) fn pool(&self) -> Option<Arc<Pool>> {
+        self.pool.clone()
+    }
+
+    /// Sends the request, as far as that is needed, and reads the response head.
+    ///
+    /// # Errors
+    /// The connection ended first, or what came back is not HTTP/1.
+    pub(crate) async fn head(&mut self) -> Result<ResponseHead, NoHead> {
+        poll_fn(|cx| self.poll_head(cx)).await
+    }
+
+    fn poll_head(&mut self, cx: &mut Context<'_>) -> Poll<Result<ResponseHead, NoHead>> {
+        let io = &mut *self.connection.io;
+        if self.sending {
+            match self.upload.poll_write(cx, io) {
+                Poll::Ready(Err(error @ Error::RequestBody(_))) => return Poll::Ready(Err(error.into())),
+                // An application that stops reading may still have answered.
+                Poll::Ready(_) => self.sending = false,
+                Poll::Pending => {}
             }
-            poll_head(cx, &mut io, &mut inbox, &mut seen, &method)
-        })
-        .await;
-        let head = match head {
-            Ok(head) => head,
-            Err(NoHead::Error(error)) => return Err(Failed { error, unread: None }),
-            Err(end) => {
-                let sent = upload.has_begun();
-                let error = Error::Closed { addr, reused, sent };
-                let Some(upload) = upload.into_unread(Body::empty()).filter(|_| io.is_local(addr.ip())) else {
-                    return Err(Failed { error, unread: None });
-                };
-                let certain = !sent || (matches!(end, NoHead::End) && Box::pin(is_thrown_away(&io)).await);
-                let maybe = certain || matches!(end, NoHead::Reset);
-                return Err(Failed {
-                    error,
-                    unread: maybe.then_some(Unread {
-                        upload,
-                        method,
-                        certain,
-                    }),
-                });
-            }
+        }
+        poll_head(cx, io, &mut self.inbox, &mut self.seen, &self.method)
+    }
+
+    /// What can be done where there was no head.
+    pub(crate) async fn failed(self, why: NoHead) -> Failed {
+        if let NoHead::Error(error) = why {
+            return Failed { error, unread: None };
+        }
+        let (addr, Connection { io, reused }) = (self.addr, self.connection);
+        let sent = self.upload.has_begun();
+        let error = Error::Closed { addr, reused, sent };
+        // An application may close an idle connection at any time; some requests may be sent twice.
+        let is_repeatable = reused && self.has_no_body && self.method.is_idempotent();
+        let unread = self.upload.into_unread(Body::empty());
+        let Some(upload) = unread.filter(|_| is_repeatable || io.is_local(addr.ip())) else {
+            return Failed { error, unread: None };
         };
-        let keep_alive = head.keep_alive && upload.is_done();
-        let upgraded = head.response.status() == StatusCode::SWITCHING_PROTOCOLS
-            || (method == Method::CONNECT && head.response.status().is_success());
+        let certain = is_repeatable || !sent || (matches!(why, NoHead::End) && is_thrown_away(&io).await);
+        let maybe = certain || matches!(why, NoHead::Reset);
+        Failed {
+            error,
+            unread: maybe.then_some(Unread {
+                upload,
+                method: self.method,
+                certain,
+            }),
+        }
+    }
+
+    /// The response with its body, which reads from the connection.
+    pub(crate) fn response(self, head: ResponseHead) -> Response<Body> {
+        let ResponseHead {
+            response,
+            framing,
+            keep_alive,
+        } = head;
+        let keep_alive = keep_alive && self.upload.is_done();
+        let upgraded = response.status() == StatusCode::SWITCHING_PROTOCOLS
+            || (self.method == Method::CONNECT && response.status().is_success());
+        let (io, mut inbox, mut upload) = (self.connection.io, self.inbox, self.upload);
         let (source, pool) = if upgraded {
             (Source::Upgraded(Some(io.unread(std::mem::take(&mut inbox)))), None)
-        } else if sending {
-            let (read, mut write) = tokio::io::split(io);
+        } else if self.sending {
+            let (read, mut write) = tokio::io::split(*io);
             tokio::spawn(async move {
                 if let Err(error) = poll_fn(|cx| upload.poll_write(cx, &mut write)).await {
                     tracing::debug!(%error, "request body ended early");
@@ -172,29 +214,25 @@ impl Connection {
             });
             (Source::Half(read), None)
         } else {
-            (Source::Whole(io), pool.filter(|_| keep_alive))
+            (Source::Whole(io), self.pool.filter(|_| keep_alive))
         };
         let mut received = Received {
             source: Some(source),
             inbox: Bytes::new(),
-            framing: head.framing,
+            framing,
             pool,
         };
-        if let Framing::Length(length) = head.framing
-            && length == inbox.len() as u64
-            && length > 0
-        {
+        if framing == Framing::Length(inbox.len() as u64) && !inbox.is_empty() {
             // The whole body came with the head, as it does for small answers.
-            received.framing = Framing::None;
             received.finish();
-            return Ok(head.response.map(|()| Body::full(inbox)));
+            return response.map(|()| Body::full(inbox));
         }
         received.inbox = inbox;
-        if matches!(received.framing, Framing::None | Framing::Length(0)) && !upgraded {
+        if framing.is_end() && !upgraded {
             received.finish();
-            return Ok(head.response.map(|()| Body::empty()));
+            return response.map(|()| Body::empty());
         }
-        Ok(head.response.map(|()| Body::h1_response(Box::new(received))))
+        response.map(|()| Body::h1_response(Box::new(received)))
     }
 }
 
@@ -217,7 +255,7 @@ fn poll_head(
     inbox: &mut Bytes,
     seen: &mut usize,
     method: &Method,
-) -> Poll<Result<head::ResponseHead, NoHead>> {
+) -> Poll<Result<ResponseHead, NoHead>> {
     loop {
         if !inbox.is_empty()
             && (*seen == 0 || head::may_end(inbox, *seen))
@@ -269,7 +307,7 @@ pub(crate) struct Received {
 }
 
 enum Source {
-    Whole(Io),
+    Whole(Box<Io>),
     /// The request body still goes out on the other half.
     Half(ReadHalf<Io>),
     /// No longer HTTP: taken by the tunnel.
@@ -338,7 +376,7 @@ impl Received {
 
     fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
         match &mut self.source {
-            Some(Source::Whole(io)) => read::poll_more(cx, io, &mut self.inbox),
+            Some(Source::Whole(io)) => read::poll_more(cx, &mut **io, &mut self.inbox),
             Some(Source::Half(half)) => read::poll_more(cx, half, &mut self.inbox),
             Some(Source::Upgraded(_)) | None => Poll::Ready(Ok(0)),
         }

@@ -11,6 +11,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, Status
 use crate::http::{
     h1::framing::{Chunk, Framing},
     headers::number,
+    spare,
 };
 
 /// Header lines that are read without an allocation for them.
@@ -186,7 +187,7 @@ fn part(whole: &Bytes, part: &[u8]) -> Bytes {
 }
 
 fn headers(bytes: &Bytes, lines: &[httparse::Header<'_>]) -> Result<HeaderMap, BadHead> {
-    let mut headers = HeaderMap::with_capacity(lines.len());
+    let mut headers = spare::headers(lines.len());
     for line in lines {
         let name = HeaderName::from_bytes(line.name.as_bytes()).map_err(|_| "a header name")?;
         let value = HeaderValue::from_maybe_shared(part(bytes, line.value)).map_err(|_| "a header value")?;

@@ -21,7 +21,7 @@ pub(crate) struct Pool {
 #[derive(Default)]
 struct Idle {
     /// Oldest first.
-    connections: Vec<(Io, Instant)>,
+    connections: Vec<(Box<Io>, Instant)>,
     /// Whether a task is waiting to close the oldest.
     swept: bool,
 }
@@ -45,7 +45,7 @@ impl Pool {
         }
     }
 
-    pub(super) fn put(self: &Arc<Self>, io: Io) {
+    pub(super) fn put(self: &Arc<Self>, io: Box<Io>) {
         let mut idle = self.idle.lock();
         if idle.connections.len() >= self.max_idle {
             return;

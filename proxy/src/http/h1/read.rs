@@ -33,11 +33,37 @@ where
             bytes.extend_from_slice(buffer);
             *inbox = bytes.freeze();
         } else if n < LARGE {
-            *inbox = Bytes::copy_from_slice(buffer);
+            *inbox = copied(buffer);
         } else {
             *inbox = buffer.split().freeze();
         }
         buffer.clear();
         Poll::Ready(Ok(n))
     })
+}
+
+/// Bytes that can be shared without another allocation, as copies of slices cannot; for pieces of the usual size.
+struct Piece {
+    bytes: [u8; PIECE],
+    len: usize,
+}
+
+const PIECE: usize = 512;
+
+impl AsRef<[u8]> for Piece {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+}
+
+fn copied(bytes: &[u8]) -> Bytes {
+    if bytes.len() > PIECE {
+        return Bytes::copy_from_slice(bytes);
+    }
+    let mut piece = Piece {
+        bytes: [0; PIECE],
+        len: bytes.len(),
+    };
+    piece.bytes[..bytes.len()].copy_from_slice(bytes);
+    Bytes::from_owner(piece)
 }

@@ -18,7 +18,7 @@ use tokio::{
 use crate::http::{
     error::Error,
     h1::head::{self, is_framing},
-    headers,
+    headers, spare,
 };
 
 /// Body bytes that are copied behind the head; more of them are written from where they are.
@@ -133,6 +133,7 @@ pub(crate) fn request<B: Sent>(req: Request<B>) -> Message<B> {
         put_framing(&mut out, framing);
     }
     out.put_slice(b"\r\n");
+    spare::keep(parts.headers);
     Message {
         framing,
         encoded: ended,
@@ -184,6 +185,7 @@ pub(crate) fn response<B: Sent>(
         }
     }
     out.put_slice(b"\r\n");
+    spare::keep(parts.headers);
     let message = Message {
         framing,
         encoded: ended,
@@ -388,6 +390,11 @@ impl<B: Sent> Message<B> {
         !self.begun && self.encoded && self.data.is_empty() && self.out.len() <= ONE_PIECE
     }
 
+    /// Whether nothing more will come of the body.
+    pub(crate) fn is_encoded(&self) -> bool {
+        self.encoded
+    }
+
     /// Whether any byte has left.
     pub(crate) fn has_begun(&self) -> bool {
         self.begun
@@ -422,7 +429,7 @@ thread_local! {
     static SPARE: RefCell<Vec<BytesMut>> = const { RefCell::new(Vec::new()) };
 }
 
-const SPARE_BUFFERS: usize = 8;
+const SPARE_BUFFERS: usize = 32;
 const SPARE_SIZE: usize = 2 * INLINE;
 
 impl Buffer {

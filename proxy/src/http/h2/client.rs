@@ -58,7 +58,7 @@ async fn drive(mut connection: client::Connection<Io, Bytes>, keep_alive: Option
     }
 }
 
-/// Sends one request on a connection that has capacity for it, and waits for the response head.
+/// Sends one request, taken out of `req`, on a connection that has capacity for it, and waits for the response head.
 ///
 /// The request body is sent from here until then; what still streams afterwards gets a task of its own.
 ///
@@ -66,10 +66,10 @@ async fn drive(mut connection: client::Connection<Io, Bytes>, keep_alive: Option
 /// The stream was refused or reset, the connection broke, or the request body failed.
 pub(crate) async fn send(
     mut send: SendRequest<Bytes>,
-    req: Request<Body>,
+    req: &mut Request<Body>,
     addr: SocketAddr,
 ) -> Result<Response<Body>, Error> {
-    let (parts, body) = req.into_parts();
+    let (parts, body) = std::mem::take(req).into_parts();
     let no_body = body.is_end_stream();
     let (mut response, stream) = send
         .send_request(Request::from_parts(parts, ()), no_body)
