@@ -7,6 +7,7 @@
 mod bounds;
 mod certs;
 mod drive;
+mod others;
 mod peer;
 pub mod process;
 mod report;

@@ -4,7 +4,7 @@ use tulle_core::names::port;
 
 use super::process::Process;
 use super::scene::{HTTP_PORT, PROXY_UID, Redirect, SERVER, Scene, TCP_PORT};
-use super::{Row, Traffic, tools, tulle};
+use super::{Row, Traffic, others, tools, tulle};
 
 /// Who carries the traffic.
 #[derive(clap::ValueEnum, serde::Serialize, Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
@@ -12,6 +12,8 @@ use super::{Row, Traffic, tools, tulle};
 pub(crate) enum Peer {
     Tulle,
     Haproxy,
+    Nginx,
+    Envoy,
     /// Nobody: what the client and the application can do alone.
     None,
 }
@@ -33,6 +35,8 @@ impl Peer {
                 .into_iter()
                 .try_for_each(|name| tools::beside(name).map(drop)),
             Self::Haproxy => tools::installed("haproxy"),
+            Self::Nginx => tools::installed("nginx"),
+            Self::Envoy => others::envoy().map(drop),
             Self::None => Ok(()),
         }
     }
@@ -42,7 +46,7 @@ impl Peer {
         match self {
             Self::Tulle => tulle::verify(scene),
             // Nobody else answers at the service's address, and the sidecar accepts nothing but certificates of ours.
-            Self::Haproxy | Self::None => Ok(()),
+            Self::Haproxy | Self::Nginx | Self::Envoy | Self::None => Ok(()),
         }
     }
 
@@ -51,6 +55,8 @@ impl Peer {
         match self {
             Self::Tulle => tulle::start(scene, row).map(Some),
             Self::Haproxy => haproxy(scene, row.traffic()).map(Some),
+            Self::Nginx => others::nginx(scene, row.traffic()).map(Some),
+            Self::Envoy => others::start_envoy(scene, row.traffic()).map(Some),
             Self::None => Ok(None),
         }
     }

@@ -130,24 +130,29 @@ pub(super) const TCP_PORT: u16 = 9000;
 pub(super) const PROXY_UID: u32 = 2102;
 const PREFIX: &str = "tb-";
 
+/// A file of `peers/`.
+macro_rules! peer_file {
+    ($name:literal) => {
+        ($name, include_str!(concat!("../../peers/", $name)))
+    };
+}
+
 /// Committed files that the programs of a run read.
-const FILES: [(&str, &str); 6] = [
-    (
-        "haproxy-http-client.cfg",
-        include_str!("../../peers/haproxy-http-client.cfg"),
-    ),
-    (
-        "haproxy-http-server.cfg",
-        include_str!("../../peers/haproxy-http-server.cfg"),
-    ),
-    (
-        "haproxy-tcp-client.cfg",
-        include_str!("../../peers/haproxy-tcp-client.cfg"),
-    ),
-    (
-        "haproxy-tcp-server.cfg",
-        include_str!("../../peers/haproxy-tcp-server.cfg"),
-    ),
-    ("wrk.lua", include_str!("../../peers/wrk.lua")),
+const FILES: [(&str, &str); 16] = [
+    peer_file!("haproxy-http-client.cfg"),
+    peer_file!("haproxy-http-server.cfg"),
+    peer_file!("haproxy-tcp-client.cfg"),
+    peer_file!("haproxy-tcp-server.cfg"),
+    peer_file!("nginx-http-client.conf"),
+    peer_file!("nginx-http-server.conf"),
+    peer_file!("nginx-grpc-client.conf"),
+    peer_file!("nginx-grpc-server.conf"),
+    peer_file!("nginx-tcp-client.conf"),
+    peer_file!("nginx-tcp-server.conf"),
+    peer_file!("envoy-http-client.yaml"),
+    peer_file!("envoy-http-server.yaml"),
+    peer_file!("envoy-tcp-client.yaml"),
+    peer_file!("envoy-tcp-server.yaml"),
+    peer_file!("wrk.lua"),
     ("echo.proto", include_str!("../../proto/echo.proto")),
 ];

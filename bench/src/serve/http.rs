@@ -9,7 +9,7 @@ use bytes::Bytes;
 use futures_util::{SinkExt as _, StreamExt as _, stream};
 use http::header::{ALLOW, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, SEC_WEBSOCKET_ACCEPT, SEC_WEBSOCKET_KEY, UPGRADE};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode};
-use http_body::Frame;
+use http_body::{Body as _, Frame};
 use http_body_util::{Full, StreamBody};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
@@ -69,8 +69,16 @@ struct Site {
 impl Site {
     async fn answer(&self, req: Request<Incoming>) -> Response<Body> {
         super::pause(self.app.delay).await;
+        let is_head = req.method() == Method::HEAD;
         let mut rsp = self.route(req).await;
         rsp.headers_mut().insert(X_REPLICA, self.replica.clone());
+        if is_head {
+            // Over HTTP/2, hyper would send the body.
+            if let Some(length) = rsp.body().size_hint().exact() {
+                rsp.headers_mut().insert(CONTENT_LENGTH, length.into());
+            }
+            rsp = rsp.map(|_| Body::empty());
+        }
         rsp
     }
 

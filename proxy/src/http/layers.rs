@@ -344,11 +344,8 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for RescueFuture<
             Err(error) => error,
         };
         this.rescuer.count(&error);
-        if let Error::H2(reset) = &error
-            && *this.version == Version::HTTP_2
-            && reset.is_reset()
-        {
-            return Poll::Ready(Err(error)); // the client sees the stream's reset as it was
+        if *this.version == Version::HTTP_2 && is_of_stream(&error) {
+            return Poll::Ready(Err(error)); // the client sees the stream's reset as it was, or has reset it
         }
         if error.answer().close {
             this.rescuer.closer.notify_one();
@@ -369,6 +366,15 @@ impl Rescuer {
     fn count(&self, error: &Error) {
         self.errors.count(error);
         tracing::debug!(error = %Chain(error), cause = error.cause(), side = ?error.side(), "request failed");
+    }
+}
+
+/// Whether it concerns one stream of HTTP/2 and nothing else.
+fn is_of_stream(error: &Error) -> bool {
+    match error {
+        Error::H2(error) => error.is_reset(),
+        Error::RequestBody(source) => source.downcast_ref().is_some_and(h2::Error::is_reset),
+        _ => false,
     }
 }
 

@@ -13,6 +13,7 @@ pub(crate) mod h2;
 pub(crate) mod headers;
 pub(crate) mod interim;
 pub(crate) mod layers;
+mod linger;
 pub(crate) mod orig_proto;
 pub(crate) mod replay;
 pub(crate) mod respond;

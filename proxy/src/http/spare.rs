@@ -13,7 +13,7 @@ const MAPS: usize = 32;
 /// Larger ones are not kept.
 const LARGEST: usize = 64;
 /// Lines that proxies add to a message.
-const ADDED: usize = 4;
+const ADDED: usize = 2;
 
 /// An empty map with room for so many lines, and for those that proxies add.
 pub(crate) fn headers(lines: usize) -> HeaderMap {

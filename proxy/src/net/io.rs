@@ -82,8 +82,10 @@ impl Io {
 
     /// Puts bytes that were read from this stream back in front of it.
     pub(crate) fn unread(mut self, bytes: Bytes) -> Self {
-        debug_assert!(self.prefix.is_empty(), "one look at a time");
-        self.prefix = bytes;
+        self.prefix = match self.prefix.is_empty() {
+            true => bytes,
+            false => [bytes, self.prefix.split_off(0)].concat().into(),
+        };
         self
     }
 

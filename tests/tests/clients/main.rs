@@ -11,6 +11,7 @@ mod direct;
 mod first_byte;
 mod foreign_tls;
 mod grpc;
+mod h2spec;
 mod http;
 mod openssl;
 mod programs;

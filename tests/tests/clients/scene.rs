@@ -171,15 +171,16 @@ impl Scene {
         control
     }
 
-    /// The echo servers of HTTP, behind two policies.
+    /// The echo servers of HTTP, behind three policies.
     fn application(&self) -> Process {
         let mut command = command(&self.server, &[], &built("tulle-bench").unwrap());
         command.arg("serve");
-        for port in [HTTP, GUARDED] {
+        let ports = [HTTP, GUARDED, H2C];
+        for port in ports {
             command.args(["--http", &SocketAddr::from((SERVER, port)).to_string()]);
         }
         let mut application = self.start("application", command);
-        application.listening(&[HTTP, GUARDED]).unwrap();
+        application.listening(&ports).unwrap();
         application
     }
 
@@ -257,6 +258,8 @@ const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 99, 0, 1);
 pub(crate) const HTTP: u16 = 8080;
 /// HTTP for the client alone.
 pub(crate) const GUARDED: u16 = 8081;
+/// HTTP/2 for everybody, and nothing else.
+pub(crate) const H2C: u16 = 8082;
 /// A server that speaks first.
 pub(crate) const GREETING: u16 = 5000;
 pub(crate) const GRPC: u16 = 10000;

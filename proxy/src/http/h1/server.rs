@@ -18,7 +18,7 @@ use http::{Method, Request, Response, StatusCode, Version, header};
 use http_body::{Frame, SizeHint};
 use parking_lot::Mutex;
 use tokio::{
-    io::AsyncWrite,
+    io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, ReadBuf},
     sync::oneshot,
     time::{Instant, Sleep, sleep},
 };
@@ -38,16 +38,13 @@ use crate::{
         },
         headers, interim,
         layers::Rescued,
+        linger,
     },
     net::io::Io,
 };
 
 /// How long a client that waits for permission to send its body waits for the application's.
 const PATIENCE: Duration = Duration::from_millis(500);
-/// How long, and for how many bytes, a client is listened to that was answered before it had sent everything: with its
-/// bytes unread, the kernel would take back the answer.
-const LINGER: Duration = Duration::from_secs(2);
-const LINGER_BYTES: usize = 512 * 1024;
 
 /// How HTTP/1 clients are served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -275,31 +272,16 @@ fn with_body(
 
 /// Ends a connection whose last response has been written.
 async fn close(connection: Shared) -> Result<(), Error> {
-    poll_fn(|cx| Pin::new(&mut connection.lock().io).poll_shutdown(cx))
-        .await
-        .map_err(Error::Client)?;
-    if connection.lock().receiving != Receiving::Nothing {
-        // Nothing that comes of it matters.
-        let _ = tokio::time::timeout(LINGER, linger(&connection)).await;
-    }
-    Ok(())
-}
-
-/// Reads what an answered client still sends, up to its end.
-async fn linger(connection: &Shared) -> io::Result<()> {
-    let mut left = LINGER_BYTES;
-    loop {
-        let n = poll_fn(|cx| {
-            let Connection { io, inbox, .. } = &mut *connection.lock();
-            *inbox = Bytes::new();
-            read::poll_more(cx, io, inbox)
-        })
-        .await?;
-        match left.checked_sub(n) {
-            Some(rest) if n > 0 => left = rest,
-            _ => return Ok(()),
-        }
-    }
+    let is_done = {
+        let connection = connection.lock();
+        connection.receiving == Receiving::Nothing && connection.inbox.is_empty()
+    };
+    let io = &mut Half(&connection);
+    let closed = match is_done {
+        true => io.shutdown().await,
+        false => linger::close(io).await,
+    };
+    closed.map_err(Error::Client)
 }
 
 /// What is written to whom we have not understood.
@@ -457,8 +439,14 @@ impl Connection {
 /// Most bytes of interim responses that wait for a client.
 const MAX_INTERIMS: usize = 64 * 1024;
 
-/// The side of a connection that responses are written to.
+/// A connection that is locked for one step at a time.
 struct Half<'a>(&'a Shared);
+
+impl AsyncRead for Half<'_> {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0.lock().io).poll_read(cx, buf)
+    }
+}
 
 impl AsyncWrite for Half<'_> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {

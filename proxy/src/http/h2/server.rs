@@ -1,18 +1,21 @@
-//! Serving HTTP/2: one task a connection, and one for each of its streams.
+//! Serving HTTP/2: one task a connection, and one for each request in flight.
 
 use std::{
     future::{Future, poll_fn},
     pin::pin,
+    sync::Arc,
     task::Poll,
 };
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use h2::{
     Reason, RecvStream,
     server::{self, SendResponse},
 };
 use http::{Request, Response};
 use http_body::Body as _;
+use parking_lot::Mutex;
+use tokio::{io::AsyncReadExt as _, sync::Notify};
 use tower::Service;
 use tulle_core::drain;
 
@@ -27,6 +30,7 @@ use crate::{
         },
         headers, interim,
         layers::Rescued,
+        linger,
         server::Closer,
     },
     net::io::Io,
@@ -64,14 +68,16 @@ where
     if let Some(streams) = params.max_pending_resets {
         builder.max_pending_accept_reset_streams(streams);
     }
+    let io = greeted(io).await?;
     let mut connection = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
+    let clerks = Clerks::new(service);
     let mut silent = pin!(unanswered(params.keep_alive, connection.ping_pong()));
     let mut ending = pin!(asked_to_end(closer, drain));
     let mut is_ending = false;
     poll_fn(|cx| {
         while let Poll::Ready(accepted) = connection.poll_accept(cx) {
             match accepted {
-                Some(Ok((req, respond))) => drop(tokio::spawn(answer(service.clone(), req, respond))),
+                Some(Ok(job)) => clerks.take(job),
                 Some(Err(error)) => return Poll::Ready(Err(Error::H2(error))),
                 None => return Poll::Ready(Ok(())),
             }
@@ -86,6 +92,22 @@ where
     .await
 }
 
+/// Reads the client's preface, and puts it back. Who sends something else hears the end of the connection, not a reset.
+async fn greeted(mut io: Io) -> Result<Io, Error> {
+    let mut seen = BytesMut::with_capacity(PREFACE.len());
+    while seen.len() < PREFACE.len() {
+        let n = io.read_buf(&mut seen).await.map_err(Error::Client)?;
+        if n == 0 || !PREFACE.starts_with(&seen[..seen.len().min(PREFACE.len())]) {
+            linger::close(&mut io).await.map_err(Error::Client)?;
+            return Err(Error::BadRequest("it does not begin as HTTP/2 does"));
+        }
+    }
+    Ok(io.unread(seen.freeze()))
+}
+
+/// Source: RFC 9113 §3.4.
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
 async fn asked_to_end(closer: &Closer, drain: &drain::Watch) {
     tokio::select! {
         () = closer.notified() => {}
@@ -93,8 +115,95 @@ async fn asked_to_end(closer: &Closer, drain: &drain::Watch) {
     }
 }
 
+/// A request, and where its response goes.
+type Job = (Request<RecvStream>, SendResponse<Bytes>);
+
+/// Tasks that answer the requests of one connection.
+///
+/// A task of its own for each request would cost more than most of what it does: some kilobytes to be found, filled and
+/// given back. So a task that is done waits for another request, and ends with the connection.
+struct Clerks<S> {
+    service: Rescued<S>,
+    waiting: Arc<Mutex<Waiting>>,
+}
+
+/// Who waits for a request.
+struct Waiting {
+    desks: Vec<Arc<Desk>>,
+    /// Whether there will be none any more.
+    closed: bool,
+}
+
+/// Where a task finds its next request.
+#[derive(Default)]
+struct Desk {
+    job: Mutex<Option<Job>>,
+    called: Notify,
+}
+
+/// Tasks that wait at most, on one connection.
+const WAITING: usize = 16;
+
+impl<S> Clerks<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>, Error = Error> + Clone + Send + 'static,
+    S::Future: Send,
+{
+    fn new(service: Rescued<S>) -> Self {
+        let waiting = Waiting {
+            desks: Vec::new(),
+            closed: false,
+        };
+        Self {
+            service,
+            waiting: Arc::new(Mutex::new(waiting)),
+        }
+    }
+
+    fn take(&self, job: Job) {
+        let desk = self.waiting.lock().desks.pop();
+        let (desk, is_new) = desk.map_or_else(|| (Arc::default(), true), |desk| (desk, false));
+        *desk.job.lock() = Some(job);
+        if is_new {
+            tokio::spawn(work(self.service.clone(), desk, self.waiting.clone()));
+        } else {
+            desk.called.notify_one();
+        }
+    }
+}
+
+impl<S> Drop for Clerks<S> {
+    fn drop(&mut self) {
+        let mut waiting = self.waiting.lock();
+        waiting.closed = true;
+        for desk in waiting.desks.drain(..) {
+            desk.called.notify_one();
+        }
+    }
+}
+
+/// Answers one request after the other.
+async fn work<S>(mut service: Rescued<S>, desk: Arc<Desk>, waiting: Arc<Mutex<Waiting>>)
+where
+    S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
+{
+    loop {
+        let job = desk.job.lock().take();
+        let Some(job) = job else { return };
+        answer(&mut service, job).await;
+        {
+            let mut waiting = waiting.lock();
+            if waiting.closed || waiting.desks.len() >= WAITING {
+                return;
+            }
+            waiting.desks.push(desk.clone());
+        }
+        desk.called.notified().await;
+    }
+}
+
 /// Answers one request, unless its client takes it back.
-async fn answer<S>(mut service: Rescued<S>, req: Request<RecvStream>, mut respond: SendResponse<Bytes>)
+async fn answer<S>(service: &mut Rescued<S>, (req, mut respond): Job)
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
 {

@@ -1,0 +1,31 @@
+//! Ending a connection on which something may still be coming: with bytes unread, the kernel would take back what was
+//! written last.
+
+use std::{io, time::Duration};
+
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+
+/// How long a client is still listened to.
+const TIME: Duration = Duration::from_secs(2);
+/// For how many bytes.
+const BYTES: usize = 512 * 1024;
+
+/// Ends our side, and reads what the other side sends up to its end; not for ever.
+///
+/// # Errors
+/// Our side could not be ended.
+pub(crate) async fn close<IO: AsyncRead + AsyncWrite + Unpin>(io: &mut IO) -> io::Result<()> {
+    io.shutdown().await?;
+    let reading = async {
+        let (mut space, mut left) = ([0; 1024], BYTES);
+        while let Ok(n) = io.read(&mut space).await {
+            match left.checked_sub(n) {
+                Some(rest) if n > 0 => left = rest,
+                _ => return,
+            }
+        }
+    };
+    // Boxed: rare, and part of every connection's future. Nothing that comes of it matters.
+    let _ = tokio::time::timeout(TIME, Box::pin(reading)).await;
+    Ok(())
+}

@@ -1,0 +1,31 @@
+//! h2spec against the HTTP/2 servers of both directions.
+
+use tulle_core::netns::Namespace;
+
+use crate::programs;
+use crate::scene::{H2C, SERVER, scene, service};
+
+/// Runs all of it, and returns what failed.
+fn failures(host: &Namespace, ip: &str) -> Vec<String> {
+    let port = H2C.to_string();
+    let said = programs::run(host, "h2spec", &["-h", ip, "-p", &port, "-o", "2"], b"");
+    let summary = said
+        .out
+        .lines()
+        .find(|line| line.contains(" tests, "))
+        .unwrap_or_default();
+    println!("{}", said.out);
+    assert!(summary.starts_with("145 tests, "), "{said:?}");
+    let list = said.out.split("Failures:").nth(1).unwrap_or_default();
+    let failed = list.lines().map(str::trim).filter(|line| line.starts_with('×'));
+    failed.map(str::to_owned).collect()
+}
+
+#[test]
+fn both_servers_of_http_2_conform() {
+    let Some(scene) = scene(&["h2spec"]) else { return };
+    let outbound = failures(&scene.client, &service(H2C).ip().to_string());
+    assert_eq!(outbound, [] as [&str; 0], "outbound");
+    let inbound = failures(&scene.outside, &SERVER.to_string());
+    assert_eq!(inbound, [] as [&str; 0], "inbound");
+}
