@@ -6,6 +6,8 @@ pub mod app;
 mod balance;
 pub mod config;
 pub mod env;
+#[cfg(any(test, fuzzing))]
+pub mod fuzz;
 mod http;
 mod identity;
 mod inbound;

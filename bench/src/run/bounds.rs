@@ -92,7 +92,7 @@ mod tests {
         assert!(
             bounds
                 .iter()
-                .any(|b| b.row == Row::Http64 && b.metric == Metric::ClientCpuUs && b.limit == 1.3)
+                .any(|b| b.row == Row::Http64 && b.metric == Metric::ClientCpuUs && b.limit == 1.15)
         );
         assert!(
             bounds

@@ -27,10 +27,11 @@ pub(super) fn nginx(scene: &Scene, traffic: Traffic) -> anyhow::Result<Sidecars>
     chown(&dir, Some(PROXY_UID), Some(PROXY_UID)).context("giving nginx its directory")?;
     let dir = dir.display().to_string();
     pair(scene, |side| {
-        let text = filled(scene, traffic, side, &format!("nginx-{kind}-{}.conf", side.name))?;
+        let name = format!("nginx-{kind}-{}.conf", side.name);
+        let text = filled(scene, traffic, side, &name)?;
         let text = text.replace("@DIR@", &dir).replace("@WORKERS@", "1");
         let mut command = as_proxy(side.namespace, "nginx");
-        command.arg("-c").arg(written(scene, "nginx", side, &text)?);
+        command.arg("-c").arg(written(scene, &name, &text)?);
         // One process that is all there is.
         command.args(["-g", "master_process off;"]);
         Ok(command)
@@ -50,10 +51,11 @@ pub(super) fn start_envoy(scene: &Scene, traffic: Traffic) -> anyhow::Result<Sid
         std::fs::copy(envoy()?, &program).context("copying envoy")?;
     }
     pair(scene, |side| {
-        let text = filled(scene, traffic, side, &format!("envoy-{kind}-{}.yaml", side.name))?;
+        let name = format!("envoy-{kind}-{}.yaml", side.name);
+        let text = filled(scene, traffic, side, &name)?;
         let text = text.replace("@CODEC@", codec).replace("@APP_PROTOCOL@", app_protocol);
         let mut command = as_proxy(side.namespace, &program.display().to_string());
-        command.arg("-c").arg(written(scene, "envoy", side, &text)?);
+        command.arg("-c").arg(written(scene, &name, &text)?);
         command.args(["--concurrency", "1", "--disable-hot-restart", "--log-level", "warning"]);
         Ok(command)
     })
@@ -135,8 +137,9 @@ fn filled(scene: &Scene, traffic: Traffic, side: &Side<'_>, name: &str) -> anyho
         .replace("@CERTIFICATE@", &side.certificate.display().to_string()))
 }
 
-fn written(scene: &Scene, program: &str, side: &Side<'_>, text: &str) -> anyhow::Result<PathBuf> {
-    let path = scene.file(&format!("{program}-{}.running", side.name));
+/// Writes it under a name of the same kind: Envoy goes by its end.
+fn written(scene: &Scene, name: &str, text: &str) -> anyhow::Result<PathBuf> {
+    let path = scene.file(&format!("running-{name}"));
     std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
     Ok(path)
 }

@@ -9,7 +9,7 @@ thread_local! {
 }
 
 /// Maps that a thread keeps.
-const MAPS: usize = 32;
+const MAPS: usize = 64;
 /// Larger ones are not kept.
 const LARGEST: usize = 64;
 /// Lines that proxies add to a message.

@@ -5,6 +5,8 @@
 
 pub(crate) mod client;
 mod framing;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod head;
 pub(crate) mod pool;
 mod read;

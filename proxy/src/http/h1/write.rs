@@ -429,7 +429,7 @@ thread_local! {
     static SPARE: RefCell<Vec<BytesMut>> = const { RefCell::new(Vec::new()) };
 }
 
-const SPARE_BUFFERS: usize = 32;
+const SPARE_BUFFERS: usize = 64;
 const SPARE_SIZE: usize = 2 * INLINE;
 
 impl Buffer {

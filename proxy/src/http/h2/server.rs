@@ -142,7 +142,7 @@ struct Desk {
 }
 
 /// Tasks that wait at most, on one connection.
-const WAITING: usize = 16;
+const WAITING: usize = 64;
 
 impl<S> Clerks<S>
 where

@@ -1,0 +1,219 @@
+//! What must hold of bytes from the network, whatever they are: fuzz targets try it with bytes of their making, and the
+//! tests here with those that they found worth keeping.
+
+use std::{convert::Infallible, future::Future, num::NonZeroUsize};
+
+use bytes::{Buf, Bytes, BytesMut};
+use http::{HeaderMap, Method, Request, Response};
+use http_body_util::{BodyExt as _, Empty};
+use hyper::{body::Incoming, service::service_fn};
+use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
+use prost::Message as _;
+
+use crate::{
+    http::h1::fuzz as h1,
+    net::detect::{self, Verdict},
+    policy::decode,
+    tls::{
+        header::{Decoded, TransportHeader},
+        server::{self, Hello},
+    },
+};
+
+/// What is decided from the beginning of a ClientHello is not decided otherwise by its rest.
+pub fn hello(bytes: &[u8]) {
+    let all = server::sni(bytes);
+    for end in 0..bytes.len().min(600) {
+        let part = server::sni(&bytes[..end]);
+        assert!(
+            part == Hello::Incomplete || part == all,
+            "{part:?} after {end} bytes, then {all:?}"
+        );
+    }
+}
+
+/// What is decided from the beginning of a connection is not decided otherwise by what follows.
+pub fn detection(bytes: &[u8]) {
+    let all = detect::classify(bytes);
+    for end in 0..bytes.len() {
+        let part = detect::classify(&bytes[..end]);
+        assert!(
+            part == Verdict::Incomplete || part == all,
+            "{part:?} after {end} bytes, then {all:?}"
+        );
+    }
+}
+
+/// A transport header is what it is written as.
+pub fn transport_header(bytes: &[u8]) {
+    if let Decoded::Header(header, _) = TransportHeader::decode(bytes) {
+        let mut written = BytesMut::new();
+        header.encode(&mut written);
+        let Decoded::Header(again, len) = TransportHeader::decode(&written) else {
+            panic!("{header:?} is written as {written:?}");
+        };
+        assert_eq!((again, len), (header, written.len()));
+    }
+}
+
+/// Messages of the control plane are taken or refused.
+pub fn policies(bytes: &[u8]) {
+    use tulle_proto::{destination, inbound, outbound};
+    if let Ok(message) = outbound::OutboundPolicy::decode(bytes) {
+        let _ = decode::outbound::client_policy(message);
+    }
+    if let Ok(message) = inbound::Server::decode(bytes) {
+        let _ = decode::inbound::server_policy(message);
+    }
+    if let Ok(message) = destination::DestinationProfile::decode(bytes) {
+        decode::profile::profile(message);
+    }
+    if let Ok(message) = destination::Update::decode(bytes) {
+        let _ = decode::endpoint::endpoint_update(message);
+    }
+}
+
+/// A body in chunks is the same in whatever pieces it arrives.
+pub fn chunks(bytes: &[u8]) {
+    let Some((step, bytes)) = bytes.split_first() else {
+        return;
+    };
+    let step = NonZeroUsize::new(usize::from(*step)).unwrap_or(NonZeroUsize::MIN);
+    let whole = h1::chunks(&mut [Bytes::copy_from_slice(bytes)].into_iter());
+    let mut pieces = bytes.chunks(step.get()).map(Bytes::copy_from_slice);
+    assert_eq!(h1::chunks(&mut pieces).ok(), whole.ok());
+}
+
+/// A message that has come whole.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Whole<T> {
+    pub(crate) head: T,
+    pub(crate) headers: HeaderMap,
+    pub(crate) body: Vec<u8>,
+}
+
+/// A request that we take, others read in the same way; and so do we, once we have written it anew.
+pub fn requests(bytes: &[u8]) {
+    let ours = h1::requests(Bytes::copy_from_slice(bytes));
+    for whole in &ours {
+        let again = h1::requests(h1::written(whole));
+        assert_eq!(again.len(), 1, "{whole:?} is written as {:?}", h1::written(whole));
+        assert_eq!((&again[0].head, &again[0].body), (&whole.head, &whole.body));
+    }
+    if ours.is_empty() {
+        return;
+    }
+    let theirs = block_on(hyper_s_requests(bytes));
+    for (ours, theirs) in ours.iter().zip(&theirs) {
+        assert_eq!((&ours.head, &ours.body), (&theirs.head, &theirs.body));
+    }
+}
+
+/// A response that we take, others read in the same way.
+pub fn responses(bytes: &[u8]) {
+    let Some(ours) = h1::response(Bytes::copy_from_slice(bytes)) else {
+        return;
+    };
+    if let Some(theirs) = block_on(hyper_s_response(bytes)) {
+        assert_eq!((ours.head, ours.body), (theirs.head, theirs.body));
+    }
+}
+
+fn block_on<F: Future>(future: F) -> F::Output {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+    runtime.expect("a runtime without I/O").block_on(future)
+}
+
+/// As hyper's server reads them, up to the first that it refuses.
+async fn hyper_s_requests(bytes: &[u8]) -> Vec<Whole<(Method, String)>> {
+    let seen = Mutex::new(Vec::new());
+    let service = service_fn(|req: Request<Incoming>| async {
+        let (parts, body) = req.into_parts();
+        if let Ok(body) = body.collect().await {
+            seen.lock().push(Whole {
+                head: (parts.method, parts.uri.to_string()),
+                headers: parts.headers,
+                body: body.to_bytes().to_vec(),
+            });
+        }
+        Ok::<_, Infallible>(Response::new(Empty::<Bytes>::new()))
+    });
+    let io = TokioIo::new(tokio::io::join(bytes, tokio::io::sink()));
+    let mut server = hyper::server::conn::http1::Builder::new();
+    // What it makes of the rest does not matter.
+    let _ = server.half_close(true).serve_connection(io, service).await;
+    seen.into_inner()
+}
+
+async fn hyper_s_response(bytes: &[u8]) -> Option<Whole<u16>> {
+    let io = TokioIo::new(tokio::io::join(bytes, tokio::io::sink()));
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(io).await.ok()?;
+    let exchange = async {
+        let rsp = sender.send_request(Request::new(Empty::<Bytes>::new())).await.ok()?;
+        let (parts, body) = rsp.into_parts();
+        let body = body.collect().await.ok()?;
+        Some(Whole {
+            head: parts.status.as_u16(),
+            headers: parts.headers,
+            body: body.to_bytes().chunk().to_vec(),
+        })
+    };
+    let (_, whole) = tokio::join!(connection, exchange);
+    whole
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, path::Path};
+
+    /// Tries everything that is kept for a target.
+    fn replay(target: &str, holds: fn(&[u8])) {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../fuzz/corpus")
+            .join(target);
+        let mut n = 0;
+        for file in fs::read_dir(&dir).unwrap() {
+            let path = file.unwrap().path();
+            println!("{}", path.display());
+            holds(&fs::read(path).unwrap());
+            n += 1;
+        }
+        assert!(n > 0, "{} is empty", dir.display());
+    }
+
+    #[test]
+    fn hellos_that_were_kept_hold() {
+        replay("hello", super::hello);
+    }
+
+    #[test]
+    fn detections_that_were_kept_hold() {
+        replay("detection", super::detection);
+    }
+
+    #[test]
+    fn transport_headers_that_were_kept_hold() {
+        replay("transport_header", super::transport_header);
+    }
+
+    #[test]
+    fn policies_that_were_kept_hold() {
+        replay("policies", super::policies);
+    }
+
+    #[test]
+    fn chunks_that_were_kept_hold() {
+        replay("chunks", super::chunks);
+    }
+
+    #[test]
+    fn requests_that_were_kept_hold() {
+        replay("requests", super::requests);
+    }
+
+    #[test]
+    fn responses_that_were_kept_hold() {
+        replay("responses", super::responses);
+    }
+}

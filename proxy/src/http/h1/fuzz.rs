@@ -1,0 +1,105 @@
+//! Readings of whole messages, for what must hold of them.
+
+use bytes::{Bytes, BytesMut};
+use http::{HeaderMap, Method, Request, Version, header};
+use http_body_util::{BodyExt as _, Full};
+
+use crate::{
+    fuzz::Whole,
+    http::{
+        h1::{
+            framing::{Chunk, Decoded, Framing},
+            head, write,
+        },
+        headers,
+    },
+};
+
+/// The data and the trailers of a body in chunks, or why there are none.
+pub(crate) fn chunks(pieces: &mut dyn Iterator<Item = Bytes>) -> Result<(Vec<u8>, HeaderMap), &'static str> {
+    let mut inbox = Bytes::new();
+    let mut framing = Framing::Chunked(Chunk::Size);
+    body(&mut framing, &mut inbox, pieces)
+}
+
+fn body(
+    framing: &mut Framing,
+    inbox: &mut Bytes,
+    pieces: &mut dyn Iterator<Item = Bytes>,
+) -> Result<(Vec<u8>, HeaderMap), &'static str> {
+    let mut data = Vec::new();
+    loop {
+        match framing.decode(inbox)? {
+            Decoded::Data(piece) => data.extend_from_slice(&piece),
+            Decoded::Trailers(trailers) => return Ok((data, trailers)),
+            Decoded::End => return Ok((data, HeaderMap::new())),
+            Decoded::More => match pieces.next() {
+                Some(piece) => *inbox = [&inbox[..], &piece].concat().into(),
+                None if *framing == Framing::UntilClose => return Ok((data, HeaderMap::new())),
+                None => return Err("it is cut"),
+            },
+        }
+    }
+}
+
+/// All whole requests of a connection, up to the first that is refused, or after which nothing may come.
+pub(crate) fn requests(mut bytes: Bytes) -> Vec<Whole<(Method, String)>> {
+    let mut all = Vec::new();
+    while let Ok(Some(head)) = head::request(&mut bytes) {
+        let (method, target) = (head.request.method().clone(), head.request.uri().to_string());
+        let mut framing = head.framing;
+        let Ok((body, _)) = body(&mut framing, &mut bytes, &mut std::iter::empty()) else {
+            break;
+        };
+        let ends = !head.keep_alive
+            || method == Method::CONNECT
+            || head.request.headers().contains_key(header::UPGRADE)
+            || head.request.version() != Version::HTTP_11;
+        all.push(Whole {
+            head: (method, target),
+            headers: head.request.headers().clone(),
+            body,
+        });
+        if ends {
+            break;
+        }
+    }
+    all
+}
+
+/// A request as we write it.
+pub(crate) fn written(whole: &Whole<(Method, String)>) -> Bytes {
+    let body = Full::new(Bytes::from(whole.body.clone())).map_err(|never| match never {});
+    let mut req = Request::new(body);
+    *req.method_mut() = whole.head.0.clone();
+    *req.uri_mut() = whole.head.1.parse().expect("it was a target before");
+    *req.headers_mut() = whole.headers.clone();
+    headers::strip_hop_by_hop(req.headers_mut());
+    let mut message = write::request(req);
+    let mut out = Vec::new();
+    let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+    let written = message.poll_write(&mut cx, &mut out);
+    assert!(matches!(written, std::task::Poll::Ready(Ok(()))), "{whole:?}");
+    BytesMut::from(&out[..]).freeze()
+}
+
+/// The response to a GET, if it comes whole before the bytes end.
+pub(crate) fn response(mut bytes: Bytes) -> Option<Whole<u16>> {
+    loop {
+        let head = head::response(&mut bytes, &Method::GET).ok()??;
+        let status = head.response.status();
+        if status.is_informational() {
+            if status.as_u16() == 101 {
+                return None;
+            }
+            continue;
+        }
+        let mut framing = head.framing;
+        let (body, _) = body(&mut framing, &mut bytes, &mut std::iter::empty()).ok()?;
+        return Some(Whole {
+            head: status.as_u16(),
+            headers: head.response.headers().clone(),
+            body,
+        });
+    }
+}
