@@ -14,7 +14,6 @@ fn failures(host: &Namespace, ip: &str) -> Vec<String> {
         .lines()
         .find(|line| line.contains(" tests, "))
         .unwrap_or_default();
-    println!("{}", said.out);
     assert!(summary.starts_with("145 tests, "), "{said:?}");
     let list = said.out.split("Failures:").nth(1).unwrap_or_default();
     let failed = list.lines().map(str::trim).filter(|line| line.starts_with('×'));
