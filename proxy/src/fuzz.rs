@@ -4,7 +4,7 @@
 use std::{convert::Infallible, future::Future, num::NonZeroUsize};
 
 use bytes::{Buf, Bytes, BytesMut};
-use http::{HeaderMap, Method, Request, Response};
+use http::{Method, Request, Response};
 use http_body_util::{BodyExt as _, Empty};
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::rt::TokioIo;
@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use prost::Message as _;
 
 use crate::{
-    http::h1::fuzz as h1,
+    http::h1::fuzz::{self as h1, Whole},
     net::detect::{self, Verdict},
     policy::decode,
     tls::{
@@ -83,14 +83,6 @@ pub fn chunks(bytes: &[u8]) {
     let whole = h1::chunks(&mut [Bytes::copy_from_slice(bytes)].into_iter());
     let mut pieces = bytes.chunks(step.get()).map(Bytes::copy_from_slice);
     assert_eq!(h1::chunks(&mut pieces).ok(), whole.ok());
-}
-
-/// A message that has come whole.
-#[derive(Debug, PartialEq)]
-pub(crate) struct Whole<T> {
-    pub(crate) head: T,
-    pub(crate) headers: HeaderMap,
-    pub(crate) body: Vec<u8>,
 }
 
 /// A request that we take, others read in the same way; and so do we, once we have written it anew.

@@ -125,7 +125,7 @@ mod tests {
             ("grpc.p51_us = \"at most 1\"", "no metric \"p51_us\""),
             ("grpc.p50_us = 3", "not a string"),
             ("grpc.p50_us = \"at most x\"", "\"x\" is not a number"),
-            ("grpc.p50_us = \"at most 1 x envoy\"", "no peer \"envoy\""),
+            ("grpc.p50_us = \"at most 1 x squid\"", "no peer \"squid\""),
             ("grpc.p50_us = \"about 3\"", "give \"at most"),
         ] {
             let error = format!("{:#}", parse(&format!("# comment\n{line}")).unwrap_err());

@@ -34,6 +34,7 @@ const PROXY: House = House {
         ("app", TOP),
         ("config", TOP),
         ("env", TOP),
+        ("fuzz", TOP),
     ],
 };
 

@@ -4,16 +4,21 @@ use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, Method, Request, Version, header};
 use http_body_util::{BodyExt as _, Full};
 
-use crate::{
-    fuzz::Whole,
-    http::{
-        h1::{
-            framing::{Chunk, Decoded, Framing},
-            head, write,
-        },
-        headers,
+use crate::http::{
+    h1::{
+        framing::{Chunk, Decoded, Framing},
+        head, write,
     },
+    headers,
 };
+
+/// A message that has come whole.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Whole<T> {
+    pub(crate) head: T,
+    pub(crate) headers: HeaderMap,
+    pub(crate) body: Vec<u8>,
+}
 
 /// The data and the trailers of a body in chunks, or why there are none.
 pub(crate) fn chunks(pieces: &mut dyn Iterator<Item = Bytes>) -> Result<(Vec<u8>, HeaderMap), &'static str> {
