@@ -138,6 +138,11 @@ impl Error {
         }
     }
 
+    /// Whether it was the request's body that failed, which nobody gets the rest of.
+    pub(crate) fn is_of_request_body(&self) -> bool {
+        matches!(self, Self::RequestBody(_) | Self::Miscounted | Self::TakenBack)
+    }
+
     /// Whether nobody listens where this dialled.
     pub(crate) fn is_refusal(&self) -> bool {
         matches!(

@@ -59,17 +59,32 @@ fn is_end_to_end(name: &HeaderName) -> bool {
         || name.as_str().starts_with("l5d-")
 }
 
+/// Whether a trailer is for the last receiver. Others concern one connection, or say what only proxies may.
+pub(crate) fn is_trailer(name: &HeaderName) -> bool {
+    let of_connection = [
+        header::CONNECTION,
+        header::UPGRADE,
+        header::TRAILER,
+        KEEP_ALIVE,
+        PROXY_CONNECTION,
+    ];
+    !is_end_to_end(name) && !of_connection.contains(name)
+}
+
 /// Whether an HTTP/1.1 request asks for another protocol. An upgrade to cleartext HTTP/2 is not one: it is answered
 /// as HTTP/1.1, which every client accepts.
 pub(crate) fn wants_upgrade(req: &Request<Body>) -> bool {
     if req.version() != Version::HTTP_11 {
         return false;
     }
+    // Nor is one that offers it among others: the application could choose it, and speak HTTP/2 past us.
+    let is_h2c = |to: &HeaderValue| {
+        let mut protocols = to.as_bytes().split(|b| *b == b',');
+        protocols.any(|protocol| protocol.trim_ascii().eq_ignore_ascii_case(b"h2c"))
+    };
+    let headers = req.headers();
     *req.method() == Method::CONNECT
-        || req
-            .headers()
-            .get(header::UPGRADE)
-            .is_some_and(|to| !to.as_bytes().eq_ignore_ascii_case(b"h2c"))
+        || (headers.contains_key(header::UPGRADE) && !headers.get_all(header::UPGRADE).iter().any(is_h2c))
 }
 
 /// Refuses requests that cannot be passed on as what they are: whose target does not fit their method, or whose body
@@ -225,6 +240,7 @@ mod tests {
         };
         assert!(wants_upgrade(&req("websocket")));
         assert!(!wants_upgrade(&req("h2c")));
+        assert!(!wants_upgrade(&req("websocket, H2C")));
         assert!(!wants_upgrade(&Request::get("/").body(Body::empty()).unwrap()));
     }
 

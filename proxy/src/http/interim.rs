@@ -5,7 +5,7 @@
 
 use std::{cell::RefCell, task::Poll};
 
-use http::{Response, StatusCode, Version};
+use http::{Response, StatusCode, Version, header};
 
 use crate::http::headers;
 
@@ -13,9 +13,18 @@ thread_local! {
     static PASSED: RefCell<Vec<Response<()>>> = const { RefCell::new(Vec::new()) };
 }
 
+/// How many interim responses a request may have: nothing else bounds what waits for a client that does not read.
+pub(crate) const MOST: usize = 32;
+
 /// Passes an interim response on to whoever serves the request that is being worked on.
 pub(crate) fn pass(mut response: Response<()>) {
-    // Its connection's business, of which HTTP/2 knows nothing.
+    // Whoever switches protocols says so at the end, in HTTP/1.
+    if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+        return;
+    }
+    // It has no body, whatever it says, and its connection's business is nothing that HTTP/2 knows of.
+    response.headers_mut().remove(header::CONTENT_LENGTH);
+    response.headers_mut().remove(header::TRANSFER_ENCODING);
     headers::strip_hop_by_hop(response.headers_mut());
     headers::strip_forged(response.headers_mut());
     *response.version_mut() = Version::HTTP_11;

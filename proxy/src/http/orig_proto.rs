@@ -109,11 +109,9 @@ pub(crate) fn make_origin(req: &mut Request<Body>) {
     }
 }
 
-/// HTTP/1.1 wants a `Host` even where the target has an authority.
+/// HTTP/1.1 wants a `Host` even where the target has an authority, which counts: nobody should see another.
 fn insert_host(req: &mut Request<Body>) {
-    if !req.headers().contains_key(header::HOST)
-        && let Some(host) = req.uri().authority().and_then(host_of)
-    {
+    if let Some(host) = req.uri().authority().and_then(host_of) {
         req.headers_mut().insert(header::HOST, host);
     }
 }
@@ -190,6 +188,17 @@ mod tests {
             assert_eq!(restore(&mut req).unwrap(), Some(version));
             assert_eq!((req.uri(), req.version()), (original().uri(), version));
             assert_eq!(req.headers()["host"], host);
+        }
+    }
+
+    #[test]
+    fn a_host_that_is_not_the_target_s_is_seen_by_nobody() {
+        for mark in [HTTP_11, "HTTP/1.1; absolute-form"] {
+            let req = Request::get("http://allowed/").version(Version::HTTP_2);
+            let req = req.header("host", "denied").header(L5D_ORIG_PROTO, mark);
+            let mut req = req.body(Body::empty()).unwrap();
+            restore(&mut req).unwrap();
+            assert_eq!(req.headers()["host"], "allowed", "{mark}");
         }
     }
 

@@ -28,7 +28,8 @@ pub(crate) fn headers(lines: usize) -> HeaderMap {
 
 /// Keeps the room of a map whose message has been written.
 pub(crate) fn keep(mut map: HeaderMap) {
-    if (1..=LARGEST).contains(&map.capacity()) {
+    // Repeated lines are in its length only.
+    if (1..=LARGEST).contains(&map.capacity()) && map.len() <= LARGEST {
         map.clear();
         SPARE.with_borrow_mut(|spare| {
             if spare.len() < MAPS {

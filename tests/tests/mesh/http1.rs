@@ -320,3 +320,45 @@ fn connections_are_reused_whatever_the_bodies() {
         assert_eq!(opened().await as u32, 1);
     });
 }
+
+#[test]
+fn a_client_that_dies_amid_its_upload_is_noticed_though_its_answer_has_begun() {
+    let mesh = mesh().workload("client").workload("web");
+    mesh.run(async |mesh: &Mesh| {
+        let (left, mut noticed) = mpsc::channel(1);
+        let _app = apps::raw(mesh.listen("web", HTTP).await, move |mut stream| {
+            let left = left.clone();
+            async move {
+                until(&mut stream, "\r\n\r\n").await;
+                let head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n";
+                stream.write_all(head).await.unwrap();
+                // To the end, which is no good one.
+                while stream.read_u8().await.is_ok() {}
+                left.send(()).await.unwrap();
+            }
+        });
+        let mut client = dial(mesh).await;
+        let head = b"POST / HTTP/1.1\r\nhost: web.test\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n";
+        client.write_all(head).await.unwrap();
+        until(&mut client, "ok").await;
+        drop(client);
+        noticed.recv().await.unwrap();
+    });
+}
+
+#[test]
+fn hints_without_end_are_a_bad_response() {
+    let mesh = mesh().workload("client").workload("web");
+    mesh.run(async |mesh: &Mesh| {
+        let _app = apps::raw(mesh.listen("web", HTTP).await, |mut stream| async move {
+            until(&mut stream, "\r\n\r\n").await;
+            // Until the connection is closed.
+            while stream.write_all(b"HTTP/1.1 103 Early Hints\r\n\r\n").await.is_ok() {}
+        });
+        let mut client = dial(mesh).await;
+        let head = b"GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n\r\n";
+        client.write_all(head).await.unwrap();
+        let rsp = rest(&mut client).await;
+        assert!(rsp.contains("HTTP/1.1 502 "), "{rsp}");
+    });
+}

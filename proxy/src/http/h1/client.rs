@@ -15,7 +15,10 @@ use std::{
 use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode};
 use http_body::{Frame, SizeHint};
-use tokio::io::ReadHalf;
+use tokio::{
+    io::{AsyncWriteExt as _, ReadHalf},
+    sync::oneshot,
+};
 
 use crate::{
     http::{
@@ -121,7 +124,7 @@ impl Connection {
             addr,
             pool,
             inbox: Bytes::new(),
-            seen: 0,
+            coming: Coming::default(),
         }
     }
 }
@@ -136,7 +139,16 @@ pub(crate) struct Exchange {
     addr: SocketAddr,
     pool: Option<Arc<Pool>>,
     inbox: Bytes,
+    coming: Coming,
+}
+
+/// How far a response head has come.
+#[derive(Default)]
+struct Coming {
+    /// Bytes that have been looked at.
     seen: usize,
+    /// Interim responses before it.
+    n_interims: usize,
 }
 
 impl Exchange {
@@ -157,13 +169,14 @@ impl Exchange {
         let io = &mut *self.connection.io;
         if self.sending {
             match self.upload.poll_write(cx, io) {
-                Poll::Ready(Err(error @ Error::RequestBody(_))) => return Poll::Ready(Err(error.into())),
+                Poll::Ready(Err(error)) if error.is_of_request_body() => return Poll::Ready(Err(error.into())),
                 // An application that stops reading may still have answered.
                 Poll::Ready(_) => self.sending = false,
                 Poll::Pending => {}
             }
         }
-        poll_head(cx, io, &mut self.inbox, &mut self.seen, &self.method)
+        let (inbox, coming) = (&mut self.inbox, &mut self.coming);
+        poll_head(cx, io, inbox, coming, &self.method)
     }
 
     /// What can be done where there was no head.
@@ -176,8 +189,10 @@ impl Exchange {
         let error = Error::Closed { addr, reused, sent };
         // An application may close an idle connection at any time; some requests may be sent twice.
         let is_repeatable = reused && self.has_no_body && self.method.is_idempotent();
+        // Who has answered something has read something.
+        let may_be_unread = self.coming.n_interims == 0 && io.is_local(addr.ip());
         let unread = self.upload.into_unread(Body::empty());
-        let Some(upload) = unread.filter(|_| is_repeatable || io.is_local(addr.ip())) else {
+        let Some(upload) = unread.filter(|_| is_repeatable || may_be_unread) else {
             return Failed { error, unread: None };
         };
         let certain = is_repeatable || !sent || (matches!(why, NoHead::End) && is_thrown_away(&io).await);
@@ -207,12 +222,25 @@ impl Exchange {
             (Source::Upgraded(Some(io.unread(std::mem::take(&mut inbox)))), None)
         } else if self.sending {
             let (read, mut write) = tokio::io::split(*io);
+            let (reading, read_all) = oneshot::channel();
             tokio::spawn(async move {
-                if let Err(error) = poll_fn(|cx| upload.poll_write(cx, &mut write)).await {
+                let uploaded = tokio::select! {
+                    uploaded = poll_fn(|cx| upload.poll_write(cx, &mut write)) => uploaded,
+                    () = soon_after(read_all) => Err(Error::TakenBack),
+                };
+                if let Err(error) = uploaded {
                     tracing::debug!(%error, "request body ended early");
+                    // So that nobody waits for the rest of it; who has gone away needs not be told.
+                    let _ = write.shutdown().await;
                 }
             });
-            (Source::Half(read), None)
+            (
+                Source::Half {
+                    read,
+                    _reading: reading,
+                },
+                None,
+            )
         } else {
             (Source::Whole(io), self.pool.filter(|_| keep_alive))
         };
@@ -236,6 +264,15 @@ impl Exchange {
     }
 }
 
+/// How long a request body may go on when its response has ended: an application that needed it would have waited.
+const AFTERGLOW: Duration = Duration::from_secs(1);
+
+async fn soon_after(read_all: oneshot::Receiver<()>) {
+    // Nothing is ever sent: the sender is dropped.
+    let _ = read_all.await;
+    tokio::time::sleep(AFTERGLOW).await;
+}
+
 /// Whether the kernel says that what was written after the other side's end was thrown away: at once, or on a busy machine
 /// a little later.
 async fn is_thrown_away(io: &Io) -> bool {
@@ -253,18 +290,22 @@ fn poll_head(
     cx: &mut Context<'_>,
     io: &mut Io,
     inbox: &mut Bytes,
-    seen: &mut usize,
+    coming: &mut Coming,
     method: &Method,
 ) -> Poll<Result<ResponseHead, NoHead>> {
     loop {
         if !inbox.is_empty()
-            && (*seen == 0 || head::may_end(inbox, *seen))
+            && (coming.seen == 0 || head::may_end(inbox, coming.seen))
             && let Some(head) = head::response(inbox, method).map_err(bad_head)?
         {
             let status = head.response.status();
             if status.is_informational() && status != StatusCode::SWITCHING_PROTOCOLS {
+                coming.seen = 0;
+                coming.n_interims += 1;
+                if coming.n_interims > interim::MOST {
+                    return Poll::Ready(Err(Error::BadResponse("it has too many interim responses").into()));
+                }
                 interim::pass(head.response);
-                *seen = 0;
                 continue;
             }
             return Poll::Ready(Ok(head));
@@ -272,7 +313,7 @@ fn poll_head(
         if inbox.len() > MAX_HEAD {
             return Poll::Ready(Err(bad_head(BadHead::TooLong).into()));
         }
-        *seen = inbox.len();
+        coming.seen = inbox.len();
         match ready!(read::poll_more(cx, io, inbox)) {
             Ok(0) if inbox.is_empty() => return Poll::Ready(Err(NoHead::End)),
             Ok(0) => return Poll::Ready(Err(Error::BadResponse("it ended within its head").into())),
@@ -308,8 +349,11 @@ pub(crate) struct Received {
 
 enum Source {
     Whole(Box<Io>),
-    /// The request body still goes out on the other half.
-    Half(ReadHalf<Io>),
+    /// The request body still goes out on the other half, until a while after the sender is dropped.
+    Half {
+        read: ReadHalf<Io>,
+        _reading: oneshot::Sender<()>,
+    },
     /// No longer HTTP: taken by the tunnel.
     Upgraded(Option<Io>),
 }
@@ -377,7 +421,7 @@ impl Received {
     fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
         match &mut self.source {
             Some(Source::Whole(io)) => read::poll_more(cx, &mut **io, &mut self.inbox),
-            Some(Source::Half(half)) => read::poll_more(cx, half, &mut self.inbox),
+            Some(Source::Half { read, .. }) => read::poll_more(cx, read, &mut self.inbox),
             Some(Source::Upgraded(_)) | None => Poll::Ready(Ok(0)),
         }
     }

@@ -1,10 +1,13 @@
 //! How bodies end: by a length, in chunks, or with their connection.
 
 use bytes::{Buf, Bytes};
-use http::{HeaderMap, HeaderName, HeaderValue, header};
+use http::{HeaderMap, HeaderName, HeaderValue};
 use http_body::SizeHint;
 
-use crate::http::h1::head::{MAX_HEAD_LINES, is_framing};
+use crate::http::{
+    h1::head::{self, MAX_HEAD_LINES},
+    headers,
+};
 
 /// Most bytes of a chunked body's trailers.
 const MAX_TRAILERS: usize = 64 * 1024;
@@ -28,7 +31,8 @@ pub(crate) enum Chunk {
     Data(u64),
     /// The line end after a chunk's data.
     DataEnd,
-    Trailers,
+    /// Bytes of them that have been looked at.
+    Trailers(usize),
 }
 
 /// What the next step of decoding a body yields.
@@ -75,7 +79,11 @@ impl Framing {
                             return Ok(Decoded::More);
                         };
                         inbox.advance(used);
-                        *chunk = if size == 0 { Chunk::Trailers } else { Chunk::Data(size) };
+                        *chunk = if size == 0 {
+                            Chunk::Trailers(0)
+                        } else {
+                            Chunk::Data(size)
+                        };
                     }
                     Chunk::Data(left) => {
                         let Some(data) = take(inbox, left) else {
@@ -96,9 +104,17 @@ impl Framing {
                         inbox.advance(2);
                         *chunk = Chunk::Size;
                     }
-                    Chunk::Trailers => {
-                        let Some(trailers) = trailers(inbox)? else {
-                            return Ok(Decoded::More);
+                    Chunk::Trailers(seen) => {
+                        // An empty line at once ends them, too.
+                        let may_end = *seen < 2 || head::may_end(inbox, *seen);
+                        *seen = inbox.len();
+                        let trailers = if may_end { trailers(inbox)? } else { None };
+                        let Some(trailers) = trailers else {
+                            return if inbox.len() < MAX_TRAILERS {
+                                Ok(Decoded::More)
+                            } else {
+                                Err("its trailers")
+                            };
                         };
                         *self = Self::None;
                         return Ok(if trailers.is_empty() {
@@ -166,14 +182,14 @@ fn trailers(inbox: &mut Bytes) -> Result<Option<HeaderMap>, &'static str> {
                 let name = HeaderName::from_bytes(line.name.as_bytes()).map_err(|_| "a trailer")?;
                 let value = HeaderValue::from_bytes(line.value).map_err(|_| "a trailer")?;
                 // Nobody has acted on them while the body passed, and nobody should afterwards.
-                if !is_framing(&name) && name != header::HOST {
+                if headers::is_trailer(&name) {
                     trailers.append(name, value);
                 }
             }
             inbox.advance(used);
             Ok(Some(trailers))
         }
-        Ok(httparse::Status::Partial) if inbox.len() < MAX_TRAILERS => Ok(None),
+        Ok(httparse::Status::Partial) => Ok(None),
         _ => Err("its trailers"),
     }
 }

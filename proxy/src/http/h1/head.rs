@@ -86,7 +86,7 @@ pub(crate) fn request(bytes: &mut Bytes) -> Result<Option<RequestHead>, BadHead>
     *request.uri_mut() = Uri::from_maybe_shared(part(bytes, target.as_bytes())).map_err(|_| "its target")?;
     *request.version_mut() = version_of(version);
     *request.headers_mut() = headers(bytes, parsed.headers)?;
-    bytes.advance(used);
+    consume(bytes, used);
     check_host(&mut request)?;
     let framing = framing_of_request(&request)?;
     let is_11 = request.version() == Version::HTTP_11;
@@ -132,7 +132,7 @@ pub(crate) fn response(bytes: &mut Bytes, method: &Method) -> Result<Option<Resp
         .and_then(|code| StatusCode::from_u16(code).ok())
         .ok_or("its status is not a number from 100 to 999")?;
     *response.headers_mut() = headers(bytes, parsed.headers)?;
-    bytes.advance(used);
+    consume(bytes, used);
     let (framing, clean) = framing_of_response(&response, method)?;
     match framing {
         // One framing is passed on, the one that counts.
@@ -159,6 +159,14 @@ pub(crate) fn may_end(bytes: &[u8], seen: usize) -> bool {
 /// Whether a header tells where a message ends.
 pub(super) fn is_framing(name: &HeaderName) -> bool {
     *name == header::CONTENT_LENGTH || *name == header::TRANSFER_ENCODING
+}
+
+/// Lets go of what is used up, so that nothing keeps its memory.
+fn consume(bytes: &mut Bytes, used: usize) {
+    bytes.advance(used);
+    if bytes.is_empty() {
+        *bytes = Bytes::new();
+    }
 }
 
 fn refused(error: httparse::Error) -> BadHead {

@@ -1,11 +1,18 @@
 //! Connections to one address that are kept for the next request.
 
-use std::{pin::Pin, sync::Arc, task::Context, time::Duration};
+use std::{
+    future::{Future, poll_fn},
+    pin::{Pin, pin},
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
 
 use futures_util::task::noop_waker_ref;
 use parking_lot::Mutex;
 use tokio::{
     io::{AsyncRead, ReadBuf},
+    task::coop::unconstrained,
     time::Instant,
 };
 
@@ -78,7 +85,8 @@ async fn sweep(pool: std::sync::Weak<Pool>, limit: Duration) {
 fn is_quiet(io: &mut Io) -> bool {
     let mut byte = [0];
     let mut buf = ReadBuf::new(&mut byte);
-    Pin::new(io)
-        .poll_read(&mut Context::from_waker(noop_waker_ref()), &mut buf)
-        .is_pending()
+    let look = poll_fn(|cx| Poll::Ready(Pin::new(&mut *io).poll_read(cx, &mut buf).is_pending()));
+    // A task that has done much in its turn would be told to wait, and not what there is.
+    let mut look = pin!(unconstrained(look));
+    look.as_mut().poll(&mut Context::from_waker(noop_waker_ref())) == Poll::Ready(true)
 }

@@ -28,7 +28,6 @@ where
         buffer.reserve(SIZE);
         let n = ready!(pin!(io.read_buf(buffer)).poll(cx))?;
         if !inbox.is_empty() {
-            // Without a copy where nobody else holds them, which is so for a head that comes in pieces.
             let mut bytes = BytesMut::from(std::mem::take(inbox));
             bytes.extend_from_slice(buffer);
             *inbox = bytes.freeze();
@@ -49,6 +48,8 @@ struct Piece {
 }
 
 const PIECE: usize = 512;
+/// Less takes an allocation of its own size.
+const SHORT: usize = 64;
 
 impl AsRef<[u8]> for Piece {
     fn as_ref(&self) -> &[u8] {
@@ -57,7 +58,7 @@ impl AsRef<[u8]> for Piece {
 }
 
 fn copied(bytes: &[u8]) -> Bytes {
-    if bytes.len() > PIECE {
+    if bytes.len() > PIECE || bytes.len() < SHORT {
         return Bytes::copy_from_slice(bytes);
     }
     let mut piece = Piece {

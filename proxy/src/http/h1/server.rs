@@ -81,6 +81,8 @@ enum Receiving {
     Permission,
     /// The rest of its body is nobody's: the connection cannot carry another request.
     Abandoned,
+    /// It has ended, or broken off, amid its body.
+    Gone,
 }
 
 /// Why there is no further request.
@@ -132,7 +134,8 @@ where
                 connection.lock().receiving = Receiving::Abandoned;
                 let rsp = service.refuse(&error);
                 let (mut message, _) = write::response(rsp, UNREAD, Afterwards::Closed);
-                poll_fn(|cx| message.poll_write(cx, &mut Half(&connection))).await?;
+                let written = poll_fn(|cx| message.poll_write(cx, &mut Half(&connection))).await;
+                written.map_err(to_client)?;
                 return close(connection).await;
             }
         };
@@ -211,7 +214,8 @@ where
                 false => connection.receiving = Receiving::Abandoned,
             }
         }
-        !keep_alive || asks_to_close || connection.receiving == Receiving::Abandoned || drain.is_signaled()
+        let is_lost = matches!(connection.receiving, Receiving::Abandoned | Receiving::Gone);
+        !upgrades && (!keep_alive || asks_to_close || is_lost || drain.is_signaled())
     };
     let afterwards = if closes { Afterwards::Closed } else { Afterwards::Kept };
     let answered = Answered {
@@ -228,7 +232,7 @@ where
         if message.ends_with_connection() {
             connection.lock().io.reset(); // an end would look like the body's
         }
-        return Err(error);
+        return Err(to_client(error));
     }
     drop(message);
     if upgrades {
@@ -239,6 +243,14 @@ where
         (Afterwards::Kept, Receiving::Nothing) => Next::Request,
         _ => Next::Close,
     })
+}
+
+/// Writing a response fails for the client's reasons, unless its body does.
+fn to_client(error: Error) -> Error {
+    match error {
+        Error::Response(source) => Error::Client(source),
+        other => other,
+    }
 }
 
 /// The request with its body, and who gets the connection if it is upgraded.
@@ -372,8 +384,17 @@ impl Wait<'_> {
 impl Connection {
     /// Ready when the client has closed its side, which it does when it no longer waits.
     fn poll_left(&mut self, cx: &mut Context<'_>, may_have_left: bool) -> Poll<Error> {
-        if !may_have_left || self.receiving != Receiving::Nothing || !self.inbox.is_empty() {
-            return Poll::Pending;
+        // What could not be written at once; errors are the response's, too.
+        let _ = self.poll_interims(cx);
+        match self.receiving {
+            Receiving::Gone => return Poll::Ready(Error::Left),
+            Receiving::Nothing if may_have_left && self.inbox.is_empty() => {}
+            Receiving::Nothing => return Poll::Pending,
+            // Whoever reads the body tells how it ends.
+            Receiving::Body | Receiving::Permission | Receiving::Abandoned => {
+                self.server = Some(cx.waker().clone());
+                return Poll::Pending;
+            }
         }
         match ready!(read::poll_more(cx, &mut self.io, &mut self.inbox)) {
             Ok(0) => Poll::Ready(Error::Left),
@@ -412,8 +433,7 @@ impl Connection {
             }
             self.receiving = Receiving::Body;
         }
-        // They are hints, of which an application may send any number, and a client may take none.
-        if version == Version::HTTP_11 && self.interims.len() < MAX_INTERIMS {
+        if version == Version::HTTP_11 {
             write::interim(rsp, &mut self.interims);
         }
         // What cannot be written now goes before the response, and errors are the response's, too.
@@ -435,9 +455,6 @@ impl Connection {
         Poll::Ready(Ok(()))
     }
 }
-
-/// Most bytes of interim responses that wait for a client.
-const MAX_INTERIMS: usize = 64 * 1024;
 
 /// A connection that is locked for one step at a time.
 struct Half<'a>(&'a Shared);
@@ -493,10 +510,10 @@ impl Received {
             return Poll::Ready(None);
         }
         let connection = &mut *self.connection.lock();
-        if connection.receiving == Receiving::Abandoned {
+        if matches!(connection.receiving, Receiving::Abandoned | Receiving::Gone) {
             return Poll::Ready(Some(Err(Error::from_client("it was answered before it was sent"))));
         }
-        let failed = loop {
+        let (failed, receiving) = loop {
             let decoded = self.framing.decode(&mut connection.inbox);
             let is_end = self.framing.is_end();
             let frame = match decoded {
@@ -504,15 +521,18 @@ impl Received {
                 Ok(Decoded::Trailers(trailers)) => Some(Ok(Frame::trailers(trailers))),
                 Ok(Decoded::End) => None,
                 Ok(Decoded::More) => match read::poll_more(cx, &mut connection.io, &mut connection.inbox) {
-                    Poll::Ready(Ok(0)) => break Error::from_client(io::Error::from(io::ErrorKind::UnexpectedEof)),
+                    Poll::Ready(Ok(0)) => {
+                        let end = io::Error::from(io::ErrorKind::UnexpectedEof);
+                        break (Error::from_client(end), Receiving::Gone);
+                    }
                     Poll::Ready(Ok(_)) => continue,
-                    Poll::Ready(Err(error)) => break Error::from_client(error),
+                    Poll::Ready(Err(error)) => break (Error::from_client(error), Receiving::Gone),
                     Poll::Pending => {
                         ready!(Self::poll_patience(&mut self.patience, cx, connection));
                         return Poll::Pending;
                     }
                 },
-                Err(wrong) => break Error::from_client(wrong),
+                Err(wrong) => break (Error::from_client(wrong), Receiving::Abandoned),
             };
             if is_end {
                 self.ended = true;
@@ -522,8 +542,7 @@ impl Received {
             }
             return Poll::Ready(frame);
         };
-        self.ended = true;
-        connection.received(Receiving::Abandoned);
+        connection.received(receiving);
         Poll::Ready(Some(Err(failed)))
     }
 
@@ -554,8 +573,25 @@ impl Received {
 
 impl Drop for Received {
     fn drop(&mut self) {
-        if !self.ended {
-            self.connection.lock().received(Receiving::Abandoned);
+        if self.ended {
+            return;
         }
+        let mut connection = self.connection.lock();
+        if connection.receiving == Receiving::Gone {
+            return;
+        }
+        // What is there already can be passed over: a short body, mostly.
+        let has_come = loop {
+            match self.framing.decode(&mut connection.inbox) {
+                Ok(Decoded::Data(_)) => {}
+                Ok(Decoded::Trailers(_) | Decoded::End) => break connection.receiving == Receiving::Body,
+                Ok(Decoded::More) | Err(_) => break false,
+            }
+        };
+        connection.received(if has_come {
+            Receiving::Nothing
+        } else {
+            Receiving::Abandoned
+        });
     }
 }

@@ -96,6 +96,7 @@ pub(crate) fn request<B: Sent>(req: Request<B>) -> Message<B> {
     let _ = match (target.scheme(), target.authority(), target.path_and_query()) {
         (None, Some(authority), _) => write!((&mut *out).writer(), "{authority}"),
         (Some(_), ..) => write!((&mut *out).writer(), "{target}"),
+        (None, None, Some(path)) if path.as_str().starts_with('?') => write!((&mut *out).writer(), "{path}"),
         (None, None, Some(path)) => {
             out.put_slice(path.as_str().as_bytes());
             Ok(())
@@ -443,8 +444,10 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         let mut bytes = std::mem::take(&mut self.0);
-        if (1..=SPARE_SIZE).contains(&bytes.capacity()) {
-            bytes.clear();
+        bytes.clear();
+        // What has been written is no part of the capacity, and yet of the memory.
+        let is_large = bytes.try_reclaim(SPARE_SIZE + 1);
+        if bytes.capacity() > 0 && !is_large {
             // A thread that ends has no use for it.
             let _ = SPARE.try_with(|spare| {
                 let mut spare = spare.borrow_mut();

@@ -9,7 +9,7 @@ use std::{
 
 use bytes::Bytes;
 use h2::{
-    RecvStream,
+    Reason, RecvStream,
     client::{self, ResponseFuture, SendRequest},
 };
 use http::{Request, Response};
@@ -74,17 +74,18 @@ pub(crate) async fn send(
     let (mut response, stream) = send
         .send_request(Request::from_parts(parts, ()), no_body)
         .map_err(|error| lost(error, addr))?;
+    let mut n_interims = 0;
     let head = if no_body {
-        poll_fn(|cx| poll_head(cx, &mut response)).await
+        poll_fn(|cx| poll_head(cx, &mut response, &mut n_interims)).await
     } else {
         let mut sending = Some(Sending::new(body, stream));
         let head = poll_fn(|cx| {
-            if let Poll::Ready(head) = poll_head(cx, &mut response) {
+            if let Poll::Ready(head) = poll_head(cx, &mut response, &mut n_interims) {
                 return Poll::Ready(Ok(head));
             }
             if let Some(body) = &mut sending {
                 match body.poll_send(cx) {
-                    Poll::Ready(Err(error @ Error::RequestBody(_))) => return Poll::Ready(Err(error)),
+                    Poll::Ready(Err(error)) if error.is_of_request_body() => return Poll::Ready(Err(error)),
                     // A peer that stops reading may still answer; the response says what happened.
                     Poll::Ready(_) => sending = None,
                     Poll::Pending => {}
@@ -110,8 +111,16 @@ pub(crate) async fn send(
 }
 
 /// Waits for the final response; interim ones are passed on.
-fn poll_head(cx: &mut Context<'_>, response: &mut ResponseFuture) -> Poll<Result<Response<RecvStream>, h2::Error>> {
+fn poll_head(
+    cx: &mut Context<'_>,
+    response: &mut ResponseFuture,
+    n_interims: &mut usize,
+) -> Poll<Result<Response<RecvStream>, h2::Error>> {
     while let Poll::Ready(Some(Ok(interim))) = response.poll_informational(cx) {
+        *n_interims += 1;
+        if *n_interims > interim::MOST {
+            return Poll::Ready(Err(Reason::ENHANCE_YOUR_CALM.into()));
+        }
         interim::pass(interim);
     }
     Pin::new(response).poll(cx)

@@ -10,10 +10,10 @@ use std::{
 };
 
 use bytes::Bytes;
-use h2::{PingPong, Reason, RecvStream};
+use h2::{PingPong, RecvStream};
 use http_body::{Frame, SizeHint};
 
-use crate::http::error::Error;
+use crate::http::{error::Error, headers};
 
 /// HTTP/2 settings of one side of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,10 +94,13 @@ impl Received {
                 self.left = self.left.map(|left| left.saturating_sub(data.len() as u64));
                 Poll::Ready(Some(Ok(Frame::data(data))))
             }
-            // A server may do so once it needs no more of a request; ours to it ends then.
-            Some(Err(error)) if error.reason() == Some(Reason::NO_ERROR) => Poll::Ready(None),
             Some(Err(error)) => Poll::Ready(Some(Err(self.failed(error)))),
             None => match ready!(self.stream.poll_trailers(cx)) {
+                Ok(Some(trailers)) if self.from == From::Client => {
+                    let sent = trailers.iter().filter(|(name, _)| headers::is_trailer(name));
+                    let sent = sent.map(|(name, value)| (name.clone(), value.clone()));
+                    Poll::Ready(Some(Ok(Frame::trailers(sent.collect()))))
+                }
                 Ok(Some(trailers)) => Poll::Ready(Some(Ok(Frame::trailers(trailers)))),
                 Ok(None) => Poll::Ready(None),
                 Err(error) => Poll::Ready(Some(Err(self.failed(error)))),

@@ -5,6 +5,7 @@ use std::{
     pin::pin,
     sync::Arc,
     task::Poll,
+    time::Duration,
 };
 
 use bytes::{Bytes, BytesMut};
@@ -15,7 +16,11 @@ use h2::{
 use http::{Request, Response};
 use http_body::Body as _;
 use parking_lot::Mutex;
-use tokio::{io::AsyncReadExt as _, sync::Notify};
+use tokio::{
+    io::AsyncReadExt as _,
+    sync::Notify,
+    time::{Instant, interval_at, sleep},
+};
 use tower::Service;
 use tulle_core::drain;
 
@@ -68,12 +73,17 @@ where
     if let Some(streams) = params.max_pending_resets {
         builder.max_pending_accept_reset_streams(streams);
     }
-    let io = greeted(io).await?;
+    let io = tokio::select! {
+        greeted = greeted(io) => greeted?,
+        () = asked_to_end(closer, drain) => return Ok(()),
+        () = sleep(PREFACE_TIMEOUT) => return Err(Error::HeadTimeout(PREFACE_TIMEOUT)),
+    };
     let mut connection = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
     let clerks = Clerks::new(service);
     let mut silent = pin!(unanswered(params.keep_alive, connection.ping_pong()));
     let mut ending = pin!(asked_to_end(closer, drain));
     let mut is_ending = false;
+    let mut rounds = interval_at(Instant::now() + ROUND, ROUND);
     poll_fn(|cx| {
         while let Poll::Ready(accepted) = connection.poll_accept(cx) {
             match accepted {
@@ -81,6 +91,9 @@ where
                 Some(Err(error)) => return Poll::Ready(Err(Error::H2(error))),
                 None => return Poll::Ready(Ok(())),
             }
+        }
+        while rounds.poll_tick(cx).is_ready() {
+            clerks.send_home();
         }
         if !is_ending && ending.as_mut().poll(cx).is_ready() {
             is_ending = true;
@@ -105,6 +118,8 @@ async fn greeted(mut io: Io) -> Result<Io, Error> {
     Ok(io.unread(seen.freeze()))
 }
 
+/// How long a client may take to say that it speaks HTTP/2.
+const PREFACE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Source: RFC 9113 §3.4.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
@@ -130,6 +145,8 @@ struct Clerks<S> {
 /// Who waits for a request.
 struct Waiting {
     desks: Vec<Arc<Desk>>,
+    /// The fewest that have waited since the last round.
+    spare: usize,
     /// Whether there will be none any more.
     closed: bool,
 }
@@ -143,6 +160,8 @@ struct Desk {
 
 /// Tasks that wait at most, on one connection.
 const WAITING: usize = 64;
+/// How often those that are not needed are ended.
+const ROUND: Duration = Duration::from_secs(10);
 
 impl<S> Clerks<S>
 where
@@ -152,6 +171,7 @@ where
     fn new(service: Rescued<S>) -> Self {
         let waiting = Waiting {
             desks: Vec::new(),
+            spare: 0,
             closed: false,
         };
         Self {
@@ -161,7 +181,12 @@ where
     }
 
     fn take(&self, job: Job) {
-        let desk = self.waiting.lock().desks.pop();
+        let desk = {
+            let mut waiting = self.waiting.lock();
+            let desk = waiting.desks.pop();
+            waiting.spare = waiting.spare.min(waiting.desks.len());
+            desk
+        };
         let (desk, is_new) = desk.map_or_else(|| (Arc::default(), true), |desk| (desk, false));
         *desk.job.lock() = Some(job);
         if is_new {
@@ -169,6 +194,18 @@ where
         } else {
             desk.called.notify_one();
         }
+    }
+}
+
+impl<S> Clerks<S> {
+    /// Ends those that nobody has needed for a round.
+    fn send_home(&self) {
+        let mut waiting = self.waiting.lock();
+        let spare = waiting.spare.min(waiting.desks.len());
+        for desk in waiting.desks.drain(..spare) {
+            desk.called.notify_one();
+        }
+        waiting.spare = waiting.desks.len();
     }
 }
 
@@ -207,6 +244,10 @@ async fn answer<S>(service: &mut Rescued<S>, (req, mut respond): Job)
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
 {
+    // Many clients that reset what they ask for should cost nobody else anything.
+    if poll_fn(|cx| Poll::Ready(respond.poll_reset(cx).is_ready())).await {
+        return;
+    }
     let left = headers::content_length(req.headers());
     let req = req.map(|stream| match stream.is_end_stream() {
         true => Body::empty(),
