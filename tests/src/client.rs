@@ -7,7 +7,7 @@ use http_body_util::{BodyExt, Empty, Full};
 use hyper::body::{Body, Incoming};
 use hyper::client::conn::{http1, http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite};
 use tokio::net::TcpStream;
 
 /// What requests and responses of tests are made of.
@@ -169,4 +169,20 @@ where
     B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
 {
     body.map_err(Into::into).boxed()
+}
+
+/// Reads until what was read ends so.
+///
+/// # Panics
+/// The connection ends before, or carries no text.
+pub async fn read_until(stream: &mut TcpStream, end: &str) -> String {
+    let mut read = Vec::new();
+    while !read.ends_with(end.as_bytes()) {
+        let mut byte = [0];
+        stream.read_exact(&mut byte).await.unwrap_or_else(|error| {
+            panic!("{error} after {:?}, before {end:?}", String::from_utf8_lossy(&read));
+        });
+        read.push(byte[0]);
+    }
+    String::from_utf8(read).expect("tests send text")
 }

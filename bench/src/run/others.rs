@@ -12,7 +12,7 @@ use tulle_core::netns::Namespace;
 use super::Traffic;
 use super::peer::Sidecars;
 use super::process::Process;
-use super::scene::{HTTP_PORT, PROXY_UID, SERVER, Scene, TCP_PORT};
+use super::scene::{self, HTTP_PORT, PROXY_UID, SERVER, Scene, TCP_PORT};
 
 /// A pair of nginx, one process each.
 pub(super) fn nginx(scene: &Scene, traffic: Traffic) -> anyhow::Result<Sidecars> {
@@ -30,7 +30,7 @@ pub(super) fn nginx(scene: &Scene, traffic: Traffic) -> anyhow::Result<Sidecars>
         let name = format!("nginx-{kind}-{}.conf", side.name);
         let text = filled(scene, traffic, side, &name)?;
         let text = text.replace("@DIR@", &dir).replace("@WORKERS@", "1");
-        let mut command = as_proxy(side.namespace, "nginx");
+        let mut command = scene::as_proxy(side.namespace, "nginx");
         command.arg("-c").arg(written(scene, &name, &text)?);
         // One process that is all there is.
         command.args(["-g", "master_process off;"]);
@@ -54,7 +54,7 @@ pub(super) fn start_envoy(scene: &Scene, traffic: Traffic) -> anyhow::Result<Sid
         let name = format!("envoy-{kind}-{}.yaml", side.name);
         let text = filled(scene, traffic, side, &name)?;
         let text = text.replace("@CODEC@", codec).replace("@APP_PROTOCOL@", app_protocol);
-        let mut command = as_proxy(side.namespace, &program.display().to_string());
+        let mut command = scene::as_proxy(side.namespace, &program);
         command.arg("-c").arg(written(scene, &name, &text)?);
         command.args(["--concurrency", "1", "--disable-hot-restart", "--log-level", "warning"]);
         Ok(command)
@@ -106,19 +106,6 @@ fn pair(scene: &Scene, command: impl Fn(&Side<'_>) -> anyhow::Result<Command>) -
         _control: None,
         _redirect: scene.redirect()?,
     })
-}
-
-/// The rules know the proxy by its user; entering the namespace needs root, so the user changes after it.
-fn as_proxy(namespace: &Namespace, program: &str) -> Command {
-    let mut command = namespace.command("setpriv");
-    command
-        .args([
-            format!("--reuid={PROXY_UID}"),
-            format!("--regid={PROXY_UID}"),
-            "--clear-groups".into(),
-        ])
-        .arg(program);
-    command
 }
 
 /// A committed configuration with the addresses and files of this run.

@@ -1,8 +1,10 @@
 //! The stage: namespaces, redirect rules, the application, certificates; the same for every peer.
 
+use std::ffi::OsStr;
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::Arc;
 
 use anyhow::Context as _;
@@ -86,6 +88,19 @@ impl Scene {
     pub(super) fn file(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
+}
+
+/// A program as the user whose traffic is not redirected: entering the namespace needs root, so the user changes after it.
+pub(super) fn as_proxy(namespace: &Namespace, program: impl AsRef<OsStr>) -> Command {
+    let mut command = namespace.command("setpriv");
+    command
+        .args([
+            format!("--reuid={PROXY_UID}"),
+            format!("--regid={PROXY_UID}"),
+            "--clear-groups".into(),
+        ])
+        .arg(program);
+    command
 }
 
 /// Redirect rules in force.

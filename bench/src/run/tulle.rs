@@ -17,7 +17,7 @@ use tulle_core::netns::Namespace;
 
 use super::peer::Sidecars;
 use super::process::Process;
-use super::scene::{CONTROL, PROXY_UID, Scene};
+use super::scene::{self, CONTROL, Scene};
 use super::{Row, tools};
 
 /// Programs that have to be beside this one.
@@ -116,15 +116,8 @@ fn runnable(program: &str, dir: &Path) -> anyhow::Result<PathBuf> {
 }
 
 fn proxy(program: &str, scene: &Scene, mesh: &Mesh, name: &str, namespace: &Namespace) -> anyhow::Result<Process> {
-    // The rules know the proxy by its user; entering the namespace needs root, so the user changes after it.
-    let mut command = namespace.command("setpriv");
+    let mut command = scene::as_proxy(namespace, runnable(program, scene.dir.path())?);
     command
-        .args([
-            format!("--reuid={PROXY_UID}"),
-            format!("--regid={PROXY_UID}"),
-            "--clear-groups".into(),
-        ])
-        .arg(runnable(program, scene.dir.path())?)
         // Only the counting one reads it.
         .arg(COUNTER)
         .env_clear();

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use http::{HeaderValue, StatusCode};
 use tulle_core::identity::Identity;
 
-use crate::net::connect::ConnectError;
+use crate::{http::h1::head::MAX_LINES, net::connect::ConnectError};
 
 /// Whose fault a failed request is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +62,7 @@ pub(crate) enum Error {
     Miscounted,
     #[error("invalid request: {0}")]
     BadRequest(&'static str),
-    #[error("the request's head is longer than {limit} bytes")]
+    #[error("the request's head has more than {limit} bytes, or more than {MAX_LINES} lines")]
     HeadTooLong { limit: usize },
     #[error("the request's head did not come within {0:?}")]
     HeadTimeout(std::time::Duration),

@@ -6,6 +6,7 @@ use tokio::net::TcpStream;
 use tokio::sync::{mpsc, oneshot};
 use tulle_bench::conformance::{App, Outcome};
 use tulle_tests::apps;
+use tulle_tests::client::read_until;
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, STRANGER, mesh};
 
@@ -60,18 +61,6 @@ async fn rest(stream: &mut TcpStream) -> String {
     String::from_utf8(text).unwrap()
 }
 
-/// Reads until what was read ends so.
-async fn until(stream: &mut TcpStream, end: &str) -> String {
-    let mut text = String::new();
-    while !text.ends_with(end) {
-        let byte = stream.read_u8().await;
-        text.push(char::from(
-            byte.unwrap_or_else(|error| panic!("{error} after {text:?}")),
-        ));
-    }
-    text
-}
-
 const OK: &[u8] = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
 
 #[test]
@@ -113,7 +102,7 @@ fn a_head_that_does_not_come_is_waited_for_only_so_long() {
         for part in ["GET / HTTP/1.1\r\nhost: web.test\r\n\r\n", "GET / HTTP/1.1\r\nhost: w"] {
             client.write_all(part.as_bytes()).await.unwrap();
         }
-        until(&mut client, "web\n").await;
+        read_until(&mut client, "web\n").await;
         let rsp = rest(&mut client).await;
         assert!(rsp.starts_with("HTTP/1.1 408 "), "{rsp}");
         assert!(rsp.contains("l5d-proxy-cause: head-timeout\r\n"), "{rsp}");
@@ -141,10 +130,10 @@ const EXPECTING: &[u8] = b"POST / HTTP/1.1\r\nhost: web.test\r\ncontent-length: 
 /// An application that reads a head and says this, then reads the body where it lets it come.
 async fn app(mesh: &Mesh, says: &'static [u8]) -> apps::App {
     apps::raw(mesh.listen("web", HTTP).await, move |mut stream| async move {
-        until(&mut stream, "\r\n\r\n").await;
+        read_until(&mut stream, "\r\n\r\n").await;
         stream.write_all(says).await.unwrap();
         if !says.starts_with(b"HTTP/1.1 4") {
-            until(&mut stream, "hello").await;
+            read_until(&mut stream, "hello").await;
             stream.write_all(OK).await.unwrap();
         }
         stream.shutdown().await.unwrap();
@@ -158,9 +147,9 @@ fn whether_a_body_may_come_is_the_application_s_decision() {
         let permitting = app(mesh, b"HTTP/1.1 100 Continue\r\n\r\n").await;
         let mut client = dial(mesh).await;
         client.write_all(EXPECTING).await.unwrap();
-        assert!(until(&mut client, "\r\n\r\n").await.starts_with("HTTP/1.1 100 "));
+        assert!(read_until(&mut client, "\r\n\r\n").await.starts_with("HTTP/1.1 100 "));
         client.write_all(b"hello").await.unwrap();
-        assert!(until(&mut client, "ok").await.starts_with("HTTP/1.1 200 "));
+        assert!(read_until(&mut client, "ok").await.starts_with("HTTP/1.1 200 "));
         permitting.kill().await;
 
         let refusing = app(mesh, b"HTTP/1.1 417 Expectation Failed\r\ncontent-length: 0\r\n\r\n").await;
@@ -177,9 +166,9 @@ fn whether_a_body_may_come_is_the_application_s_decision() {
         let _silent = app(mesh, b"").await;
         let mut client = dial(mesh).await;
         client.write_all(EXPECTING).await.unwrap();
-        assert!(until(&mut client, "\r\n\r\n").await.starts_with("HTTP/1.1 100 "));
+        assert!(read_until(&mut client, "\r\n\r\n").await.starts_with("HTTP/1.1 100 "));
         client.write_all(b"hello").await.unwrap();
-        assert!(until(&mut client, "ok").await.starts_with("HTTP/1.1 200 "));
+        assert!(read_until(&mut client, "ok").await.starts_with("HTTP/1.1 200 "));
     });
 }
 
@@ -192,7 +181,7 @@ fn a_client_that_leaves_takes_its_request_back() {
         let _app = apps::raw(mesh.listen("web", HTTP).await, move |mut stream| {
             let (came, left) = (came.clone(), left.clone());
             async move {
-                until(&mut stream, "\r\n\r\n").await;
+                read_until(&mut stream, "\r\n\r\n").await;
                 came.send(()).await.unwrap();
                 let read = stream.read(&mut [0]).await;
                 left.send(read.unwrap_or(0)).await.unwrap();
@@ -232,7 +221,7 @@ fn an_answer_to_a_body_that_nobody_reads_arrives() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
         let _app = apps::raw(mesh.listen("web", HTTP).await, |mut stream| async move {
-            until(&mut stream, "\r\n\r\n").await;
+            read_until(&mut stream, "\r\n\r\n").await;
             stream
                 .write_all(b"HTTP/1.1 413 Content Too Large\r\ncontent-length: 3\r\n\r\nno\n")
                 .await
@@ -274,7 +263,7 @@ fn a_response_that_ends_with_its_connection_is_not_taken_for_whole_when_it_is_cu
         let _app = apps::raw(mesh.listen("web", HTTP).await, move |mut stream| {
             let told = told.lock().take().unwrap();
             async move {
-                until(&mut stream, "\r\n\r\n").await;
+                read_until(&mut stream, "\r\n\r\n").await;
                 let head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n";
                 stream.write_all(head).await.unwrap();
                 told.await.unwrap();
@@ -285,7 +274,7 @@ fn a_response_that_ends_with_its_connection_is_not_taken_for_whole_when_it_is_cu
             .write_all(b"GET / HTTP/1.0\r\nhost: web.test\r\n\r\n")
             .await
             .unwrap();
-        until(&mut client, "ok").await;
+        read_until(&mut client, "ok").await;
         tell.send(()).unwrap();
         let mut text = Vec::new();
         let ended = client.read_to_end(&mut text).await;
@@ -306,9 +295,9 @@ fn connections_are_reused_whatever_the_bodies() {
             for _ in 0..3 {
                 let text = format!("POST /echo HTTP/1.1\r\nhost: web.test\r\n{body}");
                 client.write_all(text.as_bytes()).await.unwrap();
-                let head = until(&mut client, "\r\n\r\n").await;
+                let head = read_until(&mut client, "\r\n\r\n").await;
                 assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
-                until(
+                read_until(
                     &mut client,
                     if head.contains("chunked") { "0\r\n\r\n" } else { "hello" },
                 )
@@ -329,7 +318,7 @@ fn a_client_that_dies_amid_its_upload_is_noticed_though_its_answer_has_begun() {
         let _app = apps::raw(mesh.listen("web", HTTP).await, move |mut stream| {
             let left = left.clone();
             async move {
-                until(&mut stream, "\r\n\r\n").await;
+                read_until(&mut stream, "\r\n\r\n").await;
                 let head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n";
                 stream.write_all(head).await.unwrap();
                 // To the end, which is no good one.
@@ -340,7 +329,7 @@ fn a_client_that_dies_amid_its_upload_is_noticed_though_its_answer_has_begun() {
         let mut client = dial(mesh).await;
         let head = b"POST / HTTP/1.1\r\nhost: web.test\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n";
         client.write_all(head).await.unwrap();
-        until(&mut client, "ok").await;
+        read_until(&mut client, "ok").await;
         drop(client);
         noticed.recv().await.unwrap();
     });
@@ -351,7 +340,7 @@ fn hints_without_end_are_a_bad_response() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
         let _app = apps::raw(mesh.listen("web", HTTP).await, |mut stream| async move {
-            until(&mut stream, "\r\n\r\n").await;
+            read_until(&mut stream, "\r\n\r\n").await;
             // Until the connection is closed.
             while stream.write_all(b"HTTP/1.1 103 Early Hints\r\n\r\n").await.is_ok() {}
         });

@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_tungstenite::tungstenite::Message;
 use tulle_tests::apps;
-use tulle_tests::client::{AnyBody, Http1, Http2, any, empty, full, request, request2};
+use tulle_tests::client::{AnyBody, Http1, Http2, any, empty, full, read_until, request, request2};
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, TCP, mesh, pair};
 
 async fn http(mesh: &Mesh) -> TcpStream {
@@ -227,19 +227,6 @@ fn large_bodies_pass_both_ways_at_once() {
             .unwrap();
         assert!(http2.ask(req).await.unwrap().body == body);
     });
-}
-
-/// Reads until what was read ends so.
-async fn read_until(stream: &mut TcpStream, end: &str) -> String {
-    let mut read = Vec::new();
-    while !read.ends_with(end.as_bytes()) {
-        let mut byte = [0];
-        stream.read_exact(&mut byte).await.unwrap_or_else(|error| {
-            panic!("{error} after {:?}, before {end:?}", String::from_utf8_lossy(&read));
-        });
-        read.push(byte[0]);
-    }
-    String::from_utf8(read).expect("tests send text")
 }
 
 #[test]

@@ -57,9 +57,9 @@ pub(crate) struct Failed {
 pub(crate) struct Unread {
     upload: write::Message<Body>,
     method: Method,
-    /// Whether it may be sent again whatever else is found: nothing else can have caused the reset, or it does not matter.
-    /// An application may also ask for one after it has read
-    /// everything (`SO_LINGER` of 0); whether it did, only shows in whether it still listens.
+    /// Whether it may be sent again whatever else is found: nobody can have read it, or that does not matter. Otherwise
+    /// there was a reset, which an application may also ask for after it has read everything (`SO_LINGER` of 0); whether
+    /// it did, only shows in whether it still listens.
     pub(crate) certain: bool,
 }
 
@@ -215,8 +215,7 @@ impl Exchange {
             keep_alive,
         } = head;
         let keep_alive = keep_alive && self.upload.is_done();
-        let upgraded = response.status() == StatusCode::SWITCHING_PROTOCOLS
-            || (self.method == Method::CONNECT && response.status().is_success());
+        let upgraded = head::switches(response.status(), &self.method);
         let (io, mut inbox, mut upload) = (self.connection.io, self.inbox, self.upload);
         let (source, pool) = if upgraded {
             (Source::Upgraded(Some(io.unread(std::mem::take(&mut inbox)))), None)

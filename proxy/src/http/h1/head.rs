@@ -17,7 +17,7 @@ use crate::http::{
 /// Header lines that are read without an allocation for them.
 pub(super) const MAX_HEAD_LINES: usize = 128;
 /// Most header lines.
-const MAX_LINES: usize = 4096;
+pub(crate) const MAX_LINES: usize = 4096;
 /// Most bytes of a response head.
 pub(super) const MAX_HEAD: usize = 64 * 1024;
 
@@ -290,6 +290,11 @@ pub(super) fn has_no_body(status: StatusCode, method: &Method) -> bool {
         || status == StatusCode::NO_CONTENT
         || status == StatusCode::NOT_MODIFIED
         || (*method == Method::CONNECT && status.is_success())
+}
+
+/// Whether a response ends HTTP on its connection.
+pub(super) fn switches(status: StatusCode, method: &Method) -> bool {
+    status == StatusCode::SWITCHING_PROTOCOLS || (*method == Method::CONNECT && status.is_success())
 }
 
 /// Whether the length is told more than once.

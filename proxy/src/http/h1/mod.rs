@@ -7,7 +7,7 @@ pub(crate) mod client;
 mod framing;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
-mod head;
+pub(super) mod head;
 pub(crate) mod pool;
 mod read;
 pub(crate) mod server;

@@ -14,7 +14,7 @@ use std::{
 };
 
 use bytes::{Buf as _, Bytes, BytesMut};
-use http::{Method, Request, Response, StatusCode, Version, header};
+use http::{Method, Request, Response, Version, header};
 use http_body::{Frame, SizeHint};
 use parking_lot::Mutex;
 use tokio::{
@@ -198,8 +198,7 @@ where
         .await
     };
     let rsp = answered?;
-    let upgrades =
-        rsp.status() == StatusCode::SWITCHING_PROTOCOLS || (method == Method::CONNECT && rsp.status().is_success());
+    let upgrades = head::switches(rsp.status(), &method);
     let asks_to_close = rsp
         .headers()
         .get(header::CONNECTION)

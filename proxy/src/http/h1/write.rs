@@ -153,10 +153,7 @@ pub(crate) fn response<B: Sent>(
     let mut out = Buffer::spare();
     let is_10 = to.version == Version::HTTP_10;
     out.put_slice(if is_10 { b"HTTP/1.0 " } else { b"HTTP/1.1 " });
-    out.put_slice(parts.status.as_str().as_bytes());
-    out.put_u8(b' ');
-    out.put_slice(parts.status.canonical_reason().unwrap_or_default().as_bytes());
-    out.put_slice(b"\r\n");
+    put_status(&mut out, parts.status);
     put_headers(&mut out, &parts.headers);
     let no_body = head::has_no_body(parts.status, to.method);
     let ended = no_body || body.is_end_stream();
@@ -198,10 +195,7 @@ pub(crate) fn response<B: Sent>(
 /// Encodes an interim response.
 pub(crate) fn interim(rsp: &Response<()>, out: &mut BytesMut) {
     out.put_slice(b"HTTP/1.1 ");
-    out.put_slice(rsp.status().as_str().as_bytes());
-    out.put_u8(b' ');
-    out.put_slice(rsp.status().canonical_reason().unwrap_or_default().as_bytes());
-    out.put_slice(b"\r\n");
+    put_status(out, rsp.status());
     put_headers(out, rsp.headers());
     out.put_slice(b"\r\n");
 }
@@ -224,22 +218,26 @@ fn may_declare(status: StatusCode, method: &Method) -> bool {
     *method != Method::CONNECT && status != StatusCode::NO_CONTENT && !status.is_informational()
 }
 
+/// The rest of a status line.
+fn put_status(out: &mut BytesMut, status: StatusCode) {
+    out.put_slice(status.as_str().as_bytes());
+    out.put_u8(b' ');
+    out.put_slice(status.canonical_reason().unwrap_or_default().as_bytes());
+    out.put_slice(b"\r\n");
+}
+
 /// All headers but those that frame the body, which are ours to choose.
 fn put_headers(out: &mut BytesMut, headers: &HeaderMap) {
     for (name, value) in headers {
         if is_framing(name) {
             continue;
         }
-        put_line(out, name.as_str(), value.as_bytes());
+        out.reserve(name.as_str().len() + value.len() + 4);
+        out.put_slice(name.as_str().as_bytes());
+        out.put_slice(b": ");
+        out.put_slice(value.as_bytes());
+        out.put_slice(b"\r\n");
     }
-}
-
-fn put_line(out: &mut BytesMut, name: &str, value: &[u8]) {
-    out.reserve(name.len() + value.len() + 4);
-    out.put_slice(name.as_bytes());
-    out.put_slice(b": ");
-    out.put_slice(value);
-    out.put_slice(b"\r\n");
 }
 
 fn put_framing(out: &mut BytesMut, framing: Framing) {

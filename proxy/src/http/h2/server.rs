@@ -152,7 +152,6 @@ struct Waiting {
 }
 
 /// Where a task finds its next request.
-#[derive(Default)]
 struct Desk {
     job: Mutex<Option<Job>>,
     called: Notify,
@@ -187,12 +186,15 @@ where
             waiting.spare = waiting.spare.min(waiting.desks.len());
             desk
         };
-        let (desk, is_new) = desk.map_or_else(|| (Arc::default(), true), |desk| (desk, false));
-        *desk.job.lock() = Some(job);
-        if is_new {
-            tokio::spawn(work(self.service.clone(), desk, self.waiting.clone()));
-        } else {
+        if let Some(desk) = desk {
+            *desk.job.lock() = Some(job);
             desk.called.notify_one();
+        } else {
+            let desk = Desk {
+                job: Mutex::new(Some(job)),
+                called: Notify::new(),
+            };
+            tokio::spawn(work(self.service.clone(), Arc::new(desk), self.waiting.clone()));
         }
     }
 }
