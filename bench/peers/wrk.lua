@@ -1,3 +1,15 @@
+-- After "--": how many bytes to post, none for a GET, and "close" for a new connection for each request.
+function init(args)
+   local bytes = tonumber(args[1])
+   if bytes > 0 then
+      wrk.method = "POST"
+      wrk.body = string.rep("x", bytes)
+   end
+   if args[2] == "close" then
+      wrk.headers["Connection"] = "close"
+   end
+end
+
 -- Prints what wrk measured as one line of JSON; times in microseconds.
 function done(summary, latency)
    local e = summary.errors

@@ -1,4 +1,4 @@
-//! `tulle-bench serve | load | run | control-scale`.
+//! `tulle-bench serve | load | run | document | control-scale`.
 
 use std::process::ExitCode;
 
@@ -24,6 +24,8 @@ enum Command {
     Load(tulle_bench::load::Args),
     /// Measures sidecars against each other in network namespaces; needs root.
     Run(tulle_bench::run::Args),
+    /// Writes docs/benchmarks.md and its plots from the JSON of a run.
+    Document(tulle_bench::run::DocumentArgs),
     /// Measures destination with many objects on an API server and many streams.
     ControlScale(tulle_bench::control_scale::Args),
 }
@@ -43,6 +45,7 @@ fn run(args: Args) -> anyhow::Result<()> {
         Command::Serve(args) => tulle_bench::serve::main(args).context("serving"),
         Command::Load(args) => tulle_bench::load::main(&args).context("generating load"),
         Command::Run(args) => tulle_bench::run::main(&args).context("measuring"),
+        Command::Document(args) => tulle_bench::run::document(&args).context("writing the document"),
         Command::ControlScale(args) => tulle_bench::control_scale::main(&args).context("measuring destination"),
     }
 }

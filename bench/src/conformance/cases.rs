@@ -502,6 +502,11 @@ pub const CASES: &[Case] = &[
         "a trailer that is no header",
         post!("transfer-encoding: chunked", "5\r\nhello\r\n0\r\na b\r\n\r\n"),
     ),
+    refused(
+        "7.1.2",
+        "a trailer that ends with LF alone",
+        post!("transfer-encoding: chunked", "5\r\nhello\r\n0\r\na: b\n\n"),
+    ),
     // Connections
     passes(
         "9.3.2",

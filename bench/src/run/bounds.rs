@@ -3,9 +3,9 @@
 use anyhow::{Context as _, bail};
 use clap::ValueEnum as _;
 
-use super::Row;
 use super::drive::Metric;
 use super::peer::Peer;
+use super::rows::Row;
 
 /// The bounds this program was built with.
 pub(super) const COMMITTED: &str = include_str!("../../budgets.toml");
@@ -17,10 +17,17 @@ pub(super) struct Bound {
     pub(super) metric: Metric,
     pub(super) side: Side,
     pub(super) limit: f64,
-    /// The limit is this multiple of the peer's figure.
-    pub(super) of: Option<Peer>,
+    /// The limit is this multiple of another figure.
+    pub(super) of: Option<Reference>,
     /// As written.
     pub(super) text: String,
+}
+
+/// Whose figure: a peer's of the same row, or our own of another row.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Reference {
+    Peer(Peer),
+    Row(Row),
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -30,7 +37,7 @@ pub(super) enum Side {
 }
 
 impl Bound {
-    /// Whether a figure keeps the bound, where `reference` is the figure of the peer it is a multiple of.
+    /// Whether a figure keeps the bound, where `reference` is the figure it is a multiple of.
     pub(super) fn holds(&self, value: f64, reference: Option<f64>) -> bool {
         let limit = self.limit * reference.unwrap_or(1.0);
         match self.side {
@@ -66,12 +73,16 @@ fn bound(line: &str) -> anyhow::Result<Bound> {
     let (side, limit, of) = match words[..] {
         ["at", "most", limit] => (Side::AtMost, limit, None),
         ["at", "least", limit] => (Side::AtLeast, limit, None),
-        ["at", "most", limit, "x", peer] => (Side::AtMost, limit, Some(peer)),
-        ["at", "least", limit, "x", peer] => (Side::AtLeast, limit, Some(peer)),
+        ["at", "most", limit, "x", of] => (Side::AtMost, limit, Some(of)),
+        ["at", "least", limit, "x", of] => (Side::AtLeast, limit, Some(of)),
         _ => bail!("give \"at most 16\" or \"at least 1.3 x haproxy\""),
     };
     let limit = limit.parse().with_context(|| format!("{limit:?} is not a number"))?;
-    let of = of.map(|peer| Peer::from_str(peer, false).map_err(|_| anyhow::anyhow!("there is no peer {peer:?}")));
+    let of = of.map(|of| {
+        let peer = Peer::from_str(of, false).map(Reference::Peer);
+        let reference = peer.or_else(|_| Row::from_str(of, false).map(Reference::Row));
+        reference.map_err(|_| anyhow::anyhow!("there is no peer and no row {of:?}"))
+    });
     Ok(Bound {
         row,
         metric,
@@ -92,7 +103,7 @@ mod tests {
         assert!(
             bounds
                 .iter()
-                .any(|b| b.row == Row::Http64 && b.metric == Metric::ClientCpuUs && b.limit == 1.15)
+                .any(|b| b.row == Row::HttpC64 && b.metric == Metric::ClientCpuUs && b.limit == 1.15)
         );
         assert!(
             bounds
@@ -108,6 +119,7 @@ mod tests {
             ("at most 1.3 x haproxy", 13.1, Some(10.0), false),
             ("at least 0.7 x haproxy", 8.0, Some(10.0), true),
             ("at least 0.7 x haproxy", 6.9, Some(10.0), false),
+            ("at least 1.5 x workers-1", 15.0, Some(10.0), true),
             ("at most 16", 15.9, None, true),
             ("at most 16", 16.1, None, false),
         ] {
@@ -125,7 +137,7 @@ mod tests {
             ("grpc.p51_us = \"at most 1\"", "no metric \"p51_us\""),
             ("grpc.p50_us = 3", "not a string"),
             ("grpc.p50_us = \"at most x\"", "\"x\" is not a number"),
-            ("grpc.p50_us = \"at most 1 x squid\"", "no peer \"squid\""),
+            ("grpc.p50_us = \"at most 1 x squid\"", "no peer and no row \"squid\""),
             ("grpc.p50_us = \"about 3\"", "give \"at most"),
         ] {
             let error = format!("{:#}", parse(&format!("# comment\n{line}")).unwrap_err());

@@ -3,16 +3,16 @@
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
-use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use serde::Deserialize;
 
+use super::generators::{BULK_SIZE, Driven, Http1, Ours, ghz, h2load, load, wrk};
 use super::peer::Sidecars;
+use super::process::Process;
+use super::rows::{Row, Setup, Traffic};
 use super::scene::{HTTP_PORT, SERVER, SERVICE, Scene, TCP_PORT};
-use super::{Row, Traffic, tulle};
-use crate::load::tally::Report;
+use super::tulle;
 
 /// What one measurement found.
 pub(super) type Sample = BTreeMap<Metric, f64>;
@@ -26,9 +26,12 @@ pub(super) enum Metric {
     P99Us,
     /// Payload of one direction.
     MibPerSecond,
-    /// CPU time of the client's sidecar per request, in microseconds; of a bulk row per message of 1 MiB, both ways.
+    /// CPU time of the client's sidecar per request, in microseconds; of bulk and of streams per message.
     ClientCpuUs,
     ServerCpuUs,
+    /// How much of that the kernel took, in percent.
+    ClientKernelPercent,
+    ServerKernelPercent,
     ClientRssMib,
     ServerRssMib,
     ClientIdleKib,
@@ -43,25 +46,16 @@ pub(super) enum Metric {
     Failed,
 }
 
-/// What a load generator says.
-struct Driven {
-    requests: u64,
-    seconds: f64,
-    p50_us: f64,
-    p99_us: f64,
-    failed: u64,
-}
-
 /// Dials what there is to dial, so that no measurement contains the first handshake.
-pub(super) fn warm_up(scene: &Scene, sidecars: Option<&Sidecars>, traffic: Traffic) -> anyhow::Result<()> {
+pub(super) fn warm_up(scene: &Scene, sidecars: Option<&Sidecars>, setup: &Setup) -> anyhow::Result<()> {
     let host = host(sidecars);
-    let driven = match traffic {
-        Traffic::Http1 => wrk(scene, host, 1, WARM_UP)?,
-        Traffic::Grpc => ghz(scene, host, WARM_UP)?,
+    let driven = match setup.traffic {
+        Traffic::Http1 => wrk(scene, host, Http1::get(if setup.workers > 1 { 64 } else { 1 }), WARM_UP)?,
+        Traffic::Http2 => ghz(scene, host, WARM_UP)?,
         Traffic::Opaque => {
             // Connections are authorized when they open, the very first ones before the policy of their port is known.
-            bulk(scene, host, WARM_UP)?;
-            bulk(scene, host, WARM_UP)?
+            load(scene, host, Ours::Bulk, WARM_UP)?;
+            load(scene, host, Ours::Bulk, WARM_UP)?
         }
     };
     ensure!(
@@ -80,27 +74,56 @@ pub(super) fn measure(
     duration: Duration,
 ) -> anyhow::Result<Sample> {
     let host = host(sidecars);
+    let http1 = |load| loaded(sidecars, || wrk(scene, host, load, duration));
+    let post = |connections, body| {
+        let load = Http1 {
+            body,
+            ..Http1::get(connections)
+        };
+        http1(load).map(|sample| with_bytes(sample, body as u64))
+    };
+    let ours = |what| loaded(sidecars, || load(scene, host, what, duration));
     match row {
-        Row::Http1 => loaded(sidecars, || wrk(scene, host, 1, duration)),
-        Row::Http16 => loaded(sidecars, || wrk(scene, host, 16, duration)),
-        Row::Http64 => loaded(sidecars, || wrk(scene, host, 64, duration)),
+        Row::HttpC1 => http1(Http1::get(1)),
+        Row::HttpC16 => http1(Http1::get(16)),
+        Row::HttpC64 | Row::OutboundOnly | Row::InboundOnly | Row::OneWorker | Row::TwoWorkers => http1(Http1::get(64)),
+        Row::Post1Kib => post(16, 1 << 10),
+        Row::Post32Kib => post(16, 32 << 10),
+        Row::Post1Mib => post(4, 1 << 20),
+        Row::NewHttp => http1(Http1 {
+            close: true,
+            ..Http1::get(16)
+        }),
+        Row::Http2 => loaded(sidecars, || h2load(scene, host, duration)),
         Row::Grpc => loaded(sidecars, || ghz(scene, host, duration)),
-        Row::Bulk => {
-            let mut sample = loaded(sidecars, || bulk(scene, host, duration))?;
-            let messages = sample.get(&Metric::RequestsPerSecond).copied().unwrap_or_default();
-            sample.insert(Metric::MibPerSecond, messages * BULK_SIZE as f64 / f64::from(1 << 20));
-            Ok(sample)
-        }
-        Row::Idle => idle(scene, sidecars),
+        Row::GrpcStream => ours(Ours::Streams),
+        Row::Bulk => ours(Ours::Bulk).map(|sample| with_bytes(sample, BULK_SIZE)),
+        Row::NewMtls => ours(Ours::Reconnect),
+        Row::Idle => idle(scene, sidecars, idle_http),
+        Row::IdleOpaque => idle(scene, sidecars, idle_opaque),
         Row::Allocations => allocations(scene, duration),
     }
 }
 
+/// Adds what the requests carried, each `bytes` in each direction.
+fn with_bytes(mut sample: Sample, bytes: u64) -> Sample {
+    let requests = sample.get(&Metric::RequestsPerSecond).copied().unwrap_or_default();
+    sample.insert(Metric::MibPerSecond, requests * bytes as f64 / f64::from(1 << 20));
+    sample
+}
+
 /// Drives traffic, and reads what it cost the sidecars.
 fn loaded(sidecars: Option<&Sidecars>, drive: impl FnOnce() -> anyhow::Result<Driven>) -> anyhow::Result<Sample> {
-    let before = sidecars.map(cpu).transpose()?;
+    let sides = sidecars.map_or(Vec::new(), Sidecars::sides);
+    let cost = || {
+        sides
+            .iter()
+            .map(|(_, process)| Cost::of(process))
+            .collect::<anyhow::Result<Vec<_>>>()
+    };
+    let before = cost()?;
     let driven = drive()?;
-    let after = sidecars.map(cpu).transpose()?;
+    let after = cost()?;
     let requests = driven.requests as f64;
     ensure!(driven.requests > 0, "not one request ended");
 
@@ -110,173 +133,91 @@ fn loaded(sidecars: Option<&Sidecars>, drive: impl FnOnce() -> anyhow::Result<Dr
         (Metric::P99Us, driven.p99_us),
         (Metric::Failed, driven.failed as f64),
     ]);
-    if let (Some(before), Some(after), Some(sidecars)) = (before, after, sidecars) {
-        let per_request = |before: Duration, after: Duration| (after - before).as_secs_f64() * 1e6 / requests;
-        sample.insert(Metric::ClientCpuUs, per_request(before.0, after.0));
-        sample.insert(Metric::ServerCpuUs, per_request(before.1, after.1));
-        sample.insert(Metric::ClientRssMib, sidecars.client.rss_kib()? as f64 / 1024.0);
-        sample.insert(Metric::ServerRssMib, sidecars.server.rss_kib()? as f64 / 1024.0);
+    for ((side, process), (before, after)) in sides.iter().zip(before.iter().zip(&after)) {
+        let [cpu, kernel, rss] = match side {
+            Side::Client => [Metric::ClientCpuUs, Metric::ClientKernelPercent, Metric::ClientRssMib],
+            Side::Server => [Metric::ServerCpuUs, Metric::ServerKernelPercent, Metric::ServerRssMib],
+        };
+        sample.insert(cpu, (after.cpu - before.cpu).as_secs_f64() * 1e6 / requests);
+        let (user_ticks, kernel_ticks) = (after.ticks.0 - before.ticks.0, after.ticks.1 - before.ticks.1);
+        let ticks = user_ticks + kernel_ticks;
+        if ticks > 0 {
+            sample.insert(kernel, kernel_ticks as f64 * 100.0 / ticks as f64);
+        }
+        sample.insert(rss, process.rss_kib()? as f64 / 1024.0);
     }
     Ok(sample)
 }
 
-/// What clients dial: the service, which only sidecars know the endpoint of, or the server itself.
+/// One of the two sidecars.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Side {
+    Client,
+    Server,
+}
+
+/// What a process has used so far.
+struct Cost {
+    cpu: Duration,
+    /// Of user mode and of the kernel.
+    ticks: (u64, u64),
+}
+
+impl Cost {
+    fn of(process: &Process) -> anyhow::Result<Self> {
+        Ok(Self {
+            cpu: process.cpu()?,
+            ticks: process.ticks()?,
+        })
+    }
+}
+
+/// What clients dial: the service, which only the client's sidecar knows the endpoint of, or the server itself.
 fn host(sidecars: Option<&Sidecars>) -> &'static str {
-    if sidecars.is_some() { SERVICE } else { SERVER }
-}
-
-fn cpu(sidecars: &Sidecars) -> anyhow::Result<(Duration, Duration)> {
-    Ok((sidecars.client.cpu()?, sidecars.server.cpu()?))
-}
-
-/// HTTP/1, a closed loop: its percentiles are those of a client that waits, not of one on a schedule.
-fn wrk(scene: &Scene, host: &str, connections: u32, duration: Duration) -> anyhow::Result<Driven> {
-    #[derive(Deserialize)]
-    struct Summary {
-        requests: u64,
-        seconds: f64,
-        p50_us: f64,
-        p99_us: f64,
-        failed: u64,
+    if sidecars.is_some_and(|sidecars| sidecars.client.is_some()) {
+        SERVICE
+    } else {
+        SERVER
     }
-    let mut command = scene.client.command("wrk");
-    command
-        .args([
-            "-t1",
-            &format!("-c{connections}"),
-            &format!("-d{}s", duration.as_secs().max(1)),
-            "-s",
-        ])
-        .arg(scene.file("wrk.lua"))
-        .arg(format!("http://{host}:{HTTP_PORT}/"));
-    let text = output(command)?;
-    let json = text
-        .lines()
-        .find(|line| line.starts_with('{'))
-        .with_context(|| format!("wrk printed {text:?}"))?;
-    let s: Summary = serde_json::from_str(json).with_context(|| format!("wrk printed {json:?}"))?;
-    Ok(Driven {
-        requests: s.requests,
-        seconds: s.seconds,
-        p50_us: s.p50_us,
-        p99_us: s.p99_us,
-        failed: s.failed,
-    })
-}
-
-/// gRPC unary calls, a closed loop.
-fn ghz(scene: &Scene, host: &str, duration: Duration) -> anyhow::Result<Driven> {
-    #[derive(Deserialize)]
-    #[serde(rename_all = "camelCase")]
-    struct Summary {
-        count: u64,
-        rps: f64,
-        #[serde(default)]
-        latency_distribution: Option<Vec<Percentile>>,
-        #[serde(default)]
-        status_code_distribution: BTreeMap<String, u64>,
-    }
-    #[derive(Deserialize)]
-    struct Percentile {
-        percentage: u32,
-        /// Nanoseconds.
-        latency: f64,
-    }
-    let mut command = scene.client.command("ghz");
-    command
-        .args([
-            "--insecure",
-            "--call",
-            "tulle.bench.Echo/Unary",
-            "--data",
-            r#"{"payload":"aGVsbG8="}"#,
-        ])
-        .args([
-            "--concurrency",
-            "32",
-            "--connections",
-            "4",
-            "--duration-stop",
-            "wait",
-            "--format",
-            "json",
-        ])
-        .args(["--duration", &format!("{}s", duration.as_secs().max(1)), "--proto"])
-        .arg(scene.file("echo.proto"))
-        .arg(format!("{host}:{HTTP_PORT}"));
-    let text = output(command)?;
-    let s: Summary = serde_json::from_str(&text).context("reading the report of ghz")?;
-    let percentiles = s.latency_distribution.unwrap_or_default();
-    let at = |wanted| {
-        let found = percentiles.iter().find(|p| p.percentage == wanted);
-        found
-            .map(|p| p.latency / 1e3)
-            .with_context(|| format!("ghz reports no percentile {wanted}: {text}"))
-    };
-    let succeeded = s.status_code_distribution.get("OK").copied().unwrap_or_default();
-    Ok(Driven {
-        requests: s.count,
-        seconds: s.count as f64 / s.rps,
-        p50_us: at(50)?,
-        p99_us: at(99)?,
-        failed: s.count.saturating_sub(succeeded),
-    })
-}
-
-/// Opaque bytes, echoed: both directions are loaded at the same time.
-fn bulk(scene: &Scene, host: &str, duration: Duration) -> anyhow::Result<Driven> {
-    let mut command = scene
-        .client
-        .command(std::env::current_exe().context("finding this program")?);
-    command
-        .args(["load", "--protocol", "tcp", "--connections", "4", "--json"])
-        .args([
-            "--body-size",
-            &BULK_SIZE.to_string(),
-            "--duration",
-            &format!("{}ms", duration.as_millis()),
-        ])
-        .arg(format!("{host}:{TCP_PORT}"));
-    let text = output(command)?;
-    let report: Report = serde_json::from_str(&text).with_context(|| format!("the load generator printed {text:?}"))?;
-    let latency = report
-        .latency_us
-        .with_context(|| format!("no message came back: {report}"))?;
-    Ok(Driven {
-        requests: report.requests,
-        seconds: report.seconds,
-        p50_us: latency.p50,
-        p99_us: latency.p99,
-        failed: report.failed,
-    })
 }
 
 /// Memory that idle clients cost: each has had one answer and keeps its connection.
-fn idle(scene: &Scene, sidecars: Option<&Sidecars>) -> anyhow::Result<Sample> {
-    let Some(sidecars) = sidecars else {
-        return Ok(Sample::new());
-    };
-    let rss = || anyhow::Ok((sidecars.client.rss_kib()? as f64, sidecars.server.rss_kib()? as f64));
-    let before = rss()?;
-    let clients = scene.client.run(|| {
-        (0..IDLE_CLIENTS)
-            .map(|_| idle_client())
+fn idle(
+    scene: &Scene,
+    sidecars: Option<&Sidecars>,
+    client: impl Fn() -> anyhow::Result<TcpStream> + Send + Sync,
+) -> anyhow::Result<Sample> {
+    let sides = sidecars.map_or(Vec::new(), Sidecars::sides);
+    let rss = || {
+        sides
+            .iter()
+            .map(|(_, process)| process.rss_kib())
             .collect::<anyhow::Result<Vec<_>>>()
-    })??;
+    };
+    let before = rss()?;
+    let clients = scene
+        .client
+        .run(|| (0..IDLE_CLIENTS).map(|_| client()).collect::<anyhow::Result<Vec<_>>>())??;
     let after = rss()?;
     drop(clients);
-    let each = |before, after| (after - before) / f64::from(IDLE_CLIENTS);
-    Ok(Sample::from([
-        (Metric::ClientIdleKib, each(before.0, after.0)),
-        (Metric::ServerIdleKib, each(before.1, after.1)),
-    ]))
+    let each = sides
+        .iter()
+        .zip(before.iter().zip(after))
+        .map(|((side, _), (before, after))| {
+            let metric = match side {
+                Side::Client => Metric::ClientIdleKib,
+                Side::Server => Metric::ServerIdleKib,
+            };
+            (metric, (after as f64 - *before as f64) / f64::from(IDLE_CLIENTS))
+        });
+    Ok(each.collect())
 }
 
 /// Allocations per request at 64 connections, by the difference of two counts of the counting build.
 fn allocations(scene: &Scene, duration: Duration) -> anyhow::Result<Sample> {
     let count = || anyhow::Ok((tulle::allocated(&scene.client)?, tulle::allocated(&scene.server)?));
     let before = count()?;
-    let driven = wrk(scene, SERVICE, 64, duration)?;
+    let driven = wrk(scene, SERVICE, Http1::get(64), duration)?;
     let after = count()?;
     let each = |before, after| (after - before) as f64 / driven.requests as f64;
     Ok(Sample::from([
@@ -287,41 +228,32 @@ fn allocations(scene: &Scene, duration: Duration) -> anyhow::Result<Sample> {
     ]))
 }
 
-fn idle_client() -> anyhow::Result<TcpStream> {
-    let mut stream = TcpStream::connect((SERVICE, HTTP_PORT)).context("opening an idle connection")?;
+fn idle_http() -> anyhow::Result<TcpStream> {
+    let request = format!("GET / HTTP/1.1\r\nhost: {SERVICE}:{HTTP_PORT}\r\n\r\n");
+    idle_client(HTTP_PORT, request.as_bytes(), b"HTTP/1.1 200")
+}
+
+fn idle_opaque() -> anyhow::Result<TcpStream> {
+    idle_client(TCP_PORT, b"hello", b"hello")
+}
+
+/// A connection that has had one answer.
+fn idle_client(port: u16, request: &[u8], expected: &[u8]) -> anyhow::Result<TcpStream> {
+    let mut stream = TcpStream::connect((SERVICE, port)).context("opening an idle connection")?;
     stream
         .set_read_timeout(Some(IDLE_TIMEOUT))
         .context("setting a timeout")?;
-    let request = format!("GET / HTTP/1.1\r\nhost: {SERVICE}:{HTTP_PORT}\r\n\r\n");
-    stream
-        .write_all(request.as_bytes())
-        .context("sending on an idle connection")?;
+    stream.write_all(request).context("sending on an idle connection")?;
     let mut answer = [0; 4096];
     let n = stream.read(&mut answer).context("reading on an idle connection")?;
-    let answer = &answer[..n];
     ensure!(
-        answer.starts_with(b"HTTP/1.1 200"),
+        answer[..n].starts_with(expected),
         "an idle connection got {:?}",
-        String::from_utf8_lossy(answer)
+        String::from_utf8_lossy(&answer[..n])
     );
     Ok(stream)
 }
 
-fn output(mut command: Command) -> anyhow::Result<String> {
-    let output = command
-        .output()
-        .with_context(|| format!("starting {:?}", command.get_program()))?;
-    let errors = String::from_utf8_lossy(&output.stderr);
-    ensure!(
-        output.status.success(),
-        "{:?} ended with {}: {errors}",
-        command.get_program(),
-        output.status
-    );
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-}
-
 const WARM_UP: Duration = Duration::from_secs(1);
-const BULK_SIZE: u64 = 1 << 20;
 const IDLE_CLIENTS: u32 = 800;
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);

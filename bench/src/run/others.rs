@@ -1,24 +1,25 @@
 //! Peers that take neither their user nor addresses from the environment: they are started as the proxy's user, with
 //! configurations that are filled in for the run.
 
+use std::net::SocketAddr;
 use std::os::unix::fs::chown;
 use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::Context as _;
-use tulle_core::names::port;
 use tulle_core::netns::Namespace;
 
-use super::Traffic;
+use super::drive::Side;
 use super::peer::Sidecars;
 use super::process::Process;
+use super::rows::{Path, Setup, Traffic};
 use super::scene::{self, HTTP_PORT, PROXY_UID, SERVER, Scene, TCP_PORT};
 
-/// A pair of nginx, one process each.
-pub(super) fn nginx(scene: &Scene, traffic: Traffic) -> anyhow::Result<Sidecars> {
-    let kind = match traffic {
+/// nginx, one process a side.
+pub(super) fn nginx(scene: &Scene, setup: &Setup) -> anyhow::Result<Sidecars> {
+    let kind = match setup.traffic {
         Traffic::Http1 => "http",
-        Traffic::Grpc => "grpc",
+        Traffic::Http2 => "grpc",
         Traffic::Opaque => "tcp",
     };
     // nginx wants to write its process number and makes directories for files it will not use.
@@ -26,23 +27,25 @@ pub(super) fn nginx(scene: &Scene, traffic: Traffic) -> anyhow::Result<Sidecars>
     std::fs::create_dir_all(&dir).with_context(|| format!("making {}", dir.display()))?;
     chown(&dir, Some(PROXY_UID), Some(PROXY_UID)).context("giving nginx its directory")?;
     let dir = dir.display().to_string();
-    pair(scene, |side| {
-        let name = format!("nginx-{kind}-{}.conf", side.name);
-        let text = filled(scene, traffic, side, &name)?;
-        let text = text.replace("@DIR@", &dir).replace("@WORKERS@", "1");
+    start(scene, setup, |side| {
+        let text = side.filled(&match setup.path {
+            Path::Both => format!("nginx-{kind}-{}.conf", side.name),
+            Path::Outbound | Path::Inbound => "nginx-plain.conf".to_owned(),
+        })?;
+        let text = text.replace("@DIR@", &dir);
         let mut command = scene::as_proxy(side.namespace, "nginx");
-        command.arg("-c").arg(written(scene, &name, &text)?);
+        command.arg("-c").arg(side.written("conf", &text)?);
         // One process that is all there is.
         command.args(["-g", "master_process off;"]);
         Ok(command)
     })
 }
 
-/// A pair of Envoy, one worker each.
-pub(super) fn start_envoy(scene: &Scene, traffic: Traffic) -> anyhow::Result<Sidecars> {
-    let (kind, codec, app_protocol) = match traffic {
+/// Envoy.
+pub(super) fn start_envoy(scene: &Scene, setup: &Setup) -> anyhow::Result<Sidecars> {
+    let (kind, codec, app_protocol) = match setup.traffic {
         Traffic::Http1 => ("http", "HTTP1", "http_protocol_options"),
-        Traffic::Grpc => ("http", "HTTP2", "http2_protocol_options"),
+        Traffic::Http2 => ("http", "HTTP2", "http2_protocol_options"),
         Traffic::Opaque => ("tcp", "", ""),
     };
     let program = scene.dir.path().join("envoy");
@@ -50,13 +53,16 @@ pub(super) fn start_envoy(scene: &Scene, traffic: Traffic) -> anyhow::Result<Sid
         // Where it is installed, only its owner may look.
         std::fs::copy(envoy()?, &program).context("copying envoy")?;
     }
-    pair(scene, |side| {
-        let name = format!("envoy-{kind}-{}.yaml", side.name);
-        let text = filled(scene, traffic, side, &name)?;
+    start(scene, setup, |side| {
+        let text = side.filled(&match setup.path {
+            Path::Both => format!("envoy-{kind}-{}.yaml", side.name),
+            Path::Outbound | Path::Inbound => "envoy-plain.yaml".to_owned(),
+        })?;
         let text = text.replace("@CODEC@", codec).replace("@APP_PROTOCOL@", app_protocol);
         let mut command = scene::as_proxy(side.namespace, &program);
-        command.arg("-c").arg(written(scene, &name, &text)?);
-        command.args(["--concurrency", "1", "--disable-hot-restart", "--log-level", "warning"]);
+        command.arg("-c").arg(side.written("yaml", &text)?);
+        command.args(["--concurrency", &setup.workers.to_string()]);
+        command.args(["--disable-hot-restart", "--log-level", "warning"]);
         Ok(command)
     })
 }
@@ -75,58 +81,61 @@ pub(super) fn envoy() -> anyhow::Result<PathBuf> {
 }
 
 /// One of the two sidecars.
-struct Side<'a> {
+struct Sidecar<'a> {
+    scene: &'a Scene,
     name: &'static str,
     namespace: &'a Namespace,
     certificate: &'a std::path::Path,
-    listener: u16,
+    listener: SocketAddr,
+    app_port: u16,
 }
 
-/// Starts both sides and waits until they listen.
-fn pair(scene: &Scene, command: impl Fn(&Side<'_>) -> anyhow::Result<Command>) -> anyhow::Result<Sidecars> {
-    let start = |side: &Side<'_>| {
-        let mut process = Process::start(side.name, command(side)?, scene.dir.path())?;
-        process.listening(&[side.listener]).map(|()| process)
-    };
-    let server = start(&Side {
-        name: "server",
-        namespace: &scene.server,
-        certificate: &scene.certs.server,
-        listener: port::INBOUND,
-    })?;
-    let client = start(&Side {
-        name: "client",
-        namespace: &scene.client,
-        certificate: &scene.certs.client,
-        listener: port::OUTBOUND,
-    })?;
-    Ok(Sidecars {
-        client,
-        server,
-        _control: None,
-        _redirect: scene.redirect()?,
+/// Starts what the setup wants and waits until it listens.
+fn start(
+    scene: &Scene,
+    setup: &Setup,
+    command: impl Fn(&Sidecar<'_>) -> anyhow::Result<Command>,
+) -> anyhow::Result<Sidecars> {
+    Sidecars::start(scene, setup, None, |side| {
+        let (name, namespace, certificate) = match side {
+            Side::Client => ("client", &scene.client, &scene.certs.client),
+            Side::Server => ("server", &scene.server, &scene.certs.server),
+        };
+        let sidecar = Sidecar {
+            scene,
+            name,
+            namespace,
+            certificate,
+            listener: scene::listener(side),
+            app_port: if setup.traffic == Traffic::Opaque {
+                TCP_PORT
+            } else {
+                HTTP_PORT
+            },
+        };
+        let mut process = Process::start(name, command(&sidecar)?, scene.dir.path())?;
+        process.listening(&[sidecar.listener.port()]).map(|()| process)
     })
 }
 
-/// A committed configuration with the addresses and files of this run.
-fn filled(scene: &Scene, traffic: Traffic, side: &Side<'_>, name: &str) -> anyhow::Result<String> {
-    let path = scene.file(name);
-    let text = std::fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
-    let app_port = if traffic == Traffic::Opaque {
-        TCP_PORT
-    } else {
-        HTTP_PORT
-    };
-    Ok(text
-        .replace("@SERVER_ADDR@", SERVER)
-        .replace("@SERVER_PORT@", &app_port.to_string())
-        .replace("@ANCHORS@", &scene.certs.anchors.display().to_string())
-        .replace("@CERTIFICATE@", &side.certificate.display().to_string()))
-}
+impl Sidecar<'_> {
+    /// A committed configuration with the addresses and files of this run.
+    fn filled(&self, name: &str) -> anyhow::Result<String> {
+        let path = self.scene.file(name);
+        let text = std::fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+        Ok(text
+            .replace("@SERVER_ADDR@", SERVER)
+            .replace("@SERVER_PORT@", &self.app_port.to_string())
+            .replace("@LISTENER_ADDR@", &self.listener.ip().to_string())
+            .replace("@LISTENER_PORT@", &self.listener.port().to_string())
+            .replace("@ANCHORS@", &self.scene.certs.anchors.display().to_string())
+            .replace("@CERTIFICATE@", &self.certificate.display().to_string()))
+    }
 
-/// Writes it under a name of the same kind: Envoy goes by its end.
-fn written(scene: &Scene, name: &str, text: &str) -> anyhow::Result<PathBuf> {
-    let path = scene.file(&format!("running-{name}"));
-    std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
-    Ok(path)
+    /// Writes it under a name of the same kind: Envoy goes by its end.
+    fn written(&self, kind: &str, text: &str) -> anyhow::Result<PathBuf> {
+        let path = self.scene.file(&format!("running-{}.{kind}", self.name));
+        std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+        Ok(path)
+    }
 }

@@ -1,13 +1,14 @@
 //! The sidecars that are compared, each pair started the same way.
 
-use tulle_core::names::port;
-
+use super::drive::Side;
 use super::process::Process;
-use super::scene::{HTTP_PORT, PROXY_UID, Redirect, SERVER, Scene, TCP_PORT};
-use super::{Row, Traffic, others, tools, tulle};
+use super::rows::{Path, Setup, Traffic};
+use super::scene::{self, HTTP_PORT, PROXY_UID, Redirect, SERVER, Scene, TCP_PORT};
+use super::throttle::Throttle;
+use super::{others, tools, tulle};
 
 /// Who carries the traffic.
-#[derive(clap::ValueEnum, serde::Serialize, Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+#[derive(clap::ValueEnum, serde::Serialize, serde::Deserialize, Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Peer {
     Tulle,
@@ -18,13 +19,48 @@ pub(crate) enum Peer {
     None,
 }
 
-/// A running pair with its redirect rules.
+/// Running sidecars with their redirect rules.
 pub(super) struct Sidecars {
-    pub(super) client: Process,
-    pub(super) server: Process,
+    // Dropped in this order: processes before the limits on them.
+    pub(super) client: Option<Process>,
+    pub(super) server: Option<Process>,
+    _throttles: Vec<Throttle>,
     /// Runs while they do; its cost is not theirs.
-    pub(super) _control: Option<Process>,
-    pub(super) _redirect: Redirect,
+    _control: Option<Process>,
+    _redirect: Redirect,
+}
+
+impl Sidecars {
+    /// Starts what the setup wants, the server's first, then redirects the traffic of its side.
+    pub(super) fn start(
+        scene: &Scene,
+        setup: &Setup,
+        control: Option<Process>,
+        start: impl Fn(Side) -> anyhow::Result<Process>,
+    ) -> anyhow::Result<Self> {
+        let server = (setup.path != Path::Outbound)
+            .then(|| start(Side::Server))
+            .transpose()?;
+        let client = (setup.path != Path::Inbound).then(|| start(Side::Client)).transpose()?;
+        let throttle = |process| setup.throttle.map(|percent| Throttle::threads_of(process, percent));
+        Ok(Self {
+            _throttles: [&client, &server]
+                .into_iter()
+                .flatten()
+                .filter_map(throttle)
+                .collect::<anyhow::Result<_>>()?,
+            _redirect: scene.redirect(setup.path)?,
+            client,
+            server,
+            _control: control,
+        })
+    }
+
+    pub(super) fn sides(&self) -> Vec<(Side, &Process)> {
+        let client = self.client.iter().map(|process| (Side::Client, process));
+        let server = self.server.iter().map(|process| (Side::Server, process));
+        client.chain(server).collect()
+    }
 }
 
 impl Peer {
@@ -42,51 +78,65 @@ impl Peer {
     }
 
     /// Fails when the traffic of the warm-up did not go the way that is measured.
-    pub(super) fn verify(self, scene: &Scene) -> anyhow::Result<()> {
+    pub(super) fn verify(self, scene: &Scene, setup: &Setup) -> anyhow::Result<()> {
         match self {
-            Self::Tulle => tulle::verify(scene),
+            Self::Tulle => tulle::verify(scene, setup.path),
             // Nobody else answers at the service's address, and the sidecar accepts nothing but certificates of ours.
             Self::Haproxy | Self::Nginx | Self::Envoy | Self::None => Ok(()),
         }
     }
 
-    /// Starts a pair for this row and waits until both sides listen.
-    pub(super) fn start(self, scene: &Scene, row: Row) -> anyhow::Result<Option<Sidecars>> {
+    /// Starts the sidecars and waits until they listen.
+    pub(super) fn start(self, scene: &Scene, setup: &Setup) -> anyhow::Result<Option<Sidecars>> {
         match self {
-            Self::Tulle => tulle::start(scene, row).map(Some),
-            Self::Haproxy => haproxy(scene, row.traffic()).map(Some),
-            Self::Nginx => others::nginx(scene, row.traffic()).map(Some),
-            Self::Envoy => others::start_envoy(scene, row.traffic()).map(Some),
+            Self::Tulle => tulle::start(scene, setup).map(Some),
+            Self::Haproxy => haproxy(scene, setup).map(Some),
+            Self::Nginx => others::nginx(scene, setup).map(Some),
+            Self::Envoy => others::start_envoy(scene, setup).map(Some),
             Self::None => Ok(None),
+        }
+    }
+
+    /// What it calls itself, with its version.
+    pub(super) fn version(self) -> anyhow::Result<String> {
+        match self {
+            Self::Tulle => Ok(format!("tulle {}", env!("CARGO_PKG_VERSION"))),
+            Self::Haproxy => tools::first_line("haproxy", &["-v"]),
+            Self::Nginx => tools::first_line("nginx", &["-v"]),
+            Self::Envoy => tools::first_line(others::envoy()?, &["--version"]),
+            Self::None => Ok("no proxy".to_owned()),
         }
     }
 }
 
-fn haproxy(scene: &Scene, traffic: Traffic) -> anyhow::Result<Sidecars> {
-    let (mode, proto, app_port) = match traffic {
+fn haproxy(scene: &Scene, setup: &Setup) -> anyhow::Result<Sidecars> {
+    let (mode, proto, app_port) = match setup.traffic {
         Traffic::Http1 => ("http", "h1", HTTP_PORT),
-        Traffic::Grpc => ("http", "h2", HTTP_PORT),
+        Traffic::Http2 => ("http", "h2", HTTP_PORT),
         Traffic::Opaque => ("tcp", "", TCP_PORT),
     };
-    let start = |side: &str, namespace: &tulle_core::netns::Namespace, certificate, listener| {
+    Sidecars::start(scene, setup, None, |side| {
+        let (name, namespace, certificate) = match side {
+            Side::Client => ("client", &scene.client, &scene.certs.client),
+            Side::Server => ("server", &scene.server, &scene.certs.server),
+        };
+        let listener = scene::listener(side);
+        let file = match setup.path {
+            Path::Both => format!("haproxy-{mode}-{name}.cfg"),
+            Path::Outbound | Path::Inbound => "haproxy-plain.cfg".to_owned(),
+        };
         let mut command = namespace.command("haproxy");
         command
             .args(["-db", "-f"])
-            .arg(scene.file(&format!("haproxy-{mode}-{side}.cfg")))
+            .arg(scene.file(&file))
             .env("PROTO", proto)
+            .env("WORKERS", setup.workers.to_string())
             .env("PROXY_UID", PROXY_UID.to_string())
+            .env("LISTENER", listener.to_string())
             .env("SERVER", format!("{SERVER}:{app_port}"))
             .env("ANCHORS", &scene.certs.anchors)
             .env("CERTIFICATE", certificate);
-        let mut process = Process::start(&format!("haproxy-{side}"), command, scene.dir.path())?;
-        process.listening(&[listener]).map(|()| process)
-    };
-    let server = start("server", &scene.server, &scene.certs.server, port::INBOUND)?;
-    let client = start("client", &scene.client, &scene.certs.client, port::OUTBOUND)?;
-    Ok(Sidecars {
-        client,
-        server,
-        _control: None,
-        _redirect: scene.redirect()?,
+        let mut process = Process::start(&format!("haproxy-{name}"), command, scene.dir.path())?;
+        process.listening(&[listener.port()]).map(|()| process)
     })
 }

@@ -65,22 +65,39 @@ impl Process {
         )
     }
 
+    /// The numbers of all living threads.
+    pub fn threads(&self) -> anyhow::Result<Vec<u64>> {
+        let dir = format!("/proc/{}/task", self.child.id());
+        let number = |entry: std::io::Result<std::fs::DirEntry>| entry.ok()?.file_name().to_str()?.parse().ok();
+        let threads = std::fs::read_dir(&dir).with_context(|| format!("reading {dir}"))?;
+        Ok(threads.filter_map(number).collect())
+    }
+
     /// CPU time of all living threads, from the scheduler: exact to the nanosecond, where utime counts ticks.
     pub fn cpu(&self) -> anyhow::Result<Duration> {
-        let dir = format!("/proc/{}/task", self.child.id());
         let mut nanos = 0;
-        for thread in std::fs::read_dir(&dir).with_context(|| format!("reading {dir}"))? {
-            let path = thread
-                .with_context(|| format!("reading {dir}"))?
-                .path()
-                .join("schedstat");
+        for thread in self.threads()? {
             // A thread that ended in between is no longer counted; sidecars keep theirs.
-            let Ok(text) = std::fs::read_to_string(&path) else {
+            let Ok(text) = self.proc(&format!("task/{thread}/schedstat")) else {
                 continue;
             };
-            nanos += first_number(&text).with_context(|| format!("{} says {text:?}", path.display()))?;
+            nanos += first_number(&text).with_context(|| format!("schedstat of {thread} says {text:?}"))?;
         }
         Ok(Duration::from_nanos(nanos))
+    }
+
+    /// CPU time in user mode and in the kernel so far, in ticks.
+    pub fn ticks(&self) -> anyhow::Result<(u64, u64)> {
+        let stat = self.proc("stat")?;
+        // The second field is the program's name, which may contain anything but is closed by the last bracket.
+        let fields: Vec<&str> = stat
+            .rsplit_once(')')
+            .map_or_else(Vec::new, |(_, rest)| rest.split_whitespace().collect());
+        let number = |at: usize| fields.get(at).and_then(|field| field.parse().ok());
+        match (number(11), number(12)) {
+            (Some(user), Some(kernel)) => Ok((user, kernel)),
+            _ => bail!("stat of {} says {stat:?}", self.name),
+        }
     }
 
     /// Resident memory in KiB.
@@ -160,6 +177,9 @@ mod tests {
             .unwrap();
         assert!(process.cpu().unwrap() > Duration::from_millis(1));
         assert!(process.rss_kib().unwrap() > 100);
+        let (user, kernel) = process.ticks().unwrap();
+        assert!(user + kernel > 0);
+        assert_eq!(process.threads().unwrap().len(), 1);
     }
 
     #[test]

@@ -2,13 +2,15 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::path::Path;
 
-use serde::Serialize;
+use anyhow::Context as _;
+use serde::{Deserialize, Serialize};
 
-use super::Row;
-use super::bounds::{self, Bound};
+use super::bounds::{self, Bound, Reference};
 use super::drive::{Metric, Sample};
 use super::peer::Peer;
+use super::rows::Row;
 
 /// Samples as they come in.
 pub(super) struct Results {
@@ -17,53 +19,62 @@ pub(super) struct Results {
 }
 
 /// What is printed and written.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Deserialize, Serialize)]
 pub(super) struct Report {
-    machine: Machine,
-    lines: Vec<Line>,
-    bounds: Vec<Check>,
+    pub(super) machine: Machine,
+    pub(super) lines: Vec<Line>,
+    pub(super) bounds: Vec<Check>,
 }
 
-#[derive(Clone, Debug, Serialize)]
-struct Machine {
-    cpus: usize,
-    kernel: String,
+/// Where it was measured, and what.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(super) struct Machine {
+    /// "2026-11-22".
+    pub(super) date: String,
+    pub(super) processor: String,
+    pub(super) cpus: usize,
+    pub(super) memory_mib: u64,
+    pub(super) kernel: String,
     /// Load average of the minute before the run.
-    load: f64,
+    pub(super) load: f64,
+    /// Peers and load generators, as they call themselves.
+    pub(super) versions: Vec<String>,
+    /// The arguments of the run.
+    pub(super) command: String,
 }
 
 /// One row of one peer.
-#[derive(Debug, Serialize)]
-struct Line {
-    row: Row,
-    peer: Peer,
-    metrics: BTreeMap<Metric, Cell>,
+#[derive(Debug, Deserialize, Serialize)]
+pub(super) struct Line {
+    pub(super) row: Row,
+    pub(super) peer: Peer,
+    pub(super) metrics: BTreeMap<Metric, Cell>,
 }
 
 /// One figure over the repeats.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-struct Cell {
-    median: f64,
-    min: f64,
-    max: f64,
-    n: usize,
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
+pub(super) struct Cell {
+    pub(super) median: f64,
+    pub(super) min: f64,
+    pub(super) max: f64,
+    pub(super) n: usize,
 }
 
 /// One bound and what was measured.
-#[derive(Debug, Serialize)]
-struct Check {
-    row: Row,
-    metric: Metric,
-    bound: String,
-    value: Option<f64>,
-    /// Value by that of the peer the bound is relative to.
-    ratio: Option<f64>,
-    verdict: Verdict,
+#[derive(Debug, Deserialize, Serialize)]
+pub(super) struct Check {
+    pub(super) row: Row,
+    pub(super) metric: Metric,
+    pub(super) bound: String,
+    pub(super) value: Option<f64>,
+    /// Value by that of the peer or row the bound is relative to.
+    pub(super) ratio: Option<f64>,
+    pub(super) verdict: Verdict,
 }
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "UPPERCASE")]
-enum Verdict {
+pub(super) enum Verdict {
     Pass,
     Fail,
     /// The run did not measure what the bound is about.
@@ -72,9 +83,9 @@ enum Verdict {
 
 impl Results {
     /// Before anything is measured: how busy the machine is without us stands in the report.
-    pub(super) fn new() -> Self {
+    pub(super) fn new(versions: Vec<String>) -> Self {
         Self {
-            machine: Machine::look(),
+            machine: Machine::look(versions),
             samples: BTreeMap::new(),
         }
     }
@@ -107,22 +118,44 @@ impl Results {
 }
 
 impl Machine {
-    fn look() -> Self {
+    fn look(versions: Vec<String>) -> Self {
         let read = |path| std::fs::read_to_string(path).unwrap_or_default();
-        let load = read("/proc/loadavg");
+        let field = |text: &str, name: &str| {
+            let line = text.lines().find(|line| line.starts_with(name));
+            line.and_then(|line| Some(line.split_once(':')?.1.trim().to_owned()))
+                .unwrap_or_default()
+        };
+        let first = |text: &str| text.split_whitespace().next().unwrap_or_default().to_owned();
+        let memory_kib = first(&field(&read("/proc/meminfo"), "MemTotal"));
         Self {
+            date: time::OffsetDateTime::now_utc().date().to_string(),
+            processor: field(&read("/proc/cpuinfo"), "model name"),
             cpus: std::thread::available_parallelism().map_or(0, usize::from),
+            memory_mib: memory_kib.parse().unwrap_or(0_u64) / 1024,
             kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
-            load: load
-                .split_whitespace()
-                .next()
-                .and_then(|load| load.parse().ok())
-                .unwrap_or_default(),
+            load: first(&read("/proc/loadavg")).parse().unwrap_or_default(),
+            versions,
+            command: std::env::args().skip(1).collect::<Vec<_>>().join(" "),
         }
     }
 }
 
 impl Report {
+    pub(super) fn write(&self, path: &Path) -> anyhow::Result<()> {
+        let json = serde_json::to_vec_pretty(self).context("encoding the report")?;
+        std::fs::write(path, json).with_context(|| format!("writing {}", path.display()))
+    }
+
+    pub(super) fn read(path: &Path) -> anyhow::Result<Self> {
+        let json = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+        serde_json::from_slice(&json).with_context(|| format!("{} is not what \"run --json\" writes", path.display()))
+    }
+
+    /// The median of a figure.
+    pub(super) fn median(&self, row: Row, peer: Peer, metric: Metric) -> Option<f64> {
+        median(&self.lines, row, peer, metric)
+    }
+
     /// Whether no bound is broken; what was not measured breaks nothing.
     pub(super) fn passed(&self) -> bool {
         self.bounds.iter().all(|check| check.verdict != Verdict::Fail)
@@ -163,7 +196,7 @@ impl Cell {
     }
 
     /// Distance of the extremes in percent of the median.
-    fn spread(&self) -> f64 {
+    pub(super) fn spread(&self) -> f64 {
         if self.median == 0.0 {
             0.0
         } else {
@@ -174,7 +207,10 @@ impl Cell {
 
 fn check(lines: &[Line], bound: &Bound) -> Check {
     let value = median(lines, bound.row, Peer::Tulle, bound.metric);
-    let reference = bound.of.map(|peer| median(lines, bound.row, peer, bound.metric));
+    let reference = bound.of.map(|of| match of {
+        Reference::Peer(peer) => median(lines, bound.row, peer, bound.metric),
+        Reference::Row(row) => median(lines, row, Peer::Tulle, bound.metric),
+    });
     let (ratio, verdict) = match (value, reference) {
         (Some(value), None) => (None, verdict(bound.holds(value, None))),
         (Some(value), Some(Some(reference))) => (Some(value / reference), verdict(bound.holds(value, Some(reference)))),
@@ -250,7 +286,7 @@ impl fmt::Display for Report {
 }
 
 /// The name a value has in JSON.
-fn name(value: impl Serialize) -> String {
+pub(super) fn name(value: impl Serialize) -> String {
     match serde_json::to_value(value) {
         Ok(serde_json::Value::String(name)) => name,
         other => format!("{other:?}"),
@@ -277,10 +313,10 @@ mod tests {
     use super::*;
 
     fn results(tulle: &[f64], haproxy: &[f64]) -> Results {
-        let mut results = Results::new();
+        let mut results = Results::new(Vec::new());
         for (peer, values) in [(Peer::Tulle, tulle), (Peer::Haproxy, haproxy)] {
             for value in values {
-                results.add(Row::Http64, peer, Sample::from([(Metric::ClientCpuUs, *value)]));
+                results.add(Row::HttpC64, peer, Sample::from([(Metric::ClientCpuUs, *value)]));
             }
         }
         results

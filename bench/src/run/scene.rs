@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs::Permissions;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::process::Command;
@@ -12,8 +13,10 @@ use tempfile::TempDir;
 use tulle_core::names::port;
 use tulle_core::netns::{Lab, Namespace};
 
+use super::drive::Side;
 use super::peer::Peer;
 use super::process::Process;
+use super::rows::Path;
 use super::{certs, tools};
 
 /// Everything but the sidecars. Dropping it removes it all.
@@ -34,7 +37,7 @@ impl Scene {
         for peer in peers {
             peer.check()?;
         }
-        ["wrk", "ghz"].into_iter().try_for_each(tools::installed)?;
+        ["wrk", "ghz", "h2load"].into_iter().try_for_each(tools::installed)?;
         tools::beside(INIT)?;
         let dir = tempfile::tempdir().context("making a directory")?;
         // The sidecars run as a user of their own and have to read what is in it.
@@ -50,6 +53,9 @@ impl Scene {
         let control = lab.host("control", &format!("{CONTROL}/24"), None)?;
         // The address of the service exists nowhere; a packet needs a route to get as far as the rules.
         client.ip(&format!("route add {SERVICE} dev eth0\n"))?;
+        for namespace in [&client, &server] {
+            namespace.run(tcp_settings)?.context("setting TCP up")?;
+        }
         let mut command = server.command(std::env::current_exe().context("finding this program")?);
         command.args([
             "serve",
@@ -71,9 +77,14 @@ impl Scene {
         })
     }
 
-    /// Sends the traffic of both sides through their sidecars until the value is dropped.
-    pub(super) fn redirect(&self) -> anyhow::Result<Redirect> {
-        let redirect = Redirect(vec![self.client.clone(), self.server.clone()]);
+    /// Sends the traffic of the sides that have one through their sidecars until the value is dropped.
+    pub(super) fn redirect(&self, path: Path) -> anyhow::Result<Redirect> {
+        let (client, server) = (self.client.clone(), self.server.clone());
+        let redirect = Redirect(match path {
+            Path::Both => vec![client, server],
+            Path::Outbound => vec![client],
+            Path::Inbound => vec![server],
+        });
         let (inbound, outbound) = (port::INBOUND.to_string(), port::OUTBOUND.to_string());
         for namespace in &redirect.0 {
             init(
@@ -103,6 +114,14 @@ pub(super) fn as_proxy(namespace: &Namespace, program: impl AsRef<OsStr>) -> Com
     command
 }
 
+/// Where a sidecar listens.
+pub(super) fn listener(side: Side) -> SocketAddr {
+    match side {
+        Side::Client => (Ipv4Addr::LOCALHOST, port::OUTBOUND).into(),
+        Side::Server => (Ipv4Addr::UNSPECIFIED, port::INBOUND).into(),
+    }
+}
+
 /// Redirect rules in force.
 pub(super) struct Redirect(Vec<Arc<Namespace>>);
 
@@ -114,6 +133,26 @@ impl Drop for Redirect {
             }
         }
     }
+}
+
+/// Settings of TCP, the same for every peer.
+fn tcp_settings() -> std::io::Result<()> {
+    // Some machines have BBR instead of Linux's default. It paces by what it has measured, and on one busy machine that is how long
+    // processes waited for a processor: bodies come in jerks of 40 ms. A namespace may not choose cubic, but reno, which is the same
+    // where nothing is lost.
+    let control = "/proc/sys/net/ipv4/tcp_congestion_control";
+    if std::fs::read_to_string(control)?.trim() != "cubic" {
+        std::fs::write(control, "reno")?;
+    }
+    // Rows with a connection for each request go through more of them than there are ports, and each lingers for a minute.
+    std::fs::write("/proc/sys/net/ipv4/ip_local_port_range", "1024 65535")?;
+    std::fs::write("/proc/sys/net/ipv4/tcp_tw_reuse", "1")?;
+    // There once there are redirect rules; the sidecar's ports must not run out because of what is long over.
+    let tracked = std::path::Path::new("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_time_wait");
+    if tracked.exists() {
+        std::fs::write(tracked, "1")?;
+    }
+    Ok(())
 }
 
 /// Programs the rules with the shipped binary, for every peer the same.
@@ -153,7 +192,7 @@ macro_rules! peer_file {
 }
 
 /// Committed files that the programs of a run read.
-const FILES: [(&str, &str); 16] = [
+const FILES: [(&str, &str); 19] = [
     peer_file!("haproxy-http-client.cfg"),
     peer_file!("haproxy-http-server.cfg"),
     peer_file!("haproxy-tcp-client.cfg"),
@@ -168,6 +207,9 @@ const FILES: [(&str, &str); 16] = [
     peer_file!("envoy-http-server.yaml"),
     peer_file!("envoy-tcp-client.yaml"),
     peer_file!("envoy-tcp-server.yaml"),
+    peer_file!("haproxy-plain.cfg"),
+    peer_file!("nginx-plain.conf"),
+    peer_file!("envoy-plain.yaml"),
     peer_file!("wrk.lua"),
     ("echo.proto", include_str!("../../proto/echo.proto")),
 ];

@@ -7,7 +7,7 @@ use std::fs::Permissions;
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -15,10 +15,12 @@ use tulle_control::trust::{self, CertificateAuthority, TokenSubject};
 use tulle_core::names::port;
 use tulle_core::netns::Namespace;
 
+use super::drive::Side;
 use super::peer::Sidecars;
 use super::process::Process;
+use super::rows::{Path, Setup};
 use super::scene::{self, CONTROL, Scene};
-use super::{Row, tools};
+use super::tools;
 
 /// Programs that have to be beside this one.
 pub(super) const PROGRAMS: [&str; 3] = [PROXY, COUNTING_PROXY, "tulle-control"];
@@ -27,21 +29,17 @@ const PROXY: &str = "tulle-proxy";
 const COUNTING_PROXY: &str = "tulle-bench-proxy";
 
 /// Starts control plane and sidecars, and waits until both have their certificates.
-pub(super) fn start(scene: &Scene, row: Row) -> anyhow::Result<Sidecars> {
-    let mesh = Mesh::create(scene.dir.path())?;
+pub(super) fn start(scene: &Scene, setup: &Setup) -> anyhow::Result<Sidecars> {
+    let manifests = match setup.path {
+        Path::Both => include_str!("../../peers/mesh.yaml"),
+        Path::Outbound | Path::Inbound => include_str!("../../peers/mesh-plain.yaml"),
+    };
+    let mesh = Mesh::create(scene.dir.path(), manifests)?;
     let mut command = scene.control.command(tools::beside("tulle-control")?);
     command.args(mesh.control_args());
     let mut control = Process::start("tulle-control", command, scene.dir.path())?;
     control.listening(&[port::IDENTITY, port::DESTINATION, port::POLICY])?;
-    let program = if row == Row::Allocations { COUNTING_PROXY } else { PROXY };
-    let server = proxy(program, scene, &mesh, "server", &scene.server)?;
-    let client = proxy(program, scene, &mesh, "client", &scene.client)?;
-    Ok(Sidecars {
-        client,
-        server,
-        _control: Some(control),
-        _redirect: scene.redirect()?,
-    })
+    Sidecars::start(scene, setup, Some(control), |side| proxy(scene, setup, &mesh, side))
 }
 
 /// Files of one mesh.
@@ -53,7 +51,7 @@ struct Mesh {
 
 impl Mesh {
     /// Makes trust anchor, issuer, token keys and manifests anew.
-    fn create(dir: &Path) -> anyhow::Result<Self> {
+    fn create(dir: &std::path::Path, manifests: &str) -> anyhow::Result<Self> {
         let dir = dir.join("mesh");
         if dir.exists() {
             std::fs::remove_dir_all(&dir).with_context(|| format!("removing {}", dir.display()))?;
@@ -62,7 +60,7 @@ impl Mesh {
             let part = dir.join(part);
             std::fs::create_dir_all(&part).with_context(|| format!("making {}", part.display()))?;
         }
-        write(&dir.join("manifests/mesh.yaml"), include_str!("../../peers/mesh.yaml"))?;
+        write(&dir.join("manifests/mesh.yaml"), manifests)?;
         let anchor = trust::create_anchor("root.linkerd.cluster.local", LIFETIME)?;
         let issuer = trust::create_issuer("identity.linkerd.cluster.local", LIFETIME, &anchor)?;
         write(&dir.join("anchors.pem"), &anchor.certificate)?;
@@ -107,7 +105,7 @@ impl Mesh {
 }
 
 /// A copy of a program where every user can start it: what was built below a home directory need not be such a place.
-fn runnable(program: &str, dir: &Path) -> anyhow::Result<PathBuf> {
+fn runnable(program: &str, dir: &std::path::Path) -> anyhow::Result<PathBuf> {
     let copy = dir.join(program);
     if !copy.exists() {
         std::fs::copy(tools::beside(program)?, &copy).with_context(|| format!("copying {program}"))?;
@@ -115,7 +113,12 @@ fn runnable(program: &str, dir: &Path) -> anyhow::Result<PathBuf> {
     Ok(copy)
 }
 
-fn proxy(program: &str, scene: &Scene, mesh: &Mesh, name: &str, namespace: &Namespace) -> anyhow::Result<Process> {
+fn proxy(scene: &Scene, setup: &Setup, mesh: &Mesh, side: Side) -> anyhow::Result<Process> {
+    let (name, namespace) = match side {
+        Side::Client => ("client", &scene.client),
+        Side::Server => ("server", &scene.server),
+    };
+    let program = if setup.counting { COUNTING_PROXY } else { PROXY };
     let mut command = scene::as_proxy(namespace, runnable(program, scene.dir.path())?);
     command
         // Only the counting one reads it.
@@ -129,7 +132,7 @@ fn proxy(program: &str, scene: &Scene, mesh: &Mesh, name: &str, namespace: &Name
     let token = mesh.token(name)?.display().to_string();
     for (variable, value) in [
         ("LOG", "warn"),
-        ("CORES", "1"),
+        ("CORES", &setup.workers.to_string()),
         ("INBOUND_DEFAULT_POLICY", "all-authenticated"),
         ("POLICY_WORKLOAD", &workload),
         ("DESTINATION_CONTEXT", &workload),
@@ -177,16 +180,21 @@ pub(super) fn allocated(namespace: &Namespace) -> anyhow::Result<Allocated> {
     }
 }
 
-/// Fails unless the server's proxy has authorized the client by its identity: what is not meshed would look fast.
-pub(super) fn verify(scene: &Scene) -> anyhow::Result<()> {
-    let metrics = scene
-        .server
+/// Fails unless the sidecars have done their work: what is not meshed would look fast.
+pub(super) fn verify(scene: &Scene, path: Path) -> anyhow::Result<()> {
+    let (namespace, labels): (_, &[&str]) = match path {
+        Path::Both => (&scene.server, &AUTHORIZED),
+        Path::Inbound => (&scene.server, &AUTHORIZED[..2]),
+        Path::Outbound => (&scene.client, &["outbound_http_route_backend_requests_total{"]),
+    };
+    let metrics = namespace
         .run(|| ask("/metrics"))?
-        .context("reading the server's metrics")?;
-    let authorized = |line: &str| AUTHORIZED.iter().all(|label| line.contains(label));
+        .context("reading the sidecar's metrics")?;
     anyhow::ensure!(
-        metrics.lines().any(authorized),
-        "no request or connection was authorized by the policies of mesh.yaml"
+        metrics
+            .lines()
+            .any(|line| labels.iter().all(|label| line.contains(label))),
+        "the sidecar's metrics have no line with {labels:?}"
     );
     Ok(())
 }
@@ -207,7 +215,7 @@ fn ask(path: &str) -> std::io::Result<String> {
 }
 
 /// Writes a file that every user can read: the keys in it live for one run.
-fn write(path: &Path, text: &str) -> anyhow::Result<()> {
+fn write(path: &std::path::Path, text: &str) -> anyhow::Result<()> {
     std::fs::write(path, text)
         .and_then(|()| std::fs::set_permissions(path, Permissions::from_mode(0o644)))
         .with_context(|| format!("writing {}", path.display()))
@@ -220,8 +228,8 @@ const LIFETIME: Duration = Duration::from_secs(24 * 60 * 60);
 /// Labels of a counter that only a verified certificate and an AuthorizationPolicy move.
 const AUTHORIZED: [&str; 4] = [
     "authz_allow_total{",
+    "authz_kind=\"authorizationpolicy\"",
     "tls=\"true\"",
     "client_id=\"client.bench.",
-    "authz_kind=\"authorizationpolicy\"",
 ];
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(2);

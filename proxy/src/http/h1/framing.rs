@@ -173,7 +173,10 @@ fn chunk_size(bytes: &[u8]) -> Result<Option<(usize, u64)>, &'static str> {
     }
 }
 
+/// As with chunk sizes, only CRLF ends a line: of two readers, one would take a lone LF for the end of the message.
 fn trailers(inbox: &mut Bytes) -> Result<Option<HeaderMap>, &'static str> {
+    const BAD: &str = "its trailers";
+    let is_lone = |(at, byte): (usize, &u8)| *byte == b'\n' && (at == 0 || inbox[at - 1] != b'\r');
     let mut lines = [httparse::EMPTY_HEADER; MAX_HEAD_LINES];
     match httparse::parse_headers(inbox, &mut lines) {
         Ok(httparse::Status::Complete((used, lines))) => {
@@ -186,11 +189,14 @@ fn trailers(inbox: &mut Bytes) -> Result<Option<HeaderMap>, &'static str> {
                     trailers.append(name, value);
                 }
             }
+            if inbox[..used].iter().enumerate().any(is_lone) {
+                return Err(BAD);
+            }
             inbox.advance(used);
             Ok(Some(trailers))
         }
-        Ok(httparse::Status::Partial) => Ok(None),
-        _ => Err("its trailers"),
+        Ok(httparse::Status::Partial) if !inbox.iter().enumerate().any(is_lone) => Ok(None),
+        _ => Err(BAD),
     }
 }
 

@@ -1,0 +1,249 @@
+//! `docs/benchmarks.md` and its plots, from the JSON of a run.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use anyhow::Context as _;
+use clap::ValueEnum as _;
+
+use super::drive::Metric;
+use super::peer::Peer;
+use super::plot::{Bars, Group};
+use super::report::{Line, Report, name};
+use super::rows::Row;
+
+/// Writes `benchmarks.md`, and the plots into `benchmarks/` beside it.
+pub(super) fn write(report: &Report, dir: &Path) -> anyhow::Result<()> {
+    let plots = dir.join("benchmarks");
+    std::fs::create_dir_all(&plots).with_context(|| format!("making {}", plots.display()))?;
+    let put =
+        |path: &Path, text: String| std::fs::write(path, text).with_context(|| format!("writing {}", path.display()));
+    for plot in PLOTS {
+        put(&plots.join(format!("{}.svg", plot.file)), plot.bars(report).svg())?;
+    }
+    put(&dir.join("benchmarks.md"), markdown(report))
+}
+
+/// One picture: a figure of some rows, for each peer.
+struct Plot {
+    file: &'static str,
+    title: &'static str,
+    unit: &'static str,
+    rows: &'static [Row],
+    /// Added up: both sidecars, where a figure is of one.
+    metrics: &'static [Metric],
+}
+
+impl Plot {
+    fn bars(&self, report: &Report) -> Bars {
+        let value = |row, peer| {
+            let figures = self.metrics.iter().map(|metric| report.median(row, peer, *metric));
+            // Of a row with one sidecar there is one figure, of a row without any there is none.
+            figures.flatten().reduce(|a, b| a + b)
+        };
+        let groups = self.rows.iter().map(|row| Group {
+            label: row.name(),
+            bars: Peer::value_variants()
+                .iter()
+                .filter_map(|peer| Some((name(peer), value(*row, *peer)?)))
+                .collect(),
+        });
+        Bars {
+            title: self.title.to_owned(),
+            unit: self.unit.to_owned(),
+            groups: groups.filter(|group| !group.bars.is_empty()).collect(),
+        }
+    }
+}
+
+const PLOTS: [Plot; 5] = [
+    Plot {
+        file: "cpu",
+        title: "CPU time of both sidecars for each request (less is better)",
+        unit: "µs",
+        rows: &[
+            Row::HttpC1,
+            Row::HttpC16,
+            Row::HttpC64,
+            Row::Http2,
+            Row::Grpc,
+            Row::GrpcStream,
+        ],
+        metrics: &[Metric::ClientCpuUs, Metric::ServerCpuUs],
+    },
+    Plot {
+        file: "requests",
+        title: "Requests (more is better)",
+        unit: "/s",
+        rows: &[
+            Row::HttpC1,
+            Row::HttpC16,
+            Row::HttpC64,
+            Row::Http2,
+            Row::Grpc,
+            Row::NewHttp,
+        ],
+        metrics: &[Metric::RequestsPerSecond],
+    },
+    Plot {
+        file: "latency",
+        title: "Median latency (less is better)",
+        unit: "µs",
+        rows: &[Row::HttpC1, Row::HttpC16, Row::HttpC64, Row::Http2],
+        metrics: &[Metric::P50Us],
+    },
+    Plot {
+        file: "bytes",
+        title: "Payload of one direction, while as much goes in the other (more is better)",
+        unit: "MiB/s",
+        rows: &[Row::Post1Kib, Row::Post32Kib, Row::Post1Mib, Row::Bulk],
+        metrics: &[Metric::MibPerSecond],
+    },
+    Plot {
+        file: "idle",
+        title: "Memory of both sidecars for each idle connection (less is better)",
+        unit: "KiB",
+        rows: &[Row::Idle, Row::IdleOpaque],
+        metrics: &[Metric::ClientIdleKib, Metric::ServerIdleKib],
+    },
+];
+
+fn markdown(report: &Report) -> String {
+    let mut out = String::from(HEAD);
+    let machine = &report.machine;
+    let _ = write!(
+        out,
+        "\n## Where and what\n\n{}, {} CPUs, {} MiB of memory, Linux {}, {}. The load average in the minute before was {}.\n\n\
+         `tulle-bench {}`\n\n",
+        machine.processor,
+        machine.cpus,
+        machine.memory_mib,
+        machine.kernel,
+        machine.date,
+        machine.load,
+        machine.command
+    );
+    for version in &machine.versions {
+        let _ = writeln!(out, "- {version}");
+    }
+    out.push_str("\n## Pictures\n\n");
+    for plot in PLOTS {
+        let _ = writeln!(out, "![{}](benchmarks/{}.svg)\n", plot.title, plot.file);
+    }
+    out.push_str("## Rows\n");
+    for row in Row::value_variants() {
+        let lines: Vec<&Line> = report.lines.iter().filter(|line| line.row == *row).collect();
+        if !lines.is_empty() {
+            table(&mut out, *row, &lines);
+        }
+    }
+    out.push_str("\n## Bounds\n\nWhat `bench/budgets.toml` demands of this run.\n\n| Figure | tulle | Ratio | Wanted | |\n|---|---|---|---|---|\n");
+    for check in &report.bounds {
+        let number = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), |value| format!("{value:.2}"));
+        let _ = writeln!(
+            out,
+            "| {}.{} | {} | {} | {} | {} |",
+            check.row.name(),
+            name(check.metric),
+            number(check.value),
+            number(check.ratio),
+            check.bound,
+            name(check.verdict)
+        );
+    }
+    out
+}
+
+/// The figures of one row, a line for each peer.
+fn table(out: &mut String, row: Row, lines: &[&Line]) {
+    let columns: Vec<(Metric, &str, usize)> = COLUMNS
+        .into_iter()
+        .filter(|(metric, ..)| lines.iter().any(|line| line.metrics.contains_key(metric)))
+        .collect();
+    let _ = write!(out, "\n### {}\n\n{}.\n\n| |", row.name(), row.help());
+    for (_, title, _) in &columns {
+        let _ = write!(out, " {title} |");
+    }
+    out.push_str("\n|---|");
+    out.push_str(&"---:|".repeat(columns.len()));
+    out.push('\n');
+    for line in lines {
+        let _ = write!(out, "| {} |", name(line.peer));
+        for (metric, _, decimals) in &columns {
+            match line.metrics.get(metric) {
+                Some(cell) => {
+                    let _ = write!(out, " {:.*} ±{:.0} % |", decimals, cell.median, cell.spread() / 2.0);
+                }
+                None => out.push_str(" – |"),
+            }
+        }
+        out.push('\n');
+    }
+}
+
+/// Metric, title and decimals.
+const COLUMNS: [(Metric, &str, usize); 17] = [
+    (Metric::RequestsPerSecond, "requests/s", 0),
+    (Metric::P50Us, "p50 µs", 0),
+    (Metric::P99Us, "p99 µs", 0),
+    (Metric::MibPerSecond, "MiB/s", 0),
+    (Metric::ClientCpuUs, "client's µs CPU", 1),
+    (Metric::ClientKernelPercent, "of it kernel %", 0),
+    (Metric::ServerCpuUs, "server's µs CPU", 1),
+    (Metric::ServerKernelPercent, "of it kernel %", 0),
+    (Metric::ClientRssMib, "client's MiB", 1),
+    (Metric::ServerRssMib, "server's MiB", 1),
+    (Metric::ClientIdleKib, "client's KiB each", 1),
+    (Metric::ServerIdleKib, "server's KiB each", 1),
+    (Metric::ClientAllocations, "client's allocations", 1),
+    (Metric::ServerAllocations, "server's allocations", 1),
+    (Metric::ClientAllocatedBytes, "client's bytes", 0),
+    (Metric::ServerAllocatedBytes, "server's bytes", 0),
+    (Metric::Failed, "failed", 0),
+];
+
+const HEAD: &str = "# Benchmarks
+
+Two sidecars with mutual TLS between a client and a server: tulle, HAProxy, nginx and Envoy in turns, and no proxy at all. Everything \
+that a mesh needs is on in tulle: certificates of the identity service, a policy that authorizes every request by the identity of its \
+client, discovery, balancing, metrics. The others have configurations as lean as their documentation makes them, without logs, \
+statistics and checks; they are in `bench/peers`, with the reason for each choice.
+
+This file is made from the JSON of one run, by `tulle-bench document docs/benchmarks.json`; `./run bench --json docs/benchmarks.json` \
+makes that. Rows are measured in turns, peer after peer, as often as the command says; the tables have medians, and after ± half the \
+distance of the extremes. The client, both sidecars and the application share the machine: requests/s say how much all of them cost \
+together, CPU times what the sidecars cost. On other machines expect the ratios, not the figures.
+";
+
+#[cfg(test)]
+mod tests {
+    use super::super::bounds;
+    use super::super::drive::Sample;
+    use super::super::report::Results;
+    use super::*;
+
+    #[test]
+    fn the_document_has_what_was_measured_and_where() {
+        let mut results = Results::new(vec!["HAProxy version 9".into()]);
+        for (peer, cpu) in [(Peer::Tulle, 10.0), (Peer::Haproxy, 9.0)] {
+            results.add(Row::HttpC64, peer, Sample::from([(Metric::ClientCpuUs, cpu)]));
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let json = dir.path().join("run.json");
+        results.report(bounds::COMMITTED).unwrap().write(&json).unwrap();
+        write(&Report::read(&json).unwrap(), dir.path()).unwrap();
+
+        let text = std::fs::read_to_string(dir.path().join("benchmarks.md")).unwrap();
+        for part in [
+            "- HAProxy version 9",
+            "### http-c64",
+            "| tulle | 10.0 ±0 % |",
+            "| http-c64.client_cpu_us | 10.00 | 1.11 | at most 1.15 x haproxy | PASS |",
+        ] {
+            assert!(text.contains(part), "no {part:?} in {text}");
+        }
+        assert!(!text.contains("### http-c1\n"), "{text}");
+        let plot = std::fs::read_to_string(dir.path().join("benchmarks/cpu.svg")).unwrap();
+        assert!(plot.contains("http-c64") && plot.contains("haproxy"), "{plot}");
+    }
+}

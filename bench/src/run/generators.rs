@@ -1,0 +1,252 @@
+//! The load generators, each a program of its own in the client's namespace, and what they report.
+//!
+//! All are closed loops: their percentiles are those of a client that waits, not of one on a schedule.
+
+use std::collections::BTreeMap;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use serde::Deserialize;
+
+use super::scene::{HTTP_PORT, Scene, TCP_PORT};
+use crate::load::tally::Report;
+
+/// What a load generator says.
+pub(super) struct Driven {
+    pub(super) requests: u64,
+    pub(super) seconds: f64,
+    pub(super) p50_us: f64,
+    pub(super) p99_us: f64,
+    pub(super) failed: u64,
+}
+
+/// Requests of HTTP/1 as wrk sends them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Http1 {
+    pub(super) connections: u32,
+    /// Bytes to post to the echo; none for a GET.
+    pub(super) body: usize,
+    /// A new connection for each request.
+    pub(super) close: bool,
+}
+
+impl Http1 {
+    pub(super) fn get(connections: u32) -> Self {
+        Self {
+            connections,
+            body: 0,
+            close: false,
+        }
+    }
+}
+
+/// HTTP/1 by wrk.
+pub(super) fn wrk(scene: &Scene, host: &str, load: Http1, duration: Duration) -> anyhow::Result<Driven> {
+    #[derive(Deserialize)]
+    struct Summary {
+        requests: u64,
+        seconds: f64,
+        p50_us: f64,
+        p99_us: f64,
+        failed: u64,
+    }
+    let path = if load.body > 0 { "/echo" } else { "/" };
+    let mut command = scene.client.command("wrk");
+    command
+        .args([
+            "-t1",
+            &format!("-c{}", load.connections),
+            &seconds("-d", duration),
+            "-s",
+        ])
+        .arg(scene.file("wrk.lua"))
+        .arg(format!("http://{host}:{HTTP_PORT}{path}"))
+        .args([
+            "--",
+            &load.body.to_string(),
+            if load.close { "close" } else { "keep-alive" },
+        ]);
+    let text = output(command)?;
+    let json = text
+        .lines()
+        .find(|line| line.starts_with('{'))
+        .with_context(|| format!("wrk printed {text:?}"))?;
+    let s: Summary = serde_json::from_str(json).with_context(|| format!("wrk printed {json:?}"))?;
+    Ok(Driven {
+        requests: s.requests,
+        seconds: s.seconds,
+        p50_us: s.p50_us,
+        p99_us: s.p99_us,
+        failed: s.failed,
+    })
+}
+
+/// HTTP/2 by h2load, which tells the time of each request in a file.
+pub(super) fn h2load(scene: &Scene, host: &str, duration: Duration) -> anyhow::Result<Driven> {
+    let log = scene.file("h2load.tsv");
+    if log.exists() {
+        std::fs::remove_file(&log).context("removing the log of an earlier h2load")?;
+    }
+    let mut command = scene.client.command("h2load");
+    command
+        .args(["-c4", "-m16", &seconds("-D", duration), "--log-file"])
+        .arg(&log)
+        .arg(format!("http://{host}:{HTTP_PORT}/"));
+    let text = output(command)?;
+    let log = std::fs::read_to_string(&log).with_context(|| format!("h2load printed {text:?}"))?;
+    // When each began, its status, how long it took; times in microseconds.
+    let mut failed = 0;
+    let mut times: Vec<u64> = log
+        .lines()
+        .filter_map(|line| {
+            let mut fields = line.split('\t').skip(1);
+            let (status, time) = (fields.next()?, fields.next()?.parse().ok()?);
+            failed += u64::from(status != "200");
+            Some(time)
+        })
+        .collect();
+    times.sort_unstable();
+    ensure!(!times.is_empty(), "h2load printed {text:?}");
+    let at = |percent: usize| times[(times.len() - 1) * percent / 100] as f64;
+    Ok(Driven {
+        requests: times.len() as u64,
+        seconds: duration.as_secs_f64(),
+        p50_us: at(50),
+        p99_us: at(99),
+        failed,
+    })
+}
+
+/// gRPC unary calls by ghz.
+pub(super) fn ghz(scene: &Scene, host: &str, duration: Duration) -> anyhow::Result<Driven> {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "camelCase")]
+    struct Summary {
+        count: u64,
+        rps: f64,
+        #[serde(default)]
+        latency_distribution: Option<Vec<Percentile>>,
+        #[serde(default)]
+        status_code_distribution: BTreeMap<String, u64>,
+    }
+    #[derive(Deserialize)]
+    struct Percentile {
+        percentage: u32,
+        /// Nanoseconds.
+        latency: f64,
+    }
+    let mut command = scene.client.command("ghz");
+    command
+        .args([
+            "--insecure",
+            "--call",
+            "tulle.bench.Echo/Unary",
+            "--data",
+            r#"{"payload":"aGVsbG8="}"#,
+        ])
+        .args([
+            "--concurrency",
+            "32",
+            "--connections",
+            "4",
+            "--duration-stop",
+            "wait",
+            "--format",
+            "json",
+        ])
+        .args(["--duration", &format!("{}s", duration.as_secs().max(1)), "--proto"])
+        .arg(scene.file("echo.proto"))
+        .arg(format!("{host}:{HTTP_PORT}"));
+    let text = output(command)?;
+    let s: Summary = serde_json::from_str(&text).context("reading the report of ghz")?;
+    let percentiles = s.latency_distribution.unwrap_or_default();
+    let at = |wanted| {
+        let found = percentiles.iter().find(|p| p.percentage == wanted);
+        found
+            .map(|p| p.latency / 1e3)
+            .with_context(|| format!("ghz reports no percentile {wanted}: {text}"))
+    };
+    let succeeded = s.status_code_distribution.get("OK").copied().unwrap_or_default();
+    Ok(Driven {
+        requests: s.count,
+        seconds: s.count as f64 / s.rps,
+        p50_us: at(50)?,
+        p99_us: at(99)?,
+        failed: s.count.saturating_sub(succeeded),
+    })
+}
+
+/// What our own load generator sends.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Ours {
+    /// Messages of 1 MiB, echoed: both directions are loaded at the same time.
+    Bulk,
+    /// A connection for each message.
+    Reconnect,
+    /// Streams of gRPC messages in both directions.
+    Streams,
+}
+
+/// Our own load generator.
+pub(super) fn load(scene: &Scene, host: &str, what: Ours, duration: Duration) -> anyhow::Result<Driven> {
+    let mut command = scene
+        .client
+        .command(std::env::current_exe().context("finding this program")?);
+    command.args(["load", "--json", "--duration", &format!("{}ms", duration.as_millis())]);
+    let (args, port, messages) = match what {
+        Ours::Bulk => (
+            format!("--protocol tcp --connections 4 --body-size {BULK_SIZE}"),
+            TCP_PORT,
+            1,
+        ),
+        Ours::Reconnect => (
+            "--protocol tcp --connections 16 --body-size 64 --reconnect".to_owned(),
+            TCP_PORT,
+            1,
+        ),
+        Ours::Streams => (
+            format!(
+                "--protocol grpc --grpc-method bidi --connections 4 --streams 8 --body-size 64 --messages {MESSAGES}"
+            ),
+            HTTP_PORT,
+            MESSAGES,
+        ),
+    };
+    command.args(args.split(' ')).arg(format!("{host}:{port}"));
+    let text = output(command)?;
+    let report: Report = serde_json::from_str(&text).with_context(|| format!("the load generator printed {text:?}"))?;
+    let latency = report
+        .latency_us
+        .with_context(|| format!("no message came back: {report}"))?;
+    Ok(Driven {
+        requests: report.requests * messages,
+        seconds: report.seconds,
+        p50_us: latency.p50,
+        p99_us: latency.p99,
+        failed: report.failed,
+    })
+}
+
+/// An option with whole seconds, at least one.
+fn seconds(option: &str, duration: Duration) -> String {
+    format!("{option}{}", duration.as_secs().max(1))
+}
+
+fn output(mut command: Command) -> anyhow::Result<String> {
+    let output = command
+        .output()
+        .with_context(|| format!("starting {:?}", command.get_program()))?;
+    let errors = String::from_utf8_lossy(&output.stderr);
+    ensure!(
+        output.status.success(),
+        "{:?} ended with {}: {errors}",
+        command.get_program(),
+        output.status
+    );
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+pub(super) const BULK_SIZE: u64 = 1 << 20;
+/// Of each gRPC stream.
+const MESSAGES: u64 = 100;

@@ -1,0 +1,50 @@
+//! Holds each thread of a process to a share of a core, by the cpu controller of cgroup v1, which can take single threads.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+
+use super::process::Process;
+
+/// Limits in force. Removed when dropped, which works only once the process has ended.
+pub(super) struct Throttle(Vec<PathBuf>);
+
+/// Whether this machine can do it.
+pub(super) fn available() -> bool {
+    Path::new(ROOT).join("cpu.cfs_quota_us").exists()
+}
+
+impl Throttle {
+    /// Limits all present threads of the process.
+    pub(super) fn threads_of(process: &Process, percent: u16) -> anyhow::Result<Self> {
+        let mut throttle = Self(Vec::new());
+        for thread in process.threads()? {
+            let dir = Path::new(ROOT).join(format!("tulle-bench-{thread}"));
+            let write = |file: &str, value: u64| {
+                fs::write(dir.join(file), value.to_string())
+                    .with_context(|| format!("writing {file} of {}", dir.display()))
+            };
+            fs::create_dir(&dir).with_context(|| format!("making {}", dir.display()))?;
+            throttle.0.push(dir.clone());
+            write("cpu.cfs_period_us", PERIOD_US)?;
+            write("cpu.cfs_quota_us", PERIOD_US * u64::from(percent) / 100)?;
+            write("tasks", thread)?;
+        }
+        Ok(throttle)
+    }
+}
+
+impl Drop for Throttle {
+    fn drop(&mut self) {
+        for dir in &self.0 {
+            if let Err(error) = fs::remove_dir(dir) {
+                eprintln!("tulle-bench: removing {}: {error}", dir.display());
+            }
+        }
+    }
+}
+
+const ROOT: &str = "/sys/fs/cgroup/cpu";
+/// Short, so that a connection does not wait long for its worker's next turn.
+const PERIOD_US: u64 = 10_000;
