@@ -229,7 +229,7 @@ fn prove(options: &Options, report: &mut Report) -> End {
         let said = match verdict {
             Verdict::Redirected => "redirected".to_owned(),
             Verdict::Skipped(reason) => {
-                tracing::info!(family, reason, "redirection is not proven");
+                report.warn(format!("redirection of {family} is not proven: {reason}"));
                 format!("skipped: {reason}")
             }
             Verdict::NotRedirected(how) => {
