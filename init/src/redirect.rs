@@ -213,7 +213,7 @@ fn warn_of_strangers(priority: i32, report: &mut Report) {
         let advice = if priority < DEFAULT_PRIORITY {
             ""
         } else {
-            "; --priority -101 goes before it"
+            "; --backend nft --priority -101 goes before it"
         };
         report.warn(format!(
             "{stranger} redirects too, and may take connections that ours leave alone{advice}"
