@@ -453,7 +453,7 @@ fn with_rules_in_both_worlds_ours_win_and_a_warning_says_so() {
     }
 }
 
-/// T52, where ours cannot win: the world of our backend was there before the other one. That is told and found out.
+/// T52, where ours do not win: the world of our backend was there before the other one. That is told and found out.
 #[test]
 fn strangers_who_come_first_are_named_and_found_out() {
     if !root() {
@@ -486,6 +486,12 @@ fn strangers_who_come_first_are_named_and_found_out() {
             "chain OUTPUT of nftables table nat"
         };
         assert!(warnings.contains(place), "{report}");
+        // Natively ours are new, and ahead of who comes later if told to be.
+        let native = |more: &[&str]| scene.report(&[&FLAGS[..], &["--backend", "nft"], more].concat()).0;
+        assert_eq!(native(&[]), 0);
+        scene.sh("nft 'table ip later { chain c { type nat hook output priority -100; tcp dport 1-60000 redirect to :15001; }; }'");
+        assert_eq!(native(&[]), 95);
+        assert_eq!(native(&["--priority", "-101"]), 0);
     }
 }
 

@@ -96,7 +96,7 @@ pub(crate) fn for_a_while(limit: Duration, mut work: impl FnMut(usize)) -> usize
     times
 }
 
-/// T42: not one of at least ten thousand connections goes past the proxy or is reset.
+/// T42: not one of at least ten thousand connections goes past the proxy or is reset, nor is one that stays open.
 #[test]
 fn no_connection_bypasses_the_proxy_while_rules_are_replaced() {
     if !root() {
@@ -105,17 +105,21 @@ fn no_connection_bypasses_the_proxy_while_rules_are_replaced() {
     for backend in BACKENDS {
         let scene = Scene::new(&[8080]);
         scene.apply(backend, &[]);
+        let mut streams = connections(&scene, 8080);
         let mut ways: BTreeMap<_, [usize; 2]> = BTreeMap::new();
         let mut applied = 0;
         let started = Instant::now();
         // Busy machines dial more slowly; the count is what matters.
-        while ways.values().map(|[proxied, _]| proxied).sum::<usize>() < CONNECTIONS
-            && started.elapsed() < Duration::from_secs(60)
-        {
+        let few =
+            |ways: &BTreeMap<_, [usize; 2]>| ways.len() < 4 || ways.values().any(|ways| ways[0] < CONNECTIONS / 4);
+        while few(&ways) && started.elapsed() < Duration::from_secs(60) {
             let met = under_load(&scene, 8080, || {
                 // Always something else, so that every run writes.
                 applied += for_a_while(Duration::from_secs(10), |n| {
                     scene.apply(backend, &["--proxy-gid", if n % 2 == 0 { "7" } else { "8" }]);
+                    for (stream, server) in &mut streams {
+                        echo(stream, &[7; 1000]).unwrap_or_else(|error| panic!("{backend}: {server}: {error}"));
+                    }
                 });
             });
             count(&met, &mut ways);
@@ -124,11 +128,7 @@ fn no_connection_bypasses_the_proxy_while_rules_are_replaced() {
         println!("T42 {backend}: {total} connections over {applied} re-applications; proxied and bypassed: {ways:?}");
         assert!(ways.values().all(|[_, bypassed]| *bypassed == 0), "{backend}: {ways:?}");
         assert!(
-            ways.len() == 4 && ways.values().all(|[proxied, _]| *proxied > CONNECTIONS / 20),
-            "{backend}: {ways:?}"
-        );
-        assert!(
-            total >= CONNECTIONS && applied >= 10,
+            !few(&ways) && applied >= 10,
             "{backend}: {ways:?}, {applied} applications"
         );
     }
@@ -243,9 +243,15 @@ fn a_run_that_is_killed_leaves_the_old_rules_or_the_new_ones() {
     ];
     let small = [&["-g", "7"][..], &["-g", "8", "--inbound-ports-to-ignore", "1,3,5"]];
     for backend in BACKENDS {
-        killed(backend, small, Kill::Init, KILLS / 2);
-        killed(backend, large, Kill::Init, KILLS / 4);
-        killed(backend, large, Kill::Programs, KILLS / 4);
+        killed(backend, small.map(|more| flags(backend, more)), Kill::Init, KILLS / 4);
+        killed(backend, [flags(backend, &[]), vec!["--clean"]], Kill::Init, KILLS / 4);
+        killed(backend, large.map(|more| flags(backend, more)), Kill::Init, KILLS / 4);
+        killed(
+            backend,
+            large.map(|more| flags(backend, more)),
+            Kill::Programs,
+            KILLS / 4,
+        );
     }
 }
 
@@ -259,7 +265,7 @@ enum Kill {
 }
 
 #[allow(clippy::print_stdout)] // the figures, as in the tests themselves
-fn killed(backend: &str, variants: [&[&str]; 2], kill: Kill, kills: usize) {
+fn killed(backend: &str, variants: [Vec<&str>; 2], kill: Kill, kills: usize) {
     let scene = Scene::bare();
     let commands: &[&str] = match backend {
         "nft" => &["nft list ruleset"],
@@ -290,7 +296,7 @@ fn killed(backend: &str, variants: [&[&str]; 2], kill: Kill, kills: usize) {
     let mut whole = Duration::ZERO;
     let known = [1, 0].map(|variant: usize| {
         let started = Instant::now();
-        scene.apply(backend, variants[variant]);
+        success(&scene.init(&variants[variant]));
         whole = started.elapsed();
         dumps()
     });
@@ -298,7 +304,7 @@ fn killed(backend: &str, variants: [&[&str]; 2], kill: Kill, kills: usize) {
     for n in 0..kills {
         let mut run = scene.pod.command(BIN);
         let mut run = run
-            .args(flags(backend, variants[n % 2]))
+            .args(&variants[n % 2])
             .stderr(std::process::Stdio::null())
             .process_group(0)
             .spawn()

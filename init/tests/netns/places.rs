@@ -312,6 +312,13 @@ fn no_program_is_needed() {
         dump.contains("PROXY_INIT_REDIRECT") && !dump.contains("l5d_init"),
         "{dump}"
     );
+    // As are the plain programs, whichever of the two they are.
+    success(&scene.init(&["--clean"]));
+    scene.apply("iptables", &["--drop-invalid"]);
+    expect_redirects();
+    assert_eq!(scene.code(&flags("iptables", &["--drop-invalid", "--check"])), 0);
+    success(&scene.init(&["--clean"]));
+    assert_eq!(scene.dump(), "");
 }
 
 /// T61.
