@@ -1,4 +1,4 @@
-//! Hands our capabilities on to the programs we start.
+//! Our capabilities: hands them on to the programs we start.
 
 use nix::unistd::Uid;
 
@@ -17,6 +17,12 @@ pub(crate) fn raise_ambient() {
         raise(NET_ADMIN);
         raise(NET_RAW);
     }
+}
+
+/// Whether this thread may change rules, as far as capabilities say.
+pub(crate) fn has_net_admin() -> bool {
+    let mut sets = [Sets::default(); 2];
+    capability_call(libc::SYS_capget, &mut sets) && sets[0].effective & (1 << NET_ADMIN) != 0
 }
 
 /// The kernel's `__user_cap_data_struct`, one for each half of the capabilities.

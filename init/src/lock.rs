@@ -6,9 +6,10 @@ use std::os::unix::net::{SocketAddr, UnixListener};
 use std::thread;
 use std::time::Duration;
 
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use tokio::time::Instant;
 
-/// Held while rules are read and written; gone with the process, however it ends.
+/// Held while rules are read and written; gone with the process and the programs it has started, however they end.
 #[derive(Debug)]
 pub struct Lock {
     _name: UnixListener,
@@ -26,7 +27,11 @@ pub fn take(wait: Duration) -> io::Result<Option<Lock>> {
     let deadline = Instant::now() + wait;
     loop {
         match UnixListener::bind_addr(&name) {
-            Ok(name) => return Ok(Some(Lock { _name: name })),
+            Ok(name) => {
+                // A program that writes rules goes on if we are killed, and nobody else may write meanwhile.
+                fcntl(&name, FcntlArg::F_SETFD(FdFlag::empty()))?;
+                return Ok(Some(Lock { _name: name }));
+            }
             Err(error) if error.kind() != io::ErrorKind::AddrInUse => return Err(error),
             Err(_) if Instant::now() >= deadline => return Ok(None),
             Err(_) => thread::sleep(RETRY),

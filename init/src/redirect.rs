@@ -213,7 +213,7 @@ fn warn_of_strangers(priority: i32, report: &mut Report) {
         let advice = if priority < DEFAULT_PRIORITY {
             ""
         } else {
-            "; --priority -101 goes before it"
+            "; --backend nft --priority -101 goes before it"
         };
         report.warn(format!(
             "{stranger} redirects too, and may take connections that ours leave alone{advice}"
@@ -229,7 +229,7 @@ fn prove(options: &Options, report: &mut Report) -> End {
         let said = match verdict {
             Verdict::Redirected => "redirected".to_owned(),
             Verdict::Skipped(reason) => {
-                tracing::info!(family, reason, "redirection is not proven");
+                report.warn(format!("redirection of {family} is not proven: {reason}"));
                 format!("skipped: {reason}")
             }
             Verdict::NotRedirected(how) => {

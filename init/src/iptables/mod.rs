@@ -4,15 +4,19 @@
 
 mod text;
 
-use std::io::{self, Write};
-use std::process::{Command, Stdio};
+use std::fs::File;
+use std::io::{self, Seek, Write};
+use std::panic::resume_unwind;
+use std::process::Command;
 use std::time::Duration;
-use std::{fmt, fs};
+use std::{fmt, fs, thread};
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use crate::caps;
 use crate::iptables::text::Saved;
 use crate::netlink::native::{Change, Live};
-use crate::rules::{Chain, Family, Rules};
+use crate::rules::{Family, Rules};
 
 /// Which programs speak to which part of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,40 +44,37 @@ pub enum IptablesError {
     },
     #[error("{program} accepted the rules but {family} shows others afterwards")]
     NotKept { program: String, family: &'static str },
-    #[error("{cause}; and the former rules of ipv4 could not be put back: {undo}")]
+    #[error("{cause}; and the former rules could not be put back: {undo}")]
     NotUndone { cause: Box<Self>, undo: Box<Self> },
 }
 
 /// Puts the rules in place in each family, unless they are already.
 ///
 /// # Errors
-/// When a program is missing or refuses. Both families are tried out before the first is changed, and what was changed
-/// is put back, so the former rules stay.
+/// When a program is missing or refuses. What was changed by then is put back, so the former rules stay.
 pub fn apply(flavour: Flavour, rules: &Rules, wait: Duration) -> Result<Change, IptablesError> {
-    let families: Vec<Family> = rules.families.each().collect();
-    let saved = save_all(flavour, rules)?;
-    let mut pairs = families.iter().zip(&saved);
-    if pairs.all(|(family, saved)| text::matches(rules, *family, saved)) {
+    let plans: Vec<Plan> = save_all(flavour, rules)?
+        .into_iter()
+        .map(|(family, saved)| Plan {
+            family,
+            script: text::apply(rules, family, &saved),
+            saved,
+        })
+        .filter(|plan| !plan.script.is_empty())
+        .collect();
+    if plans.is_empty() {
         return Ok(Change::Unchanged);
     }
-    let scripts: Vec<String> = families
-        .iter()
-        .zip(&saved)
-        .map(|(family, saved)| text::apply(rules, *family, saved))
-        .collect();
-    for (family, script) in families.iter().zip(&scripts) {
-        restore(flavour, *family, script, wait, How::Test)?;
-    }
-    let mut done: Vec<(Family, &Saved)> = Vec::new();
-    for ((family, saved), script) in families.iter().zip(&saved).zip(&scripts) {
-        let kept = restore(flavour, *family, script, wait, How::Add).and_then(|()| kept(flavour, *family, rules));
+    // There is no trial before: it costs as much as the work, and iptables' own does not ask the kernel.
+    let done = in_each(&plans, |plan| {
+        restore(flavour, plan.family, &plan.script, wait, How::Add)?;
+        kept(flavour, plan.family, rules)
+    });
+    match done {
+        Ok(_) => Ok(Change::Applied),
         // What failed after its commit must be undone as well; what was not committed is undone to no effect.
-        done.push((*family, saved));
-        if let Err(cause) = kept {
-            return Err(undo(flavour, &done, wait, cause));
-        }
+        Err(cause) => Err(undo(flavour, &plans, wait, cause)),
     }
-    Ok(Change::Applied)
 }
 
 /// How the live rules of one flavour relate to the wanted ones.
@@ -81,13 +82,9 @@ pub fn apply(flavour: Flavour, rules: &Rules, wait: Duration) -> Result<Change, 
 /// # Errors
 /// When a program is missing or fails.
 pub fn check(flavour: Flavour, rules: &Rules) -> Result<Live, IptablesError> {
-    let families: Vec<Family> = rules.families.each().collect();
     let saved = save_all(flavour, rules)?;
-    let equal = families
-        .iter()
-        .zip(&saved)
-        .all(|(family, saved)| text::matches(rules, *family, saved));
-    Ok(match saved.iter().any(Saved::has_ours) {
+    let equal = saved.iter().all(|(family, saved)| text::matches(rules, *family, saved));
+    Ok(match saved.iter().any(|(_, saved)| saved.has_ours()) {
         true if equal => Live::Equal,
         true => Live::Different,
         false => Live::Absent,
@@ -101,7 +98,7 @@ pub fn check(flavour: Flavour, rules: &Rules) -> Result<Live, IptablesError> {
 pub fn remove(flavour: Flavour, wait: Duration) -> Result<Vec<String>, IptablesError> {
     let mut removed = Vec::new();
     for family in in_use(flavour) {
-        let script = text::remove(&save(flavour, family, Mangle::IfUsed)?);
+        let script = text::remove(&save(flavour, family)?);
         if !script.is_empty() {
             restore(flavour, family, &script, wait, How::Add)?;
             removed.push(format!("{flavour} {}", family.name()));
@@ -117,7 +114,7 @@ pub fn remove(flavour: Flavour, wait: Duration) -> Result<Vec<String>, IptablesE
 pub fn let_pass(flavour: Flavour, wait: Duration) -> Result<Vec<u16>, IptablesError> {
     let mut ports = Vec::new();
     for family in in_use(flavour) {
-        let saved = save(flavour, family, Mangle::IfUsed)?;
+        let saved = save(flavour, family)?;
         ports.extend(saved.redirect_ports());
         let script = text::let_pass(&saved);
         if !script.is_empty() {
@@ -134,7 +131,7 @@ pub fn let_pass(flavour: Flavour, wait: Duration) -> Result<Vec<u16>, IptablesEr
 pub fn redirectors(flavour: Flavour) -> Result<Vec<String>, IptablesError> {
     let mut found = Vec::new();
     for family in in_use(flavour) {
-        let chains = save(flavour, family, Mangle::IfUsed)?.redirectors();
+        let chains = save(flavour, family)?.redirectors();
         found.extend(
             chains
                 .iter()
@@ -163,30 +160,22 @@ pub fn scripts(flavour: Flavour, rules: &Rules) -> Vec<(String, String)> {
 /// Seconds to wait for locks unless chosen.
 pub const DEFAULT_WAIT_SECS: u64 = 5;
 
-/// Whether the mangle table is to be written to in any case.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Mangle {
-    Wanted,
-    IfUsed,
-}
-
-impl Mangle {
-    fn of(rules: &Rules) -> Self {
-        let wanted = rules.list.iter().any(|rule| rule.chain == Chain::Invalid);
-        if wanted { Self::Wanted } else { Self::IfUsed }
-    }
-}
-
 /// Whether the legacy part of the kernel is in use here for one of the families, and so may hold rules of ours.
 #[must_use]
 pub fn legacy_in_use() -> bool {
     in_use(Flavour::Legacy).next().is_some()
 }
 
+/// What is to be done in one family, and what was there before.
+#[derive(Debug)]
+struct Plan {
+    family: Family,
+    script: String,
+    saved: Saved,
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum How {
-    /// Say whether it would work.
-    Test,
     /// Change what is named and leave the rest.
     Add,
     /// Replace the tables that are named.
@@ -194,7 +183,7 @@ enum How {
 }
 
 fn kept(flavour: Flavour, family: Family, rules: &Rules) -> Result<(), IptablesError> {
-    if text::matches(rules, family, &save(flavour, family, Mangle::of(rules))?) {
+    if text::matches(rules, family, &save(flavour, family)?) {
         return Ok(());
     }
     Err(IptablesError::NotKept {
@@ -203,13 +192,13 @@ fn kept(flavour: Flavour, family: Family, rules: &Rules) -> Result<(), IptablesE
     })
 }
 
-fn undo(flavour: Flavour, done: &[(Family, &Saved)], wait: Duration, cause: IptablesError) -> IptablesError {
-    let undone = done.iter().try_for_each(|(family, saved)| {
-        let whole = saved.whole();
-        restore(flavour, *family, &whole, wait, How::Replace)
+fn undo(flavour: Flavour, plans: &[Plan], wait: Duration, cause: IptablesError) -> IptablesError {
+    let undone = in_each(plans, |plan| {
+        let former = text::undo(&plan.script, &plan.saved);
+        restore(flavour, plan.family, &former, wait, How::Replace)
     });
     match undone {
-        Ok(()) => cause,
+        Ok(_) => cause,
         Err(undo) => IptablesError::NotUndone {
             cause: Box::new(cause),
             undo: Box::new(undo),
@@ -217,39 +206,45 @@ fn undo(flavour: Flavour, done: &[(Family, &Saved)], wait: Duration, cause: Ipta
     }
 }
 
-fn save_all(flavour: Flavour, rules: &Rules) -> Result<Vec<Saved>, IptablesError> {
-    rules
-        .families
-        .each()
-        .map(|family| save(flavour, family, Mangle::of(rules)))
-        .collect()
+fn save_all(flavour: Flavour, rules: &Rules) -> Result<Vec<(Family, Saved)>, IptablesError> {
+    let families: Vec<Family> = rules.families.each().collect();
+    in_each(&families, |family| Ok((*family, save(flavour, *family)?)))
 }
 
-/// What the tables that we write to hold. Asking the legacy programs for a table makes it, so only for those in use.
-fn save(flavour: Flavour, family: Family, mangle: Mangle) -> Result<Saved, IptablesError> {
-    let program = program(flavour, family, "save");
-    let mut saved = Saved::parse(&run(&program, &["-t", "nat"], "")?);
-    if mangle == Mangle::Wanted || flavour != Flavour::Legacy || has_legacy_table(family, "mangle") {
-        saved.join(Saved::parse(&run(&program, &["-t", "mangle"], "")?));
-    }
-    Ok(saved)
+/// Does the same in all families at once, each to its end; the time goes by in the programs.
+fn in_each<F: Sync, T: Send>(
+    families: &[F],
+    work: impl Fn(&F) -> Result<T, IptablesError> + Sync,
+) -> Result<Vec<T>, IptablesError> {
+    let results: Vec<_> = thread::scope(|scope| {
+        let runs: Vec<_> = families.iter().map(|family| scope.spawn(|| work(family))).collect();
+        let ends = runs.into_iter().map(|run| run.join());
+        ends.map(|end| end.unwrap_or_else(|panic| resume_unwind(panic)))
+            .collect()
+    });
+    results.into_iter().collect()
+}
+
+/// What the tables that we write to hold. Asking the legacy programs for one of them by its name would make it.
+fn save(flavour: Flavour, family: Family) -> Result<Saved, IptablesError> {
+    Ok(Saved::parse(&run(&program(flavour, family, "save"), &[], "")?))
 }
 
 /// The families in which there can be rules.
 fn in_use(flavour: Flavour) -> impl Iterator<Item = Family> {
     let families = [Family::V4, Family::V6].into_iter();
-    families.filter(move |family| flavour != Flavour::Legacy || has_legacy_table(*family, "nat"))
+    families.filter(move |family| flavour != Flavour::Legacy || has_legacy_table(*family))
 }
 
-/// Whether this network namespace has a legacy table; without permission to know, it has none.
-fn has_legacy_table(family: Family, table: &str) -> bool {
+/// Whether this network namespace has legacy tables of ours; without permission to know, it has none.
+fn has_legacy_table(family: Family) -> bool {
     let names = if family == Family::V6 {
         "ip6_tables_names"
     } else {
         "ip_tables_names"
     };
     let names = fs::read_to_string(format!("/proc/thread-self/net/{names}")).unwrap_or_default();
-    names.lines().any(|name| name == table)
+    names.lines().any(|name| name == "nat" || name == "mangle")
 }
 
 fn restore(flavour: Flavour, family: Family, script: &str, wait: Duration, how: How) -> Result<(), IptablesError> {
@@ -257,7 +252,6 @@ fn restore(flavour: Flavour, family: Family, script: &str, wait: Duration, how: 
     let wait = wait.as_secs().max(1).to_string();
     let mut arguments = vec!["--wait", &wait];
     arguments.extend((how != How::Replace).then_some("--noflush"));
-    arguments.extend((how == How::Test).then_some("--test"));
     run(&program, &arguments, script).map(|_| ())
 }
 
@@ -267,25 +261,27 @@ fn run(program: &str, arguments: &[&str], input: &str) -> Result<String, Iptable
         source,
     };
     caps::raise_ambient();
+    // A file and no pipe: if we are killed meanwhile, the program has read all of it or will.
+    let script = memfd_create(c"rules", MFdFlags::MFD_CLOEXEC).map_err(|errno| missing(errno.into()))?;
+    let mut script = File::from(script);
+    script
+        .write_all(input.as_bytes())
+        .and_then(|()| script.rewind())
+        .map_err(missing)?;
     let mut command = Command::new(program);
-    let command = command
-        .args(arguments)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    let mut child = command.spawn().map_err(missing)?;
-    if let Some(mut stdin) = child.stdin.take() {
-        // A program that refuses early closes the pipe; its answer says more than the broken pipe does.
-        let _ = stdin.write_all(input.as_bytes());
-    }
-    let output = child.wait_with_output().map_err(missing)?;
+    let output = command.args(arguments).stdin(script).output().map_err(missing)?;
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
+    let lacking = if caps::has_net_admin() {
+        ""
+    } else {
+        "; the capability NET_ADMIN is missing"
+    };
     Err(IptablesError::Refused {
         program: program.to_owned(),
         status: output.status.to_string(),
-        answer: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+        answer: String::from_utf8_lossy(&output.stderr).trim().to_owned() + lacking,
     })
 }
 

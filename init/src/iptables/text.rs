@@ -10,10 +10,10 @@ use tulle_core::ports::PortSet;
 
 use crate::rules::{Action, COMMENT_PREFIX, Chain, Family, Rule, Rules, Side, Test};
 
-/// What `iptables-save` prints of one or more tables.
+/// What `iptables-save` prints of the tables that we write to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Saved {
-    sections: BTreeMap<String, Vec<String>>,
+    sections: BTreeMap<&'static str, Vec<String>>,
 }
 
 /// One rule line and where it is.
@@ -26,36 +26,24 @@ struct Line {
 }
 
 impl Saved {
-    /// Reads the output of `iptables-save`; lines that are no rules are of no interest here.
+    /// Reads the output of `iptables-save`; lines that are no rules are of no interest here, nor are tables of others.
     pub(crate) fn parse(text: &str) -> Self {
         let mut saved = Self::default();
         let mut table = None;
         for line in text.lines().map(str::trim_end) {
             if let Some(name) = line.strip_prefix('*') {
-                saved.sections.entry(name.to_owned()).or_default();
-                table = Some(name.to_owned());
-            } else if line == "COMMIT" {
-                table = None;
-            } else if let Some(name) = table
-                .as_ref()
-                .filter(|_| line.starts_with(':') || line.starts_with('-'))
-            {
-                saved.sections.entry(name.clone()).or_default().push(line.to_owned());
+                table = TABLES.iter().map(|(table, _)| *table).find(|table| *table == name);
+            } else if let Some(table) = table.filter(|_| line.starts_with(':') || line.starts_with('-')) {
+                saved.sections.entry(table).or_default().push(line.to_owned());
             }
         }
         saved
     }
 
-    /// Adds the sections of another listing.
-    pub(crate) fn join(&mut self, other: Self) {
-        self.sections.extend(other.sections);
-    }
-
-    /// A script that brings exactly this back, in whole tables.
-    pub(crate) fn whole(&self) -> String {
-        self.sections.iter().fold(String::new(), |text, (table, lines)| {
-            text + &format!("*{table}\n{}\nCOMMIT\n", lines.join("\n"))
-        })
+    /// A section that brings a table back as it was, strangers' rules included.
+    fn whole(&self, table: &str) -> String {
+        let lines = self.lines(table).fold(String::new(), |lines, line| lines + line + "\n");
+        format!("*{table}\n{lines}COMMIT\n")
     }
 
     /// Whether anything of ours, or of Linkerd's, is there.
@@ -108,11 +96,17 @@ impl Saved {
 }
 
 /// A script that puts the rules of one family in the place of what is saved, without touching anything else.
+///
+/// The programs commit table by table. A table that is right already is therefore left out: who is cut off between two
+/// commits leaves redirecting rules that are wholly the old or the new ones, and the same of those that drop.
 pub(crate) fn apply(rules: &Rules, family: Family, saved: &Saved) -> String {
     let lines = lines(rules, family);
     let mut text = String::new();
     for (table, chains) in TABLES {
         let wanted: Vec<&Line> = lines.iter().filter(|line| line.table == table).collect();
+        if holds(&wanted, table, saved) {
+            continue;
+        }
         if !wanted.is_empty() {
             section(&mut text, table, chains, saved, &wanted);
         } else if saved.has_ours_in(table) {
@@ -120,6 +114,14 @@ pub(crate) fn apply(rules: &Rules, family: Family, saved: &Saved) -> String {
         }
     }
     text
+}
+
+/// A script that brings the tables back to which the other one writes.
+pub(crate) fn undo(script: &str, saved: &Saved) -> String {
+    let written = TABLES
+        .iter()
+        .filter(|(table, _)| script.contains(&format!("*{table}\n")));
+    written.map(|(table, _)| saved.whole(table)).collect()
 }
 
 /// A script that removes all that is ours; empty when there is nothing.
@@ -147,22 +149,25 @@ pub(crate) fn let_pass(saved: &Saved) -> String {
 
 /// Whether what is saved is exactly what the rules say, for our chains and the jumps to them.
 pub(crate) fn matches(rules: &Rules, family: Family, saved: &Saved) -> bool {
-    let wanted = lines(rules, family);
-    TABLES.iter().all(|(table, _)| {
-        let mut expected: BTreeMap<&str, Vec<String>> = BTreeMap::new();
-        for line in wanted.iter().filter(|line| line.table == *table) {
-            expected
-                .entry(line.chain)
-                .or_default()
-                .push(format!("-A {} {}", line.chain, line.text));
-        }
-        let mut shown: BTreeMap<&str, Vec<String>> = BTreeMap::new();
-        let rules = saved.lines(table).filter(|line| line.starts_with("-A "));
-        for line in rules.filter(|line| ours(chain_of(line)) || ours(target_of(line))) {
-            shown.entry(chain_of(line)).or_default().push(line.to_owned());
-        }
-        expected == shown
-    })
+    apply(rules, family, saved).is_empty()
+}
+
+/// Whether a table has exactly the wanted lines in our chains, and the jumps to them ahead of all strangers' rules.
+fn holds(wanted: &[&Line], table: &str, saved: &Saved) -> bool {
+    let mut expected: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for line in wanted {
+        expected
+            .entry(line.chain)
+            .or_default()
+            .push(format!("-A {} {}", line.chain, line.text));
+    }
+    let mut shown: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    let rules = || saved.lines(table).filter(|line| line.starts_with("-A "));
+    for line in rules().filter(|line| ours(chain_of(line)) || ours(target_of(line))) {
+        shown.entry(chain_of(line)).or_default().push(line.to_owned());
+    }
+    let first = |jump: &&str| rules().find(|line| chain_of(line) == chain_of(jump)) == Some(*jump);
+    expected == shown && saved.jumps(table).all(|jump| first(&jump))
 }
 
 fn section(text: &mut String, table: &str, chains: &[&str], saved: &Saved, wanted: &[&Line]) {
@@ -173,7 +178,9 @@ fn section(text: &mut String, table: &str, chains: &[&str], saved: &Saved, wante
         let _ = writeln!(text, "-D {}", jump.trim_start_matches("-A "));
     }
     for line in wanted {
-        let _ = writeln!(text, "-A {} {}", line.chain, line.text);
+        // A stranger's rule that redirects would win if it came first.
+        let verb = if ours(line.chain) { "-A" } else { "-I" };
+        let _ = writeln!(text, "{verb} {} {}", line.chain, line.text);
     }
     text.push_str("COMMIT\n");
 }
@@ -286,13 +293,13 @@ fn conditions(tests: &[Test]) -> String {
         .join(" ")
 }
 
-/// The network of all addresses is no test, and is not printed as one.
+/// The network of all addresses is no test, and is not printed as one; only TCP gets here, and each test costs time.
 fn address(side: Side, net: &IpNet) -> String {
     let option = if side == Side::Source { "-s" } else { "-d" };
     if net.prefix_len() == 0 {
-        "-p tcp".to_owned()
+        String::new()
     } else {
-        format!("{option} {net} -p tcp")
+        format!("{option} {net}")
     }
 }
 
@@ -370,14 +377,14 @@ mod tests {
 :PROXY_INIT_REDIRECT - [0:0]
 :PROXY_INIT_OUTPUT - [0:0]
 -A PROXY_INIT_REDIRECT -p tcp -m multiport --dports 4190:4191,4567:4568 -m comment --comment "proxy-init/ignore-port-4190:4191,4567:4568" -j RETURN
--A PROXY_INIT_REDIRECT -s 10.0.0.0/8 -p tcp -m comment --comment "proxy-init/ignore-subnet-10.0.0.0/8" -j RETURN
+-A PROXY_INIT_REDIRECT -s 10.0.0.0/8 -m comment --comment "proxy-init/ignore-subnet-10.0.0.0/8" -j RETURN
 -A PROXY_INIT_REDIRECT -p tcp -m comment --comment "proxy-init/redirect-all-incoming-to-proxy-port" -j REDIRECT --to-ports 4143
 -A PROXY_INIT_OUTPUT -m owner --uid-owner 2102 -m comment --comment "proxy-init/ignore-proxy-user-id" -j RETURN
 -A PROXY_INIT_OUTPUT -o lo -m comment --comment "proxy-init/ignore-loopback" -j RETURN
 -A PROXY_INIT_OUTPUT -p tcp -m multiport --dports 4567:4568 -m comment --comment "proxy-init/ignore-port-4567:4568" -j RETURN
 -A PROXY_INIT_OUTPUT -p tcp -m comment --comment "proxy-init/redirect-all-outgoing-to-proxy-port" -j REDIRECT --to-ports 4140
--A PREROUTING -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -m addrtype --dst-type LOCAL -m comment --comment "proxy-init/install-proxy-init-prerouting" -j PROXY_INIT_REDIRECT
--A OUTPUT -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -m comment --comment "proxy-init/install-proxy-init-output" -j PROXY_INIT_OUTPUT
+-I PREROUTING -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -m addrtype --dst-type LOCAL -m comment --comment "proxy-init/install-proxy-init-prerouting" -j PROXY_INIT_REDIRECT
+-I OUTPUT -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -m comment --comment "proxy-init/install-proxy-init-output" -j PROXY_INIT_OUTPUT
 COMMIT
 "#
         );
@@ -423,14 +430,20 @@ COMMIT
             ..example()
         });
         for family in [Family::V4, Family::V6] {
-            let saved = Saved::parse(&apply(&rules, family, &Saved::default()));
+            let script = apply(&rules, family, &Saved::default());
+            let saved = Saved::parse(&script.replace("-I ", "-A "));
             assert!(matches(&rules, family, &saved));
             assert!(!matches(&plan(&example()), family, &saved));
-            assert_eq!(Saved::parse(&saved.whole()), saved);
-            let twice = saved
-                .whole()
-                .replace("COMMIT", "-A OUTPUT -j PROXY_INIT_OUTPUT\nCOMMIT");
+            let whole = undo(&script, &saved);
+            assert_eq!(Saved::parse(&whole), saved);
+            let twice = whole.replace("COMMIT", "-A OUTPUT -j PROXY_INIT_OUTPUT\nCOMMIT");
             assert!(!matches(&rules, family, &Saved::parse(&twice)));
+            let behind = whole.replace("-A OUTPUT", "-A OUTPUT -j ACCEPT\n-A OUTPUT");
+            let script = apply(&rules, family, &Saved::parse(&behind));
+            assert!(
+                script.starts_with("*nat\n") && script.contains("\n-I OUTPUT "),
+                "{script}"
+            );
         }
         assert!(!matches(&rules, Family::V4, &Saved::default()));
     }

@@ -12,7 +12,10 @@ pub(crate) fn translated(socket: &mut Socket, ports: &[u16]) -> Result<usize, Wi
         kind: CONNTRACK << 8 | GET_CONNECTIONS,
         flags: 0,
         family: 0,
-        attrs: Attrs::new(),
+        // The kernel leaves out the others; one before 5.15 does not, and then they are left out below.
+        attrs: Attrs::new()
+            .be32(STATUS, DESTINATION_TRANSLATED)
+            .be32(STATUS_MASK, DESTINATION_TRANSLATED),
         what: "a listing of connections".to_owned(),
     };
     let connections = socket.dump(&request)?;
@@ -34,6 +37,7 @@ fn is_open_and_translated(connection: &Answer, ports: &[u16]) -> Option<bool> {
 const GET_CONNECTIONS: u16 = 1;
 const REPLY_TUPLE: u16 = 2;
 const STATUS: u16 = 3;
+const STATUS_MASK: u16 = 26;
 const PROTOCOL_INFO: u16 = 4;
 const TUPLE_PROTOCOL: u16 = 2;
 const SOURCE_PORT: u16 = 2;

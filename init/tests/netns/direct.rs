@@ -9,7 +9,7 @@ use nix::sys::socket::{MsgFlags, recv};
 use socket2::{Domain, Protocol, Socket, Type};
 use tulle_core::netns::Namespace;
 
-use crate::scene::{APP, BACKENDS, PROXY, ROOT, Scene, Who, eventually, expect, families, root};
+use crate::scene::{APP, BACKENDS, PROXY, ROOT, Scene, Who, eventually, expect, families, root, success};
 
 /// T20, T21.
 #[test]
@@ -63,6 +63,7 @@ fn what_stays_in_the_pod_is_direct() {
                     expect(&scene.pod, who, (ip, 8080), "app", backend);
                 }
             }
+            expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend); // the rules are there
         }
     }
 }
@@ -135,18 +136,21 @@ fn datagrams_echo_requests_and_neighbour_discovery_pass() {
         return;
     }
     let scene = Scene::new(&[]);
-    for backend in BACKENDS {
-        scene.apply(backend, &["--drop-invalid"]);
+    for (backend, more) in BACKENDS
+        .iter()
+        .flat_map(|backend| [(*backend, &[][..]), (*backend, &["--drop-invalid"])])
+    {
+        scene.apply(backend, more);
         for family in families() {
+            expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", backend); // the rules are there
+            expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend);
             for (from, to, ip) in [
                 (&scene.peer, &scene.pod, family.pod[0]),
                 (&scene.pod, &scene.peer, family.peer),
             ] {
                 // Whoever comes first must find its neighbour again.
-                from.command("ip")
-                    .args(["neigh", "flush", "dev", "eth0"])
-                    .status()
-                    .unwrap();
+                let flushed = from.command("ip").args(["neigh", "flush", "dev", "eth0"]).output();
+                success(&flushed.unwrap());
                 datagram(from, to, ip).unwrap_or_else(|error| panic!("{backend}: UDP to {ip}: {error}"));
                 ping(from, ip).unwrap_or_else(|error| panic!("{backend}: echo of {ip}: {error}"));
             }
@@ -230,21 +234,23 @@ fn invalid_segments_provoke_no_reset_when_dropped() {
         return;
     }
     let scene = Scene::new(&[8080]);
-    let to: SocketAddr = "10.77.0.2:8080".parse().unwrap();
     for backend in BACKENDS {
-        scene.apply(backend, &[]);
-        // Strict tracking calls a segment without a connection invalid instead of guessing one.
-        scene.sysctl("net/netfilter/nf_conntrack_tcp_loose", "0");
-        let before = resets(&scene);
-        stray_segment(&scene.peer, to);
-        eventually("the reset", || resets(&scene) > before);
+        for family in families() {
+            let to = SocketAddr::from((family.pod[0], 8080));
+            scene.apply(backend, &[]);
+            // Strict tracking calls a segment without a connection invalid instead of guessing one.
+            scene.sysctl("net/netfilter/nf_conntrack_tcp_loose", "0");
+            let before = resets(&scene);
+            stray_segment(&scene.peer, family.peer, to);
+            eventually("the reset", || resets(&scene) > before);
 
-        scene.apply(backend, &["--drop-invalid"]);
-        let before = resets(&scene);
-        stray_segment(&scene.peer, to);
-        // Whatever the segment provoked is over when a connection behind it has been served.
-        expect(&scene.peer, ROOT, to, "inbound", backend);
-        assert_eq!(resets(&scene), before, "{backend}");
+            scene.apply(backend, &["--drop-invalid"]);
+            let before = resets(&scene);
+            stray_segment(&scene.peer, family.peer, to);
+            // Whatever the segment provoked is over when a connection behind it has been served.
+            expect(&scene.peer, ROOT, to, "inbound", backend);
+            assert_eq!(resets(&scene), before, "{backend}: {to}");
+        }
     }
 }
 
@@ -262,29 +268,24 @@ fn resets(scene: &Scene) -> u64 {
 }
 
 /// An acknowledgement out of nowhere.
-fn stray_segment(from: &Namespace, to: SocketAddr) {
-    let (IpAddr::V4(source), IpAddr::V4(destination)) = ("10.77.0.1".parse().unwrap(), to.ip()) else {
-        panic!("IPv4 only");
-    };
+fn stray_segment(from: &Namespace, source: IpAddr, to: SocketAddr) {
     let mut segment = Vec::new();
     segment.extend_from_slice(&40_000_u16.to_be_bytes());
     segment.extend_from_slice(&to.port().to_be_bytes());
     segment.extend_from_slice(&[0, 0, 0, 1, 0, 0, 0, 1, 5 << 4, 0x10, 0xff, 0xff, 0, 0, 0, 0]);
+    let octets = |ip: IpAddr| match ip {
+        IpAddr::V4(ip) => ip.octets().to_vec(),
+        IpAddr::V6(ip) => ip.octets().to_vec(),
+    };
+    // Both families sum up the same: addresses, protocol, length.
     let length = u8::try_from(segment.len()).unwrap();
-    let pseudo = [
-        &source.octets()[..],
-        &destination.octets(),
-        &[0, 6, 0, length],
-        &segment,
-    ]
-    .concat();
+    let pseudo = [octets(source), octets(to.ip()), vec![0, 6, 0, length], segment.clone()].concat();
     let sum = checksum(&pseudo);
     segment[16..18].copy_from_slice(&sum.to_be_bytes());
-    let socket = from
-        .run(|| Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::TCP)))
-        .unwrap()
-        .unwrap();
-    socket.send_to(&segment, &to.into()).unwrap();
+    let open = || Socket::new(Domain::for_address(to), Type::RAW, Some(Protocol::TCP));
+    let socket = from.run(open).unwrap().unwrap();
+    // A raw socket of IPv6 takes no port.
+    socket.send_to(&segment, &SocketAddr::new(to.ip(), 0).into()).unwrap();
 }
 
 const LIMIT: Duration = Duration::from_secs(5);

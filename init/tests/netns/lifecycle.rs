@@ -1,9 +1,8 @@
 //! T40, T41, T45–T54, T62: rules that come, change and go.
 
-use std::fs;
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::PermissionsExt;
-use std::thread;
+use std::{fs, io, thread};
 
 use crate::scene::{
     APP, BACKENDS, BIN, FLAGS, Family, ROOT, Scene, ask, dial, echo, eventually, expect, families, flags, open, root,
@@ -65,7 +64,7 @@ pub(crate) fn linkerd(program: &str) -> String {
     format!("run() {{ {program} -t nat \"$@\"; }}; save() {{ {program}-save -t nat; }}; {commands}")
 }
 
-/// T41.
+/// T41; the tool is of the same world as the backend, or of the other.
 #[test]
 fn linkerds_rules_are_taken_over_and_linkerd_takes_over_ours() {
     if !root() {
@@ -73,28 +72,54 @@ fn linkerds_rules_are_taken_over_and_linkerd_takes_over_ours() {
     }
     for (backend, tool) in [
         ("nft", "iptables-nft"),
+        ("nft", "iptables-legacy"),
         ("iptables-nft", "iptables-nft"),
+        ("iptables-nft", "iptables-legacy"),
         ("iptables-legacy", "iptables-legacy"),
+        ("iptables-legacy", "iptables-nft"),
     ] {
+        let case = format!("{backend}, {tool}");
         let scene = Scene::new(&[8080]);
-        let tool6 = tool.replace("iptables", "ip6tables");
-        let jumps = || {
-            let lines = scene.sh(&format!("{tool}-save -t nat; {tool6}-save -t nat"));
-            lines
-                .lines()
-                .filter(|line| line.starts_with("-A ") && line.contains("-j PROXY_INIT_"))
-                .count()
+        let tools = [tool.to_owned(), tool.replace("ip", "ip6")];
+        let expect_jumps = |tool: &str, count: usize| {
+            let saved = scene.sh(&format!("{tool}-save -t nat"));
+            for jump in [
+                ("-A PREROUTING ", "-j PROXY_INIT_REDIRECT"),
+                ("-A OUTPUT ", "-j PROXY_INIT_OUTPUT"),
+            ] {
+                let is = |line: &&str| line.starts_with(jump.0) && line.contains(jump.1);
+                assert_eq!(saved.lines().filter(is).count(), count, "{case}, {tool}: {jump:?}");
+            }
         };
-        let both = || scene.sh(&format!("{}\n{}", linkerd(tool), linkerd(&tool6)));
-        both();
-        assert_eq!(jumps(), 4);
-        scene.apply(backend, &[]);
-        assert_eq!(jumps(), if backend == "nft" { 0 } else { 4 }, "{backend}");
-        for family in families() {
-            expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
+        let expect_redirects = || {
+            for family in families() {
+                expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", &case);
+                expect(&scene.pod, APP, (family.peer, 8080), "outbound", &case);
+            }
+        };
+        for command in &tools {
+            scene.sh(&linkerd(command));
+            expect_jumps(command, 1);
         }
-        both();
-        assert_eq!(jumps(), 4, "{backend}");
+        scene.apply(backend, &[]);
+        for (command, family) in tools.iter().zip(["iptables", "ip6tables"]) {
+            expect_jumps(command, usize::from(backend == tool));
+            if backend != "nft" {
+                expect_jumps(&backend.replace("iptables", family), 1);
+            }
+        }
+        expect_redirects();
+        for command in &tools {
+            scene.sh(&linkerd(command));
+            expect_jumps(command, 1);
+        }
+        expect_redirects();
+        // What Linkerd has made goes as ours does.
+        success(&scene.init(&["--clean"]));
+        assert!(
+            !scene.dump().contains("PROXY_INIT") && !scene.dump().contains("l5d_init"),
+            "{case}"
+        );
     }
 }
 
@@ -155,34 +180,52 @@ fn a_rule_that_the_kernel_refuses_leaves_the_former_rules() {
     );
     assert_eq!(scene.dump(), before);
 
-    // IPv6 accepts the trial and then refuses the commit, after IPv4 has been committed.
-    let programs = tempfile::tempdir().unwrap();
-    let broken = programs.path().join("ip6tables-nft-restore");
-    fs::write(
-        &broken,
-        "#!/bin/sh\ncase \"$*\" in *--test*) exit 0;; *--noflush*) echo refused >&2; exit 1;; esac\n",
-    )
-    .unwrap();
-    fs::set_permissions(&broken, fs::Permissions::from_mode(0o755)).unwrap();
-    let path = format!("{}:{}", programs.path().display(), std::env::var("PATH").unwrap());
-    scene.apply("iptables-nft", &[]);
-    let before = scene.dump();
-    let mut command = scene.pod.command(BIN);
-    let output = command
-        .args(flags("iptables-nft", &["-g", "7"]))
-        .env("PATH", path)
-        .output()
-        .unwrap();
-    assert_eq!(output.status.code(), Some(1));
-    assert!(
-        String::from_utf8_lossy(&output.stderr).contains("refused"),
-        "{output:?}"
-    );
-    assert_eq!(scene.dump(), before);
+    // One family is refused while the other is committed, which must be undone; also when the undoing fails it is told.
+    for (backend, family) in [
+        ("iptables-nft", "ip6tables"),
+        ("iptables-nft", "iptables"),
+        ("iptables-legacy", "ip6tables"),
+        ("iptables-legacy", "iptables"),
+    ] {
+        scene.apply(backend, &["--drop-invalid"]);
+        let before = scene.dump();
+        let refused = |refuses: &str| {
+            let programs = tempfile::tempdir().unwrap();
+            let broken = programs
+                .path()
+                .join(format!("{}-restore", backend.replace("iptables", family)));
+            // The kernel's own refusal, after rules that it takes: packets that arrive have no owner.
+            let script = format!(
+                "#!/bin/sh\ncase \"$*\" in {refuses}) sed 's/^-[AI] PREROUTING/& -m owner --uid-owner 7/' | \
+                 PATH=${{PATH#*:}} $(basename $0) \"$@\";; *) PATH=${{PATH#*:}} exec $(basename $0) \"$@\";; esac\n"
+            );
+            fs::write(&broken, script).unwrap();
+            fs::set_permissions(&broken, fs::Permissions::from_mode(0o755)).unwrap();
+            let path = format!("{}:{}", programs.path().display(), std::env::var("PATH").unwrap());
+            let mut command = scene.pod.command(BIN);
+            let output = command
+                .args(flags(backend, &["-g", "7"]))
+                .env("PATH", path)
+                .output()
+                .unwrap();
+            assert_eq!(output.status.code(), Some(1), "{backend}, {family}");
+            String::from_utf8_lossy(&output.stderr).into_owned()
+        };
+        let said = refused("*--noflush*");
+        assert!(
+            said.contains("failed") && !said.contains("could not be put back"),
+            "{said}"
+        );
+        assert_eq!(scene.dump(), before, "{backend}, {family}");
+        let said = refused("*");
+        assert!(said.contains("could not be put back"), "{said}");
+        scene.apply(backend, &["--drop-invalid"]);
+        assert_eq!(scene.dump(), before, "{backend}, {family}");
+    }
 }
 
 /// Open connections in both directions, each family.
-fn connections(scene: &Scene, port: u16) -> Vec<(TcpStream, String)> {
+pub(crate) fn connections(scene: &Scene, port: u16) -> Vec<(TcpStream, String)> {
     let both = |family: Family| {
         let (inbound, inward) = open(&scene.peer, ROOT, (family.pod[0], port).into()).unwrap();
         let (outbound, outward) = open(&scene.pod, APP, (family.peer, port).into()).unwrap();
@@ -246,32 +289,52 @@ fn cleaning_restores_what_was_there_and_spares_strangers() {
     }
     for backend in BACKENDS {
         let scene = Scene::new(&[8080]);
-        strangers(&scene, backend);
+        strangers(&scene);
         let before = scene.dump();
         scene.apply(backend, &["--drop-invalid"]);
-        for rule in ["10.250.0.1", "table inet stranger", "SOMEBODY"] {
-            assert!(scene.dump().contains(rule), "{backend}: {rule}");
+        assert_eq!(without_ours(&scene.dump()), before, "{backend}");
+        for family in families() {
+            expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
+            expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend);
         }
-        expect(&scene.peer, ROOT, (families()[0].pod[0], 8080), "inbound", backend);
         success(&scene.init(&["--clean=now"]));
         assert_eq!(scene.dump(), before, "{backend}");
-        expect(&scene.peer, ROOT, (families()[0].pod[0], 8080), "app", backend);
-        let output = scene.init(&["--clean", "--report", "json"]);
-        success(&output);
-        assert_eq!(result(&String::from_utf8_lossy(&output.stdout)), "absent");
+        for family in families() {
+            expect(&scene.peer, ROOT, (family.pod[0], 8080), "app", backend);
+            expect(&scene.pod, APP, (family.peer, 8080), "peer", backend);
+        }
+        let (code, report) = scene.report(&["--clean"]);
+        assert_eq!((code, &report["result"]), (0, &"absent".into()));
         assert_eq!(scene.dump(), before, "{backend}");
     }
 }
 
-/// Rules of others, in our tables and in theirs.
-fn strangers(scene: &Scene, backend: &str) {
-    let tool = if backend == "nft" { "iptables-nft" } else { backend };
-    let tool6 = tool.replace("iptables", "ip6tables");
+/// Rules of others, in our tables and in theirs, of each world.
+fn strangers(scene: &Scene) {
     let rules = "-t nat -N SOMEBODY; T -t nat -A SOMEBODY -j RETURN; T -t nat -A OUTPUT -p udp -j SOMEBODY; \
-                 T -t mangle -A PREROUTING -p udp -j ACCEPT; T -t nat -A PREROUTING -p udp -j ACCEPT";
-    scene.sh(&format!("T() {{ {tool} \"$@\"; }}; T {rules}; T -t nat -A PREROUTING -p tcp --dport 1 -j DNAT --to-destination 10.250.0.1"));
-    scene.sh(&format!("T() {{ {tool6} \"$@\"; }}; T {rules}"));
+                 T -t mangle -A PREROUTING -p udp -j ACCEPT; T -t nat -A PREROUTING -p udp -j ACCEPT; \
+                 T -t filter -A INPUT -p udp --dport 9 -j DROP; T -t raw -A PREROUTING -p udp -j ACCEPT";
+    for tool in ["iptables-nft", "ip6tables-nft", "iptables-legacy", "ip6tables-legacy"] {
+        scene.sh(&format!("T() {{ {tool} \"$@\"; }}; T {rules}"));
+    }
+    for tool in ["iptables-nft", "iptables-legacy"] {
+        scene.sh(&format!(
+            "{tool} -t nat -A PREROUTING -p tcp --dport 1 -j DNAT --to-destination 10.250.0.1"
+        ));
+    }
     scene.sh("nft 'table inet stranger { chain c { type nat hook output priority -90; tcp dport 2 counter redirect to :3; }; }'");
+}
+
+/// A dump without the lines that are ours.
+fn without_ours(dump: &str) -> String {
+    let mut table_of_ours = false;
+    let lines = dump.lines().filter(|line| {
+        table_of_ours |= line.starts_with("table inet l5d_init");
+        let ours = table_of_ours || line.contains("PROXY_INIT");
+        table_of_ours &= *line != "}";
+        !ours
+    });
+    lines.collect::<Vec<_>>().join("\n")
 }
 
 /// T50.
@@ -314,34 +377,122 @@ fn draining_lets_open_connections_end() {
         );
         // Who does not end in time is cut off, with a warning.
         scene.apply(backend, &[]);
-        let (_kept, _) = open(&scene.peer, ROOT, (families()[0].pod[0], 8080).into()).unwrap();
+        let (mut kept, _) = open(&scene.peer, ROOT, (families()[0].pod[0], 8080).into()).unwrap();
+        echo(&mut kept, b"still here").unwrap();
         let output = scene.init(&["--clean=drain", "--drain-timeout", "200ms"]);
         success(&output);
         assert!(
             String::from_utf8_lossy(&output.stderr).contains("1 connections were still open"),
             "{output:?}"
         );
+        let error = echo(&mut kept, b"cut off").unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionReset, "{backend}");
     }
 }
 
-/// T52.
+/// T52: ours win over rules of the other world that were there before, and over strangers' in the same chain.
 #[test]
 fn with_rules_in_both_worlds_ours_win_and_a_warning_says_so() {
     if !root() {
         return;
     }
-    let scene = Scene::new(&[8080]);
-    scene.sh("iptables-legacy -t nat -A OUTPUT -p tcp -d 10.77.0.1 -j REDIRECT --to-port 15001");
-    scene.sh("nft 'table ip other { chain c { type nat hook output priority -100; ip daddr 10.77.0.1 tcp dport 1-60000 redirect to :15001; }; }'");
-    let output = scene.init(&flags("nft", &[]));
-    success(&output);
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        said.contains("chain OUTPUT of iptables-legacy (ipv4) redirects too"),
-        "{said}"
-    );
-    assert!(said.contains("chain c of nftables table other redirects too"), "{said}");
-    expect(&scene.pod, APP, (families()[0].peer, 8080), "outbound", "nft");
+    let thieves = |tools: [&str; 2], scene: &Scene| {
+        for (tool, ip) in tools.iter().zip(["10.77.0.1", "fd77::1"]) {
+            scene.sh(&format!(
+                "{tool} -t nat -I OUTPUT -p tcp -d {ip} -j REDIRECT --to-port 15001"
+            ));
+            scene.sh(&format!(
+                "{tool} -t nat -I PREROUTING -p tcp --dport 8080 -j REDIRECT --to-port 15001"
+            ));
+        }
+    };
+    for backend in BACKENDS {
+        let scene = Scene::new(&[8080]);
+        let expect_ours = || {
+            for family in families() {
+                expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend);
+                expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
+            }
+        };
+        // Whoever is registered last comes first: the other world, then our own, in it strangers and then we.
+        let worlds = [
+            ["iptables-legacy", "ip6tables-legacy"],
+            ["iptables-nft", "ip6tables-nft"],
+        ];
+        let worlds = if backend == "iptables-legacy" {
+            [worlds[1], worlds[0]]
+        } else {
+            worlds
+        };
+        for world in worlds {
+            thieves(world, &scene);
+        }
+        let output = scene.init(&flags(backend, &[]));
+        success(&output);
+        let said = String::from_utf8_lossy(&output.stderr);
+        for chain in ["PREROUTING", "OUTPUT"] {
+            for place in [
+                format!("chain {chain} of iptables-legacy (ipv6) redirects"),
+                format!("chain {chain} of nftables table nat redirects"),
+            ] {
+                assert!(said.contains(&place), "{backend}: {said}");
+            }
+        }
+        expect_ours();
+        // One who comes later is behind ours in its own table, or found out and put behind by the next run.
+        if backend != "nft" {
+            let own = [backend, &backend.replace("ip", "ip6")];
+            thieves(own, &scene);
+            let who = scene.pod.run(|| dial(APP, (families()[0].peer, 8080).into())).unwrap();
+            assert!(who.is_err(), "{backend}: {who:?}");
+            assert_eq!(scene.code(&flags(backend, &["--check"])), 3, "{backend}");
+            scene.apply(backend, &[]);
+            assert_eq!(scene.code(&flags(backend, &["--check"])), 0, "{backend}");
+            expect_ours();
+        }
+    }
+}
+
+/// T52, where ours do not win: the world of our backend was there before the other one. That is told and found out.
+#[test]
+fn strangers_who_come_first_are_named_and_found_out() {
+    if !root() {
+        return;
+    }
+    for (backend, first) in [("iptables-nft", "iptables-legacy"), ("iptables-legacy", "iptables-nft")] {
+        let scene = Scene::bare();
+        scene.sh(&format!(
+            "{backend} -t nat -A OUTPUT -j ACCEPT; {backend} -t nat -F OUTPUT"
+        ));
+        scene.sh(&format!(
+            "{first} -t nat -A OUTPUT -p tcp -d 192.0.2.0/24 -j REDIRECT --to-port 15001"
+        ));
+        let mut verified = flags(backend, &[]);
+        verified.retain(|flag| *flag != "--verify=false");
+        let (code, report) = scene.report(&verified);
+        assert_eq!(code, 95, "{report}");
+        assert!(
+            report["verified"]["ipv4"]
+                .as_str()
+                .unwrap()
+                .starts_with("not redirected"),
+            "{report}"
+        );
+        assert_eq!(report["verified"]["ipv6"], "redirected");
+        let warnings = report["warnings"].to_string();
+        let place = if first == "iptables-legacy" {
+            "chain OUTPUT of iptables-legacy (ipv4)"
+        } else {
+            "chain OUTPUT of nftables table nat"
+        };
+        assert!(warnings.contains(place), "{report}");
+        // Natively ours are new, and ahead of who comes later if told to be.
+        let native = |more: &[&str]| scene.report(&[&FLAGS[..], &["--backend", "nft"], more].concat()).0;
+        assert_eq!(native(&[]), 0);
+        scene.sh("nft 'table ip later { chain c { type nat hook output priority -100; tcp dport 1-60000 redirect to :15001; }; }'");
+        assert_eq!(native(&[]), 95);
+        assert_eq!(native(&["--priority", "-101"]), 0);
+    }
 }
 
 /// T53.
@@ -382,7 +533,7 @@ fn without_a_proxy_connections_are_refused_not_direct() {
             for (from, who, to) in [(&scene.peer, ROOT, family.pod[0]), (&scene.pod, APP, family.peer)] {
                 let to = SocketAddr::from((to, 8080));
                 let error = from.run(|| dial(who, to)).unwrap().unwrap_err();
-                assert_eq!(error.kind(), std::io::ErrorKind::ConnectionRefused, "{backend}: {to}");
+                assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused, "{backend}: {to}");
             }
         }
     }
@@ -404,6 +555,19 @@ fn checking_tells_equal_different_and_absent_apart() {
         assert_eq!(scene.code(&check), 0, "{backend}");
         assert_eq!(scene.code(&[check.as_slice(), &["-g", "7"]].concat()), 3, "{backend}");
         assert_eq!(scene.dump(), before, "{backend}");
+        // Also when it is in one family only.
+        assert_eq!(
+            scene.code(&[check.as_slice(), &["--subnets-to-ignore", "fd01::/64"]].concat()),
+            3,
+            "{backend}"
+        );
+        if backend != "nft" {
+            scene.sh(&format!(
+                "{} -t nat -D PROXY_INIT_OUTPUT 1",
+                backend.replace("ip", "ip6")
+            ));
+            assert_eq!(scene.code(&check), 3, "{backend}");
+        }
         success(&scene.init(&["--clean"]));
     }
     // Without a backend named, whoever holds the rules is found.

@@ -9,6 +9,7 @@ mod direct;
 mod lifecycle;
 mod load;
 mod places;
+mod pressure;
 mod redirected;
 mod scene;
 mod validator;

@@ -1,12 +1,18 @@
-//! T55–T61: other namespaces, few rights, missing parts.
+//! T55–T61 and IPv6 alone: other namespaces, few rights, missing parts.
 
 use std::fs;
-use std::net::SocketAddr;
-use std::os::unix::fs::PermissionsExt;
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output};
+use std::thread;
 
-use crate::scene::{APP, BIN, FLAGS, ROOT, Scene, expect, families, flags, root, success};
+use nix::sched::{CloneFlags, setns};
+
+use crate::scene::{
+    APP, BACKENDS, BIN, FLAGS, PROXY, ROOT, Scene, Who, ask, dial, echo, eventually, expect, families, flags, open,
+    root, serve, serve_on, success,
+};
 
 /// T55.
 #[test]
@@ -15,7 +21,7 @@ fn simulating_does_nothing_and_prints_what_would_be_done() {
         return;
     }
     let scene = Scene::bare();
-    for (backend, by_hand) in [("nft", "nft -f -"), ("iptables-nft", "")] {
+    for (backend, by_hand) in [("nft", "nft -f -"), ("iptables-nft", ""), ("iptables-legacy", "")] {
         let before = scene.dump();
         let trace = tempfile::NamedTempFile::new().unwrap();
         let simulate = [
@@ -32,7 +38,7 @@ fn simulating_does_nothing_and_prints_what_would_be_done() {
                 "-o",
                 trace.path().to_str().unwrap(),
                 "-e",
-                "trace=execve,fork,vfork,clone,socket,openat",
+                "trace=execve,fork,vfork,clone,clone3,socket,openat",
                 BIN,
             ])
             .args(flags(backend, &simulate))
@@ -84,19 +90,28 @@ fn another_namespace_is_programmed_and_only_that_one() {
     }
     let scene = Scene::new(&[8080]);
     let setting = "/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close_wait";
-    let here = fs::read_to_string(setting).ok();
+    // Where it is started, and where the test is.
+    let elsewhere = || {
+        [
+            scene.peer.run(|| fs::read_to_string(setting).ok()).unwrap(),
+            fs::read_to_string(setting).ok(),
+        ]
+    };
+    let before = elsewhere();
     let there = scene.pod.path();
     let there = there.to_str().unwrap();
-    for backend in ["nft", "iptables-nft"] {
-        let flags = flags(backend, &["--netns", there, "--timeout-close-wait-secs", "123"]);
+    for (backend, seconds) in BACKENDS.iter().zip(["123", "124", "125"]) {
+        let flags = flags(backend, &["--netns", there, "--timeout-close-wait-secs", seconds]);
         success(&scene.peer.command(BIN).args(flags).output().unwrap());
         for family in families() {
             expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
+            expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend);
         }
-        assert_eq!(scene.sh(&format!("cat {setting}")), "123\n");
+        assert_eq!(scene.sh(&format!("cat {setting}")).trim(), seconds);
+        assert_eq!(elsewhere(), before, "{backend}");
     }
-    assert_eq!(fs::read_to_string(setting).ok(), here);
-    let peer = scene.peer.command("nft").args(["list", "ruleset"]).output().unwrap();
+    let none = "nft list ruleset; cat /proc/thread-self/net/ip_tables_names /proc/thread-self/net/ip6_tables_names";
+    let peer = scene.peer.command("sh").args(["-c", none]).output().unwrap();
     assert_eq!(String::from_utf8_lossy(&peer.stdout), "");
     let missing = Command::new(BIN)
         .args(flags("nft", &["--netns", "/run/netns/ti-none"]))
@@ -105,39 +120,82 @@ fn another_namespace_is_programmed_and_only_that_one() {
     assert_eq!(missing.status.code(), Some(1));
 }
 
-/// T57.
+/// T57; users are those of the namespace.
 #[test]
 fn a_namespace_of_another_user_namespace_is_programmed_from_outside() {
     if !root() {
         return;
     }
     let scene = Scene::bare();
+    serve(&scene.peer, "peer", "[::]:8080");
     let mut command = scene.pod.command("unshare");
-    let mut holder = command
-        .args(["--user", "--map-root-user", "--net", "sleep", "60"])
-        .spawn()
-        .unwrap();
-    let path = format!("/proc/{}/ns/net", holder.id());
-    let own = fs::read_link(scene.pod.path()).ok();
-    crate::scene::eventually("the namespaces", || {
-        let uid_map = fs::read_to_string(format!("/proc/{}/uid_map", holder.id())).unwrap_or_default();
-        uid_map.split_whitespace().nth(2) == Some("1") && fs::read_link(&path).ok() != own
+    let holder = Holder(command.args(["--user", "--net", "sleep", "60"]).spawn().unwrap());
+    let pid = holder.0.id();
+    let path = format!("/proc/{pid}/ns/net");
+    let own = fs::metadata(scene.pod.path()).unwrap().ino();
+    eventually("the namespaces", || {
+        let users = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/user")).unwrap();
+        users("self") != users(&pid.to_string()) && fs::metadata(&path).unwrap().ino() != own
+    });
+    for map in ["uid_map", "gid_map"] {
+        fs::write(format!("/proc/{pid}/{map}"), "0 100000 65536").unwrap();
+    }
+    let link = format!(
+        "link add w type veth peer name eth0 netns {pid}\naddr add 10.80.0.1/24 dev w\naddr add fd80::1/64 dev w nodad\n\
+         link set w up\n"
+    );
+    scene.peer.ip(&link).unwrap();
+    inside(&path, || {
+        let addresses = "ip link set lo up; ip link set eth0 up; ip addr add 10.80.0.2/24 dev eth0; \
+                         ip addr add fd80::2/64 dev eth0 nodad";
+        success(&Command::new("sh").args(["-ec", addresses]).output().unwrap());
+        for (name, addr) in [
+            ("inbound", "[::]:4143"),
+            ("outbound", "127.0.0.1:4140"),
+            ("outbound", "[::1]:4140"),
+        ] {
+            serve_on(TcpListener::bind(addr).unwrap(), name);
+        }
     });
     let output = Command::new(BIN)
-        .args(flags("nft", &["--netns", &path, "--proxy-uid", "0"]))
+        .args(flags("nft", &["--netns", &path]))
         .output()
         .unwrap();
-    let listed = Command::new("nsenter")
-        .args([&format!("--net={path}"), "nft", "list", "ruleset"])
-        .output()
-        .unwrap();
-    holder.kill().unwrap();
-    holder.wait().unwrap();
     success(&output);
-    assert!(
-        String::from_utf8_lossy(&listed.stdout).contains("meta skuid 0"),
-        "{listed:?}"
-    );
+    let mapped = |who: Who| Who {
+        uid: 100_000 + who.uid,
+        gid: 100_000 + who.gid,
+        ..who
+    };
+    for [peer, pod] in [
+        ["10.80.0.1:8080", "10.80.0.2:8080"],
+        ["[fd80::1]:8080", "[fd80::2]:8080"],
+    ] {
+        expect(&scene.peer, ROOT, pod.parse::<SocketAddr>().unwrap(), "inbound", pod);
+        for (who, server) in [(APP, "outbound"), (ROOT, "outbound"), (PROXY, "peer")] {
+            let (_, answer) = inside(&path, || dial(mapped(who), peer.parse().unwrap())).unwrap();
+            assert_eq!(answer.server, server, "{who:?} to {peer}");
+        }
+    }
+}
+
+/// A process that ends with the test.
+struct Holder(Child);
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+/// Works on a thread in a network namespace that only has a path.
+fn inside<T: Send>(path: &str, work: impl FnOnce() -> T + Send) -> T {
+    let entered = || {
+        setns(fs::File::open(path).unwrap(), CloneFlags::CLONE_NEWNET).unwrap();
+        work()
+    };
+    thread::scope(|scope| scope.spawn(entered).join()).unwrap()
 }
 
 /// The program where any user may start it.
@@ -183,17 +241,13 @@ fn net_admin_alone_is_enough_for_nobody() {
         return;
     }
     let scene = Scene::new(&[8080, 9000]);
-    success(&as_nobody(&scene, "-all,+net_admin", &flags("nft", &[])));
-    for family in families() {
-        expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", "nobody");
-        expect(&scene.pod, APP, (family.peer, 9000), "outbound", "nobody");
+    for backend in ["nft", "iptables-nft"] {
+        success(&as_nobody(&scene, "-all,+net_admin", &flags(backend, &[])));
+        for family in families() {
+            expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
+            expect(&scene.pod, APP, (family.peer, 9000), "outbound", backend);
+        }
     }
-    success(&as_nobody(
-        &scene,
-        "-all,+net_admin,+net_raw",
-        &flags("iptables-nft", &[]),
-    ));
-    expect(&scene.peer, ROOT, (families()[1].pod[0], 8080), "inbound", "nobody");
 }
 
 /// T59.
@@ -203,13 +257,17 @@ fn a_missing_capability_is_named() {
         return;
     }
     let scene = Scene::bare();
-    let output = as_nobody(&scene, "-all", &flags("nft", &[]));
-    assert_eq!(output.status.code(), Some(1));
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(said.contains("NET_ADMIN"), "{said}");
-    let output = as_nobody(&scene, "-all", &FLAGS); // also when the backend is up to us
-    assert_eq!(output.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("NET_ADMIN"));
+    for flags in BACKENDS
+        .map(|backend| flags(backend, &[]))
+        .iter()
+        .map(Vec::as_slice)
+        .chain([&FLAGS[..]])
+    {
+        let output = as_nobody(&scene, "-all", flags);
+        assert_eq!(output.status.code(), Some(1), "{flags:?}");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(said.contains("NET_ADMIN"), "{flags:?}: {said}");
+    }
     assert_eq!(scene.dump(), "");
 }
 
@@ -229,8 +287,14 @@ fn no_program_is_needed() {
             .output()
             .unwrap()
     };
+    let expect_redirects = || {
+        for family in families() {
+            expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", "nft");
+            expect(&scene.pod, APP, (family.peer, 8080), "outbound", "nft");
+        }
+    };
     success(&run(&flags("nft", &[])));
-    expect(&scene.peer, ROOT, (families()[0].pod[0], 8080), "inbound", "nft");
+    expect_redirects();
     success(&run(&["--clean"]));
     // Where a chart asks for iptables, its absence is a warning and the rules come all the same.
     let asked = [&FLAGS[..], &["--firewall-bin-path", "iptables-nft", "--verify=false"]].concat();
@@ -240,7 +304,7 @@ fn no_program_is_needed() {
         String::from_utf8_lossy(&output.stderr).contains("iptables-nft-save"),
         "{output:?}"
     );
-    expect(&scene.peer, ROOT, (families()[0].pod[0], 8080), "inbound", "nft");
+    expect_redirects();
     // With iptables there, what the chart asked for is used, and the native rules go.
     success(&scene.init(&asked));
     let dump = scene.dump();
@@ -248,6 +312,13 @@ fn no_program_is_needed() {
         dump.contains("PROXY_INIT_REDIRECT") && !dump.contains("l5d_init"),
         "{dump}"
     );
+    // As are the plain programs, whichever of the two they are.
+    success(&scene.init(&["--clean"]));
+    scene.apply("iptables", &["--drop-invalid"]);
+    expect_redirects();
+    assert_eq!(scene.code(&flags("iptables", &["--drop-invalid", "--check"])), 0);
+    success(&scene.init(&["--clean"]));
+    assert_eq!(scene.dump(), "");
 }
 
 /// T61.
@@ -256,7 +327,7 @@ fn without_ipv6_the_rest_is_redirected_unless_ipv6_was_asked_for() {
     if !root() {
         return;
     }
-    for backend in ["nft", "iptables-nft"] {
+    for backend in BACKENDS {
         let scene = Scene::new(&[8080]);
         scene.sysctl("net/ipv6/conf/all/disable_ipv6", "1");
         let before = scene.dump();
@@ -274,6 +345,7 @@ fn without_ipv6_the_rest_is_redirected_unless_ipv6_was_asked_for() {
             "{output:?}"
         );
         expect(&scene.peer, ROOT, (families()[0].pod[0], 8080), "inbound", backend);
+        expect(&scene.pod, APP, (families()[0].peer, 8080), "outbound", backend);
         success(&scene.init(&flags(backend, &["--ipv6=false", "--check"])));
     }
 }
@@ -286,12 +358,96 @@ fn ipv6_stays_direct_when_it_is_not_wanted() {
     }
     let scene = Scene::new(&[8080]);
     let [v4, v6] = families();
-    for backend in ["nft", "iptables-nft"] {
+    for backend in BACKENDS {
         scene.apply(backend, &["--ipv6=false"]);
         expect(&scene.peer, ROOT, (v4.pod[0], 8080), "inbound", backend);
         expect(&scene.pod, APP, (v4.peer, 8080), "outbound", backend);
         expect(&scene.peer, ROOT, SocketAddr::from((v6.pod[0], 8080)), "app", backend);
         expect(&scene.pod, APP, (v6.peer, 8080), "peer", backend);
         success(&scene.init(&["--clean"]));
+    }
+}
+
+/// A pod without any address of IPv4 is redirected, skipped, proven, drained and cleaned like others.
+#[test]
+fn a_pod_with_ipv6_alone_is_like_others() {
+    if !root() {
+        return;
+    }
+    for backend in BACKENDS {
+        let scene = Scene::bare();
+        for namespace in [&scene.pod, &scene.peer] {
+            success(
+                &namespace
+                    .command("ip")
+                    .args(["-4", "addr", "flush", "scope", "global"])
+                    .output()
+                    .unwrap(),
+            );
+        }
+        let family = families()[1];
+        let lists = [
+            ["--inbound-ports-to-ignore", "7000"],
+            ["--outbound-ports-to-ignore", "7001"],
+            ["--subnets-to-ignore", "fd78::/64,10.0.0.0/8"],
+            ["--outbound-subnets-to-ignore", "fd78::/64,10.0.0.0/8"],
+        ];
+        let mut flags = flags(backend, lists.as_flattened());
+        flags.retain(|flag| *flag != "--verify=false");
+        let (code, report) = scene.report(&flags);
+        assert_eq!(
+            (code, &report["verified"]["ipv6"]),
+            (0, &"redirected".into()),
+            "{report}"
+        );
+        assert!(
+            report["warnings"].to_string().contains("ipv4 is not proven: no route"),
+            "{report}"
+        );
+        success(&scene.init(&[
+            "validate",
+            "--listen-addr",
+            "[::]:4140",
+            "--connect-addr",
+            "[fd99::1]:20001",
+        ]));
+
+        scene.proxy();
+        for port in [8080, 7000, 7001] {
+            serve(&scene.pod, "app", &format!("[::]:{port}"));
+            serve(&scene.peer, "peer", &format!("[::]:{port}"));
+        }
+        let other = Who {
+            from: Some(family.other_peer),
+            ..ROOT
+        };
+        expect(&scene.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
+        expect(&scene.peer, ROOT, (family.pod[1], 7001), "inbound", backend);
+        expect(&scene.peer, ROOT, (family.pod[0], 7000), "app", backend);
+        expect(&scene.peer, other, (family.pod[0], 8080), "app", backend);
+        expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend);
+        expect(&scene.pod, APP, (family.peer, 7000), "outbound", backend);
+        expect(&scene.pod, APP, (family.peer, 7001), "peer", backend);
+        expect(&scene.pod, APP, (family.other_peer, 8080), "peer", backend);
+        expect(&scene.pod, PROXY, (family.peer, 8080), "peer", backend);
+
+        let mut kept = [
+            open(&scene.peer, ROOT, (family.pod[0], 8080).into()).unwrap().0,
+            open(&scene.pod, APP, (family.peer, 8080).into()).unwrap().0,
+        ];
+        thread::scope(|scope| {
+            let cleaning = scope.spawn(|| scene.init(&["--clean=drain"]));
+            eventually("new connections to be direct", || {
+                ask(&scene.peer, ROOT, (family.pod[0], 8080).into()).unwrap().server == "app"
+            });
+            expect(&scene.pod, APP, (family.peer, 8080), "peer", backend);
+            for stream in &mut kept {
+                echo(stream, &vec![7; 1 << 20]).unwrap();
+            }
+            assert!(!cleaning.is_finished(), "{backend}: did not wait");
+            drop(kept);
+            success(&cleaning.join().unwrap());
+        });
+        assert_eq!(scene.code(&[flags.as_slice(), &["--check"]].concat()), 4, "{backend}");
     }
 }

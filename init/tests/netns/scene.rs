@@ -5,6 +5,7 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::process::Output;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -175,6 +176,13 @@ impl Scene {
         self.init(flags).status.code().unwrap()
     }
 
+    /// Runs the program in the pod with these flags; exit code and report.
+    pub(crate) fn report(&self, flags: &[&str]) -> (i32, serde_json::Value) {
+        let output = self.init(&[flags, &["--report", "json"]].concat());
+        let report = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
+        (output.status.code().unwrap(), report)
+    }
+
     /// Runs a shell command in the pod, and expects it to work.
     pub(crate) fn sh(&self, script: &str) -> String {
         let output = self.pod.command("sh").args(["-ec", script]).output().unwrap();
@@ -186,10 +194,11 @@ impl Scene {
     ///
     /// Tables and chains of the system's own count only for the rules in them: iptables makes them as it needs them.
     pub(crate) fn dump(&self) -> String {
-        let listed =
-            self.sh("nft list tables | grep -vE ' ip6? (nat|mangle)$' | while read table; do nft list $table; done");
+        let listed = self.sh(
+            "nft list tables | grep -vE ' ip6? (nat|mangle|filter|raw)$' | while read table; do nft list $table; done",
+        );
         let saved = self.sh(
-            "for tool in iptables-nft ip6tables-nft iptables-legacy ip6tables-legacy; do for table in nat mangle; do
+            "for tool in iptables-nft ip6tables-nft iptables-legacy ip6tables-legacy; do for table in nat mangle filter raw; do
                case $tool in
                  iptables-legacy) grep -qx $table /proc/thread-self/net/ip_tables_names 2>/dev/null || continue ;;
                  ip6tables-legacy) grep -qx $table /proc/thread-self/net/ip6_tables_names 2>/dev/null || continue ;;
@@ -234,18 +243,29 @@ pub(crate) fn success(output: &Output) {
     );
 }
 
-/// Answers every connection with the server's name and what was dialled, then echoes what it reads.
-pub(crate) fn serve(namespace: &Namespace, name: &'static str, addr: &str) {
+/// Answers every connection with the server's name, what was dialled and by whom, then echoes what it reads; counts the
+/// connections.
+pub(crate) fn serve(namespace: &Namespace, name: &'static str, addr: &str) -> Arc<AtomicUsize> {
     let listener = namespace.run(|| TcpListener::bind(addr)).unwrap();
-    let listener = listener.unwrap_or_else(|error| panic!("{name} at {addr}: {error}"));
+    serve_on(
+        listener.unwrap_or_else(|error| panic!("{name} at {addr}: {error}")),
+        name,
+    )
+}
+
+pub(crate) fn serve_on(listener: TcpListener, name: &'static str) -> Arc<AtomicUsize> {
+    let accepted = Arc::new(AtomicUsize::new(0));
+    let count = accepted.clone();
     thread::spawn(move || {
         for stream in listener.incoming().flatten() {
+            count.fetch_add(1, Ordering::Relaxed);
             thread::Builder::new()
                 .stack_size(64 << 10)
                 .spawn(move || answer(stream, name))
                 .unwrap();
         }
     });
+    accepted
 }
 
 fn answer(mut stream: TcpStream, name: &str) -> io::Result<()> {
@@ -258,7 +278,7 @@ fn answer(mut stream: TcpStream, name: &str) -> io::Result<()> {
             .map(|addr| SocketAddr::from((addr.sin6_addr.s6_addr, u16::from_be(addr.sin6_port))))
     };
     let orig_dst = orig_dst.map(|addr| addr.to_string()).unwrap_or_default();
-    stream.write_all(format!("{name} {orig_dst}\n").as_bytes())?;
+    stream.write_all(format!("{name} {orig_dst} {peer}\n").as_bytes())?;
     let mut buffer = vec![0; 16 << 10];
     loop {
         match stream.read(&mut buffer)? {
@@ -295,11 +315,21 @@ pub(crate) fn dial(who: Who, to: SocketAddr) -> io::Result<(TcpStream, Answer)> 
     stream.set_read_timeout(Some(LIMIT))?;
     let mut line = String::new();
     BufReader::with_capacity(128, &stream).read_line(&mut line)?;
-    let (server, orig_dst) = line.trim_end().split_once(' ').unwrap_or_else(|| (line.trim_end(), ""));
+    let mut words = line.trim_end().split(' ');
     let answer = Answer {
-        server: server.to_owned(),
-        orig_dst: orig_dst.parse().ok(),
+        server: words.next().unwrap_or_default().to_owned(),
+        orig_dst: words.next().and_then(|word| word.parse().ok()),
     };
+    // Only destinations are translated. A port may be another: two addresses of the pod become one.
+    if let Some(seen) = words.next() {
+        let seen: SocketAddr = seen.parse().unwrap();
+        assert_eq!(
+            seen.ip(),
+            stream.local_addr()?.ip(),
+            "{} sees another client",
+            answer.server
+        );
+    }
     Ok((stream, answer))
 }
 

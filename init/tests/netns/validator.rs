@@ -76,32 +76,62 @@ fn the_validator_says_what_is_wrong() {
         .args(["table inet t { chain c { type filter hook input priority 0; meta l4proto tcp drop; }; }"])
         .status()
         .unwrap();
-    let dial = ["validate", "--connect-addr", "10.77.0.1:1404"];
-    let output = scene.init(&[&dial[..], &["--timeout", "300ms"]].concat());
-    assert_eq!(output.status.code(), Some(95));
-    assert!(said(&output).contains("no answer within 300ms"), "{output:?}");
+    for (dial, away) in [
+        (
+            [
+                "validate",
+                "--connect-addr",
+                "10.77.0.1:1404",
+                "--listen-addr=0.0.0.0:4140",
+            ],
+            "192.0.2.2:1404",
+        ),
+        (
+            [
+                "validate",
+                "--connect-addr",
+                "[fd77::1]:1404",
+                "--listen-addr=[::]:4140",
+            ],
+            "[2001:db8::2]:1404",
+        ),
+    ] {
+        let output = scene.init(&[&dial[..], &["--timeout", "300ms"]].concat());
+        assert_eq!(output.status.code(), Some(95));
+        assert!(said(&output).contains("no answer within 300ms"), "{output:?}");
 
-    let mut run = scene.pod.command(BIN);
-    let run = run
-        .args(dial)
-        .args(["--timeout", "20s"])
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    // It handles signals by the time it listens.
-    eventually("the listener", || scene.sh("ss -ltn 'sport = :4140'").contains("4140"));
-    kill(Pid::from_raw(run.id().cast_signed()), Signal::SIGTERM).unwrap();
-    let output = run.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(95));
-    assert!(said(&output).contains("SIGTERM"), "{output:?}");
+        let mut run = scene.pod.command(BIN);
+        let run = run
+            .args(dial)
+            .args(["--timeout", "20s"])
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        // It handles signals by the time it listens.
+        eventually("the listener", || scene.sh("ss -ltn 'sport = :4140'").contains("4140"));
+        kill(Pid::from_raw(run.id().cast_signed()), Signal::SIGTERM).unwrap();
+        let output = run.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(95));
+        assert!(said(&output).contains("SIGTERM"), "{output:?}");
 
-    scene.pod.ip("route del default\n").unwrap();
-    let output = scene.init(&["validate"]);
-    assert_eq!(output.status.code(), Some(95));
-    assert!(
-        said(&output).contains("there is no route to 192.0.2.2:1404"),
-        "{output:?}"
-    );
+        // The pod's own address is dialled, and nobody is there.
+        let refused = dial[2].replace("77.0.1", "77.0.2").replace("::1", "::2");
+        let output = scene.init(&["validate", dial[3], "--connect-addr", &refused]);
+        assert_eq!(output.status.code(), Some(95));
+        assert!(said(&output).contains("refused"), "{output:?}");
+
+        scene.sh(if away.starts_with('[') {
+            "ip -6 route del default"
+        } else {
+            "ip route del default"
+        });
+        let output = scene.init(&["validate", dial[3], "--connect-addr", away]);
+        assert_eq!(output.status.code(), Some(95));
+        assert!(
+            said(&output).contains(&format!("there is no route to {away}")),
+            "{output:?}"
+        );
+    }
     for bad in [["validate", "--timeout=10"], ["validate", "--listen-addr=4140"]] {
         assert_eq!(scene.code(&bad), 1, "{bad:?}");
     }
@@ -114,51 +144,56 @@ fn verifying_proves_each_family_that_has_a_route() {
     }
     let scene = Scene::bare();
     let verify = |more: &[&str]| {
-        let output = scene.init(&[&FLAGS[..], &["--report", "json"], more].concat());
-        let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-        (output.status.code().unwrap(), report["verified"].clone())
+        let (code, report) = scene.report(&[&FLAGS[..], more].concat());
+        (code, report["verified"].clone(), report["warnings"].to_string())
+    };
+    // What is not proven is a warning too.
+    let skipped = |more: &[&str], family: &str, reason: &str| {
+        let (code, verified, warnings) = verify(more);
+        let said = verified[family].as_str().unwrap();
+        assert!(
+            code == 0 && said.starts_with("skipped: ") && said.contains(reason),
+            "{said}"
+        );
+        assert!(
+            warnings.contains(&format!("{family} is not proven")) && warnings.contains(reason),
+            "{warnings}"
+        );
+    };
+    let thief = |family: &str| {
+        format!(
+            "table {family} thief {{ chain c {{ type nat hook output priority -110; tcp dport 1-60000 redirect to :15001; }}; }}"
+        )
     };
     for backend in BACKENDS {
-        let (code, verified) = verify(&["--backend", backend]);
+        let named = ["--backend", backend];
+        let (code, verified, warnings) = verify(&named);
         assert_eq!(
             (code, &verified["ipv4"], &verified["ipv6"]),
             (0, &"redirected".into(), &"redirected".into())
         );
+        assert!(!warnings.contains("not proven"), "{warnings}");
+        // A stranger that comes first takes connections away, and that is found out.
+        for (family, robbed, other) in [("ip", "ipv4", "ipv6"), ("ip6", "ipv6", "ipv4")] {
+            scene.sh(&format!("nft '{}'", thief(family)));
+            let (code, verified, _) = verify(&named);
+            assert_eq!(
+                (code, &verified[other]),
+                (95, &"redirected".into()),
+                "{backend}: {verified}"
+            );
+            let said = verified[robbed].as_str().unwrap();
+            assert!(said.starts_with("not redirected: dialling "), "{backend}: {said}");
+            scene.sh(&format!("nft delete table {family} thief"));
+        }
+        skipped(&[&named[..], &["-u", "0"]].concat(), "ipv4", "runs as the proxy");
     }
-    let skipped = |verified: &serde_json::Value, family: &str, reason: &str| {
-        let said = verified[family].as_str().unwrap();
-        assert!(said.starts_with("skipped: ") && said.contains(reason), "{said}");
-    };
     scene.sh("ip -6 route del default");
-    let (code, verified) = verify(&[]);
-    assert_eq!((code, &verified["ipv4"]), (0, &"redirected".into()));
-    skipped(&verified, "ipv6", "no route");
-    skipped(&verify(&["-u", "0"]).1, "ipv4", "runs as the proxy");
-
-    // A stranger that comes first takes connections away, and that is found out.
-    let thief =
-        "table ip thief { chain c { type nat hook output priority -110; tcp dport 1-60000 redirect to :15001; }; }";
-    success(&scene.pod.command("nft").arg(thief).output().unwrap());
-    let (code, verified) = verify(&["-g", "7"]);
-    assert_eq!(code, 95, "{verified}");
-    assert!(
-        verified["ipv4"]
-            .as_str()
-            .unwrap()
-            .starts_with("not redirected: dialling 192.0.2.2:1404"),
-        "{verified}"
-    );
-    success(
-        &scene
-            .pod
-            .command("nft")
-            .args(["delete", "table", "ip", "thief"])
-            .output()
-            .unwrap(),
-    );
+    skipped(&[], "ipv6", "no route");
+    assert_eq!(verify(&[]).1["ipv4"], "redirected");
 
     scene.proxy();
-    let (code, verified) = verify(&[]);
-    assert_eq!(code, 0);
-    skipped(&verified, "ipv4", "held");
+    for backend in BACKENDS {
+        skipped(&["--backend", backend], "ipv4", "held");
+    }
 }

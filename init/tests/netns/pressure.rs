@@ -1,0 +1,164 @@
+//! Tables of tracked connections without room for more.
+
+use std::io::{BufRead, BufReader};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::os::fd::AsRawFd;
+use std::thread;
+use std::time::Duration;
+
+use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, send, setsockopt, socket, sockopt};
+use tokio::time::Instant;
+use tulle_core::netns::Namespace;
+
+use crate::lifecycle::connections;
+use crate::scene::{BACKENDS, FLAGS, Scene, echo, families, flags, root, success};
+
+/// Whom the kernel cannot track it does not let through, so nobody gets past the proxy; rules come and go all the same.
+///
+/// The limit is the machine's, but each namespace counts for itself: one that is full disturbs nobody.
+#[test]
+fn a_full_table_of_connections_lets_nothing_bypass() {
+    if !root() {
+        return;
+    }
+    let scene = Scene::new(&[8080]);
+    let setting = |name: &str| -> u32 {
+        let text = scene.sh(&format!("cat /proc/sys/net/netfilter/{name}"));
+        text.trim().parse().unwrap()
+    };
+    scene.apply("nft", &[]);
+    let mut streams = connections(&scene, 8080);
+    let limit = setting("nf_conntrack_max");
+    let started = Instant::now();
+    track(&scene.pod, limit - setting("nf_conntrack_count") - ROOM);
+    println!("{limit} connections were there after {:?}", started.elapsed());
+    assert!(limit - setting("nf_conntrack_count") <= ROOM, "they are not there");
+
+    // As it fills up, connections are the proxy's until there are none.
+    let to = SocketAddr::from((families()[0].pod[0], 8080));
+    let mut last = Vec::new();
+    while let Some((stream, server)) = try_dial(&scene.peer, to) {
+        assert_eq!(server, "inbound");
+        last.push(stream);
+        assert!(last.len() <= 2 * ROOM as usize, "it does not fill up");
+    }
+    assert!(!last.is_empty());
+
+    for backend in BACKENDS {
+        let started = Instant::now();
+        scene.apply(backend, &["-g", "7"]);
+        let applied = started.elapsed();
+        assert_eq!(scene.code(&flags(backend, &["-g", "7", "--check"])), 0, "{backend}");
+        println!(
+            "full, {backend}: applied after {applied:?}, compared after {:?}",
+            started.elapsed() - applied
+        );
+        assert!(started.elapsed() < Duration::from_secs(5), "{backend}");
+        thread::scope(|scope| {
+            for family in families() {
+                for (namespace, ip) in [(&scene.peer, family.pod[0]), (&scene.pod, family.peer)] {
+                    scope.spawn(move || {
+                        let met = try_dial(namespace, (ip, 8080).into());
+                        assert!(met.is_none(), "{backend}: {ip}: {met:?}");
+                    });
+                }
+            }
+        });
+        for (stream, server) in &mut streams {
+            echo(stream, &[7; 1000]).unwrap_or_else(|error| panic!("{backend}: {server}: {error}"));
+        }
+    }
+
+    // Draining finds the few that matter among all.
+    thread::scope(|scope| {
+        let cleaning = scope.spawn(|| scene.init(&["--clean=drain", "--drain-timeout", "20s"]));
+        for (stream, server) in &mut streams {
+            echo(stream, &vec![7; 1 << 20]).unwrap_or_else(|error| panic!("draining: {server}: {error}"));
+        }
+        assert!(!cleaning.is_finished(), "did not wait");
+        drop((streams, last));
+        let started = Instant::now();
+        let output = cleaning.join().unwrap();
+        success(&output);
+        println!("full: drained {:?} after the last connection", started.elapsed());
+        assert!(
+            !String::from_utf8_lossy(&output.stderr).contains("still open"),
+            "{output:?}"
+        );
+    });
+    assert_eq!(scene.code(&[&FLAGS[..], &["--check"]].concat()), 4);
+}
+
+/// Who answers, if anybody does soon.
+fn try_dial(namespace: &Namespace, to: SocketAddr) -> Option<(TcpStream, String)> {
+    let stream = namespace.run(|| TcpStream::connect_timeout(&to, LIMIT)).unwrap().ok()?;
+    let mut line = String::new();
+    BufReader::new(&stream).read_line(&mut line).unwrap();
+    let server = line.split(' ').next().unwrap_or_default().to_owned();
+    Some((stream, server))
+}
+
+/// Has the kernel track this many connections that nobody has, and that it may not forget for others.
+fn track(namespace: &Namespace, count: u32) {
+    let kernel = namespace.run(|| {
+        let netfilter = SockProtocol::NetlinkNetFilter;
+        socket(AddressFamily::Netlink, SockType::Raw, SockFlag::empty(), netfilter).unwrap()
+    });
+    let kernel = kernel.unwrap();
+    setsockopt(&kernel, sockopt::SndBufForce, &(4 << 20)).unwrap();
+    let numbers: Vec<u32> = (0..count).collect();
+    for part in numbers.chunks(5000) {
+        let messages: Vec<u8> = part.iter().flat_map(|n| new_connection(*n)).collect();
+        send(kernel.as_raw_fd(), &messages, MsgFlags::empty()).unwrap();
+    }
+}
+
+/// A request of ctnetlink for one assured exchange of datagrams.
+fn new_connection(n: u32) -> Vec<u8> {
+    let ports = [(n & 0xffff) as u16, (n >> 16) as u16 + 1];
+    let ips = [Ipv4Addr::new(10, 200, 0, 1), Ipv4Addr::new(10, 200, 0, 2)];
+    let tuple = |kind, from: usize, to: usize| {
+        let addresses = [attr(1, &ips[from].octets()), attr(2, &ips[to].octets())].concat();
+        let protocol = [
+            attr(1, &[17]),
+            attr(2, &ports[from].to_be_bytes()),
+            attr(3, &ports[to].to_be_bytes()),
+        ]
+        .concat();
+        attr(
+            kind | NESTED,
+            &[attr(1 | NESTED, &addresses), attr(2 | NESTED, &protocol)].concat(),
+        )
+    };
+    let seen_assured_confirmed: u32 = 1 << 1 | 1 << 2 | 1 << 3;
+    let body = [
+        vec![libc::AF_INET as u8, 0, 0, 0],
+        tuple(1, 0, 1),
+        tuple(2, 1, 0),
+        attr(3, &seen_assured_confirmed.to_be_bytes()),
+        attr(7, &600_u32.to_be_bytes()),
+    ]
+    .concat();
+    let kind = (libc::NFNL_SUBSYS_CTNETLINK as u16) << 8;
+    let flags = (libc::NLM_F_REQUEST | libc::NLM_F_CREATE) as u16;
+    let length = 16 + body.len() as u32;
+    [
+        &length.to_ne_bytes()[..],
+        &kind.to_ne_bytes(),
+        &flags.to_ne_bytes(),
+        &[0; 8],
+        &body,
+    ]
+    .concat()
+}
+
+fn attr(kind: u16, data: &[u8]) -> Vec<u8> {
+    let mut attr = [&(4 + data.len() as u16).to_ne_bytes()[..], &kind.to_ne_bytes(), data].concat();
+    attr.resize(attr.len().next_multiple_of(4), 0);
+    attr
+}
+
+const NESTED: u16 = 1 << 15;
+/// Connections that fit in before the table is full.
+const ROOM: u32 = 8;
+const LIMIT: Duration = Duration::from_secs(1);
