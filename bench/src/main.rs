@@ -1,4 +1,4 @@
-//! `tulle-bench serve | load | run | document | control-scale`.
+//! `tulle-bench serve | load | run | document | costs | control-scale`.
 
 use std::process::ExitCode;
 
@@ -26,6 +26,8 @@ enum Command {
     Run(tulle_bench::run::Args),
     /// Writes docs/benchmarks.md and its plots from the JSON of a run.
     Document(tulle_bench::run::DocumentArgs),
+    /// Counts what a request costs in instructions and allocations, and compares it with before; needs root and valgrind.
+    Costs(tulle_bench::run::costs::Args),
     /// Measures destination with many objects on an API server and many streams.
     ControlScale(tulle_bench::control_scale::Args),
 }
@@ -46,6 +48,7 @@ fn run(args: Args) -> anyhow::Result<()> {
         Command::Load(args) => tulle_bench::load::main(&args).context("generating load"),
         Command::Run(args) => tulle_bench::run::main(&args).context("measuring"),
         Command::Document(args) => tulle_bench::run::document(&args).context("writing the document"),
+        Command::Costs(args) => tulle_bench::run::costs::main(&args).context("counting costs"),
         Command::ControlScale(args) => tulle_bench::control_scale::main(&args).context("measuring destination"),
     }
 }

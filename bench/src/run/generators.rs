@@ -177,6 +177,20 @@ pub(super) fn ghz(scene: &Scene, host: &str, duration: Duration) -> anyhow::Resu
     })
 }
 
+/// So many requests of HTTP/1, one after the other on one connection.
+pub(super) fn one_by_one(scene: &Scene, host: &str, requests: u32) -> anyhow::Result<()> {
+    let mut command = scene.client.command("h2load");
+    command
+        .args(["--h1", "-c1", "-n", &requests.to_string()])
+        .arg(format!("http://{host}:{HTTP_PORT}/"));
+    let text = output(command)?;
+    ensure!(
+        text.contains(&format!(" {requests} succeeded")),
+        "h2load printed {text:?}"
+    );
+    Ok(())
+}
+
 /// What our own load generator sends.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Ours {

@@ -5,7 +5,9 @@
 //! The client, both sidecars and the application share the machine's cores: trust the ratios, not the absolutes.
 
 mod bounds;
+mod callgrind;
 mod certs;
+pub mod costs;
 mod document;
 mod drive;
 mod generators;
@@ -70,7 +72,7 @@ pub struct Args {
 /// Measures, prints the table, writes the JSON, and fails when a bound is broken.
 pub fn main(args: &Args) -> anyhow::Result<()> {
     tools::raise_descriptor_limit()?;
-    let scene = Scene::build(&args.peers)?;
+    let scene = Scene::build(&args.peers, &["wrk", "ghz", "h2load"])?;
     let mut results = Results::new(tools::versions(&args.peers)?);
     for repeat in 1..=args.repeats {
         for group in rows::groups(&args.rows) {

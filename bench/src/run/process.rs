@@ -65,6 +65,10 @@ impl Process {
         )
     }
 
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     /// The numbers of all living threads.
     pub fn threads(&self) -> anyhow::Result<Vec<u64>> {
         let dir = format!("/proc/{}/task", self.child.id());
@@ -146,7 +150,8 @@ fn listeners(table: &str) -> Vec<u16> {
     table.lines().filter_map(port).collect()
 }
 
-const START_TRIES: u32 = 1000;
+/// Under callgrind a start takes some seconds.
+const START_TRIES: u32 = 6000;
 const START_PAUSE: Duration = Duration::from_millis(10);
 const LAST_WORDS: usize = 2000;
 

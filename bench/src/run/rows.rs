@@ -76,6 +76,16 @@ pub(super) enum Path {
     Inbound,
 }
 
+/// Which build of tulle, and under what it runs.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Build {
+    Shipped,
+    /// The one that counts allocations.
+    Counting,
+    /// The shipped one, with its instructions counted.
+    Callgrind,
+}
+
 /// How sidecars are started.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Setup {
@@ -85,8 +95,7 @@ pub(super) struct Setup {
     /// Each thread of a sidecar may use this share of a core, in percent: the workers are then what limits the row, also where
     /// they share the machine with the load.
     pub(super) throttle: Option<u16>,
-    /// The build that counts allocations.
-    pub(super) counting: bool,
+    pub(super) build: Build,
     /// Nothing else is measured with the same processes.
     pub(super) alone: bool,
 }
@@ -111,7 +120,7 @@ impl Row {
             path: Path::Both,
             workers: 1,
             throttle: None,
-            counting: false,
+            build: Build::Shipped,
             alone: false,
         };
         match self {
@@ -149,7 +158,10 @@ impl Row {
                 throttle: Some(25),
                 ..both
             },
-            Self::Allocations => Setup { counting: true, ..both },
+            Self::Allocations => Setup {
+                build: Build::Counting,
+                ..both
+            },
         }
     }
 

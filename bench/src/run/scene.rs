@@ -32,12 +32,12 @@ pub(super) struct Scene {
 }
 
 impl Scene {
-    /// Checks that all that `peers` need is there, and builds the stage.
-    pub(super) fn build(peers: &[Peer]) -> anyhow::Result<Self> {
+    /// Checks that all that `peers` need is there, and the programs that drive them, and builds the stage.
+    pub(super) fn build(peers: &[Peer], programs: &[&str]) -> anyhow::Result<Self> {
         for peer in peers {
             peer.check()?;
         }
-        ["wrk", "ghz", "h2load"].into_iter().try_for_each(tools::installed)?;
+        programs.iter().try_for_each(|program| tools::installed(program))?;
         tools::beside(INIT)?;
         let dir = tempfile::tempdir().context("making a directory")?;
         // The sidecars run as a user of their own and have to read what is in it.

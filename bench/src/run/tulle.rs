@@ -6,7 +6,7 @@
 use std::fs::Permissions;
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{PermissionsExt as _, chown};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -18,9 +18,9 @@ use tulle_core::netns::Namespace;
 use super::drive::Side;
 use super::peer::Sidecars;
 use super::process::Process;
-use super::rows::{Path, Setup};
-use super::scene::{self, CONTROL, Scene};
-use super::tools;
+use super::rows::{Build, Path, Setup};
+use super::scene::{self, CONTROL, PROXY_UID, Scene};
+use super::{callgrind, costs, tools};
 
 /// Programs that have to be beside this one.
 pub(super) const PROGRAMS: [&str; 3] = [PROXY, COUNTING_PROXY, "tulle-control"];
@@ -118,12 +118,26 @@ fn proxy(scene: &Scene, setup: &Setup, mesh: &Mesh, side: Side) -> anyhow::Resul
         Side::Client => ("client", &scene.client),
         Side::Server => ("server", &scene.server),
     };
-    let program = if setup.counting { COUNTING_PROXY } else { PROXY };
-    let mut command = scene::as_proxy(namespace, runnable(program, scene.dir.path())?);
-    command
-        // Only the counting one reads it.
-        .arg(COUNTER)
-        .env_clear();
+    let installed = |program| runnable(program, scene.dir.path());
+    let mut command = match setup.build {
+        Build::Shipped => scene::as_proxy(namespace, installed(PROXY)?),
+        Build::Counting => {
+            let mut command = scene::as_proxy(namespace, installed(COUNTING_PROXY)?);
+            command.arg(COUNTER);
+            command
+        }
+        Build::Callgrind => {
+            let dir = scene.dir.path().join(costs::DIRECTORY);
+            std::fs::create_dir_all(&dir).with_context(|| format!("making {}", dir.display()))?;
+            chown(&dir, Some(PROXY_UID), Some(PROXY_UID)).context("giving callgrind its directory")?;
+            let mut command = scene::as_proxy(namespace, "valgrind");
+            command.args(callgrind::arguments(&costs::out(scene, side)));
+            command.arg(installed(PROXY)?);
+            command
+        }
+    };
+    // For valgrind alone.
+    command.env_clear().env("PATH", "/usr/bin:/bin");
     let identity = |account: &str, namespace: &str| {
         tulle_core::identity::service_account(account, namespace, "linkerd", "cluster.local")
     };

@@ -24,7 +24,12 @@ use crate::net::counts::Counts;
 pub(crate) struct Tcp {
     stream: TcpStream,
     prefix: Bytes,
+    /// Whether TLS on top keeps what it has to write, up to [`HELD`] bytes.
+    held: bool,
 }
+
+/// Bytes that TLS holds back at most: less than what it is ready to keep, so that it never has to refuse any.
+const HELD: usize = 48 * 1024;
 
 /// Any connection the proxy holds, in either direction.
 pub(crate) struct Io {
@@ -48,14 +53,20 @@ struct Counted {
 
 impl Tcp {
     pub(crate) fn new(stream: TcpStream) -> Self {
-        Self {
-            stream,
-            prefix: Bytes::new(),
-        }
+        Self::with_prefix(stream, Bytes::new())
     }
 
     pub(crate) fn with_prefix(stream: TcpStream, prefix: Bytes) -> Self {
-        Self { stream, prefix }
+        Self {
+            stream,
+            prefix,
+            held: false,
+        }
+    }
+
+    /// Whether so many bytes are few enough to wait for more.
+    fn holds_back(&self, len: usize) -> bool {
+        self.held && len < HELD
     }
 }
 
@@ -105,6 +116,24 @@ impl Io {
         };
         if let Err(error) = SockRef::from(stream).set_linger(Some(Duration::ZERO)) {
             tracing::debug!(%error, "a broken connection ends as if it were not");
+        }
+    }
+
+    /// Has TLS keep what is written, as far as it is not much, until this is taken back and somebody flushes. Nobody is woken
+    /// for what is kept. Without TLS it changes nothing.
+    pub(crate) fn hold_back(&mut self, held: bool) {
+        match &mut self.stream {
+            Stream::Tcp(_) => {}
+            Stream::TlsClient(tls) => tls.get_mut().0.held = held,
+            Stream::TlsServer(tls) => tls.get_mut().0.held = held,
+        }
+    }
+
+    fn is_held_back(&self) -> bool {
+        match &self.stream {
+            Stream::Tcp(_) => false,
+            Stream::TlsClient(tls) => tls.get_ref().0.held,
+            Stream::TlsServer(tls) => tls.get_ref().0.held,
         }
     }
 
@@ -174,6 +203,9 @@ impl AsyncRead for Tcp {
 
 impl AsyncWrite for Tcp {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        if self.holds_back(buf.len()) {
+            return Poll::Pending;
+        }
         Pin::new(&mut self.stream).poll_write(cx, buf)
     }
 
@@ -182,6 +214,9 @@ impl AsyncWrite for Tcp {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        if self.holds_back(bufs.iter().map(|buf| buf.len()).sum()) {
+            return Poll::Pending;
+        }
         Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
     }
 
@@ -246,10 +281,14 @@ impl AsyncWrite for Io {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.is_held_back() {
+            return Poll::Ready(Ok(()));
+        }
         on_stream!(self, s => Pin::new(s).poll_flush(cx))
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.hold_back(false);
         on_stream!(self, s => Pin::new(s).poll_shutdown(cx))
     }
 }

@@ -10,8 +10,8 @@ use std::{
 use bytes::{Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 
-/// Bytes read at once. 32 KiB cost the least in bulk; see `net::copy`.
-const SIZE: usize = 32 * 1024;
+/// Bytes read at once. In bulk, 64 KiB cost a little less than 32 KiB, as much as goes out in one write.
+const SIZE: usize = 64 * 1024;
 /// Reads of at least so many bytes take the buffer along; shorter ones are copied out of it.
 const LARGE: usize = 8 * 1024;
 

@@ -2,6 +2,7 @@
 
 use std::{
     cell::RefCell,
+    collections::VecDeque,
     io::{self, Write as _},
     pin::Pin,
     task::{Context, Poll, ready},
@@ -23,6 +24,9 @@ use crate::http::{
 
 /// Body bytes that are copied behind the head; more of them are written from where they are.
 const INLINE: usize = 4 * 1024;
+
+/// Body bytes that are collected for one write, as far as they are there: each write costs its way through the network.
+const TOGETHER: usize = 64 * 1024;
 
 /// The longest request that is remembered until its response comes, in bytes. Whoever reads a socket reads as much at
 /// once: of such a request that left in one piece, all was read, or nothing.
@@ -49,14 +53,16 @@ enum Framing {
 /// A message on its way out: encoded bytes not written yet, then the rest of the body.
 pub(crate) struct Message<B> {
     out: Buffer,
-    /// A piece of body written as it is, after `out`.
-    data: Bytes,
+    /// Body bytes written as they are, after `out`.
+    data: Pieces,
     /// What follows `data`.
     tail: &'static [u8],
     body: B,
     framing: Framing,
     /// Whether the body's end has been encoded.
     encoded: bool,
+    /// How the body ended after what is still to be written: with trailers, or by failing.
+    ending: Option<Result<HeaderMap, Error>>,
     /// Whether any byte has left.
     begun: bool,
     /// All of it, once it has left in one short piece.
@@ -138,6 +144,7 @@ pub(crate) fn request<B: Sent>(req: Request<B>) -> Message<B> {
     Message {
         framing,
         encoded: ended,
+        ending: None,
         hold,
         ..message(out, body)
     }
@@ -187,6 +194,7 @@ pub(crate) fn response<B: Sent>(
     let message = Message {
         framing,
         encoded: ended,
+        ending: None,
         ..message(out, body)
     };
     (message, afterwards)
@@ -203,11 +211,12 @@ pub(crate) fn interim(rsp: &Response<()>, out: &mut BytesMut) {
 fn message<B>(out: Buffer, body: B) -> Message<B> {
     Message {
         out,
-        data: Bytes::new(),
+        data: Pieces::default(),
         tail: b"",
         body,
         framing: Framing::Length(0),
         encoded: true,
+        ending: None,
         begun: false,
         piece: Buffer::default(),
         hold: Hold::No,
@@ -273,10 +282,10 @@ impl<B: Sent> Message<B> {
     ) -> Poll<Result<(), Error>> {
         loop {
             // One look at the body before the first write, so that a small body leaves with its head.
-            if !self.encoded && self.data.is_empty() && self.out.len() < INLINE {
+            if !self.encoded && self.ending.is_none() && self.data.is_empty() && self.out.len() < INLINE {
                 match Pin::new(&mut self.body).poll_frame(cx) {
                     Poll::Ready(frame) => {
-                        self.encode(frame.transpose()?)?;
+                        self.encode(cx, frame.transpose()?)?;
                         continue;
                     }
                     Poll::Pending if self.out.is_empty() => {
@@ -287,6 +296,10 @@ impl<B: Sent> Message<B> {
                 }
             }
             if self.is_written() {
+                if let Some(ending) = self.ending.take() {
+                    self.encode_end(Some(&ending?))?;
+                    continue;
+                }
                 if self.encoded {
                     return Pin::new(&mut *io).poll_flush(cx).map_err(Error::Response);
                 }
@@ -295,8 +308,11 @@ impl<B: Sent> Message<B> {
             let n = if self.data.is_empty() {
                 ready!(Pin::new(&mut *io).poll_write(cx, &self.out))
             } else {
-                let parts = [&**self.out, &*self.data, self.tail].map(io::IoSlice::new);
-                ready!(Pin::new(&mut *io).poll_write_vectored(cx, &parts))
+                let mut parts = [io::IoSlice::new(&[]); PIECES + 2];
+                parts[0] = io::IoSlice::new(&self.out);
+                let n = 1 + self.data.slices(&mut parts[1..=PIECES]);
+                parts[n] = io::IoSlice::new(self.tail);
+                ready!(Pin::new(&mut *io).poll_write_vectored(cx, &parts[..=n]))
             };
             let n = n.map_err(Error::Response)?;
             if n == 0 {
@@ -315,12 +331,10 @@ impl<B: Sent> Message<B> {
     fn advance(&mut self, n: usize) {
         let of_out = n.min(self.out.len());
         self.out.advance(of_out);
-        let of_data = (n - of_out).min(self.data.len());
-        self.data.advance(of_data);
-        self.tail = &self.tail[n - of_out - of_data..];
+        let of_tail = self.data.advance(n - of_out);
+        self.tail = &self.tail[of_tail..];
         if self.data.is_empty() {
             // The rest of it is copied, so that a tail only ever follows data.
-            self.data = Bytes::new();
             self.out.put_slice(std::mem::take(&mut self.tail));
         }
     }
@@ -329,39 +343,62 @@ impl<B: Sent> Message<B> {
         self.out.is_empty() && self.data.is_empty()
     }
 
-    fn encode(&mut self, frame: Option<http_body::Frame<Bytes>>) -> Result<(), Error> {
-        let Some(frame) = frame else {
-            return self.encode_end(None);
-        };
-        match frame.into_data() {
-            Ok(data) => {
-                let last = self.body.is_end_stream();
-                if !data.is_empty() {
-                    self.encode_data(data)?;
+    fn encode(&mut self, cx: &mut Context<'_>, frame: Option<http_body::Frame<Bytes>>) -> Result<(), Error> {
+        let mut next = frame.map(http_body::Frame::into_data);
+        loop {
+            match next {
+                Some(Ok(data)) => self.data.push(data),
+                Some(Err(trailers)) => {
+                    let trailers = trailers.into_trailers().ok();
+                    if self.data.is_empty() {
+                        return self.encode_end(trailers.as_ref());
+                    }
+                    self.ending = trailers.map(Ok);
+                    return self.encode_data();
                 }
-                if last { self.encode_end(None) } else { Ok(()) }
+                None => {
+                    self.encode_data()?;
+                    return self.encode_end(None);
+                }
             }
-            Err(frame) => self.encode_end(frame.into_trailers().ok().as_ref()),
+            if self.body.is_end_stream() {
+                next = None;
+                continue;
+            }
+            // With large data goes what follows and is there already.
+            if self.data.len() <= INLINE || !self.data.has_room() {
+                return self.encode_data();
+            }
+            next = match Pin::new(&mut self.body).poll_frame(cx) {
+                Poll::Ready(Some(Ok(frame))) => Some(frame.into_data()),
+                Poll::Ready(None) => None,
+                Poll::Ready(Some(Err(error))) => {
+                    self.ending = Some(Err(error));
+                    return self.encode_data();
+                }
+                Poll::Pending => return self.encode_data(),
+            };
         }
     }
 
-    fn encode_data(&mut self, data: Bytes) -> Result<(), Error> {
+    /// Encodes what `data` holds.
+    fn encode_data(&mut self) -> Result<(), Error> {
+        let len = self.data.len();
+        if len == 0 {
+            return Ok(());
+        }
         match &mut self.framing {
-            Framing::Length(left) => {
-                let len = data.len() as u64;
-                *left = left.checked_sub(len).ok_or(Error::Miscounted)?;
-            }
+            Framing::Length(left) => *left = left.checked_sub(len as u64).ok_or(Error::Miscounted)?,
             Framing::Chunked => {
-                let _ = write!((&mut *self.out).writer(), "{:x}\r\n", data.len());
+                let _ = write!((&mut *self.out).writer(), "{len:x}\r\n");
                 self.tail = b"\r\n";
             }
             Framing::UntilClose => {}
         }
-        if data.len() <= INLINE {
-            self.out.put_slice(&data);
+        if len <= INLINE {
+            let data = std::mem::take(&mut self.data);
+            self.out.put_slice(&data.first);
             self.out.put_slice(std::mem::take(&mut self.tail));
-        } else {
-            self.data = data;
         }
         Ok(())
     }
@@ -417,6 +454,58 @@ impl<B: Sent> Message<B> {
     /// True when nothing of the message can be left to send.
     pub(crate) fn is_done(&self) -> bool {
         self.encoded && self.is_written()
+    }
+}
+
+/// Pieces of a body, one after the other.
+#[derive(Default)]
+struct Pieces {
+    first: Bytes,
+    more: VecDeque<Bytes>,
+}
+
+/// How many pieces go together at most.
+const PIECES: usize = 8;
+
+impl Pieces {
+    fn push(&mut self, piece: Bytes) {
+        if self.first.is_empty() {
+            self.first = piece;
+        } else if !piece.is_empty() {
+            self.more.push_back(piece);
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.first.is_empty()
+    }
+
+    fn len(&self) -> usize {
+        self.first.len() + self.more.iter().map(Bytes::len).sum::<usize>()
+    }
+
+    fn has_room(&self) -> bool {
+        self.more.len() + 1 < PIECES && self.len() < TOGETHER
+    }
+
+    /// Fills the beginning of `slices`, and says how many they are.
+    fn slices<'a>(&'a self, slices: &mut [io::IoSlice<'a>]) -> usize {
+        let pieces = std::iter::once(&self.first).chain(&self.more);
+        let filled = slices.iter_mut().zip(pieces);
+        filled.map(|(slice, piece)| *slice = io::IoSlice::new(piece)).count()
+    }
+
+    /// Forgets the first `n` bytes, and says how many of these it did not have.
+    fn advance(&mut self, mut n: usize) -> usize {
+        while n > 0 && !self.first.is_empty() {
+            let of_first = n.min(self.first.len());
+            self.first.advance(of_first);
+            n -= of_first;
+            if self.first.is_empty() {
+                self.first = self.more.pop_front().unwrap_or_default();
+            }
+        }
+        n
     }
 }
 

@@ -19,7 +19,12 @@ use crate::{
     http::{
         body::Body,
         error::Error,
-        h2::{From, KeepAlive, Params, Received, send::Sending, unanswered},
+        h2::{
+            From, KeepAlive, Params, Received,
+            batch::{Batch, Batched, batched},
+            send::Sending,
+            unanswered,
+        },
         headers, interim,
     },
     net::io::Io,
@@ -42,16 +47,17 @@ pub(crate) async fn connect(io: Io, params: &Params) -> Result<SendRequest<Bytes
     if let Some(size) = params.max_send_buffer {
         builder.max_send_buffer_size(size);
     }
+    let (io, batch) = batched(io);
     let (send, connection) = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
-    tokio::spawn(drive(connection, params.keep_alive));
+    tokio::spawn(drive(connection, batch, params.keep_alive));
     Ok(send)
 }
 
 /// Moves frames until the connection ends, or its peer stops answering pings.
-async fn drive(mut connection: client::Connection<Io, Bytes>, keep_alive: Option<KeepAlive>) {
+async fn drive(mut connection: client::Connection<Batched, Bytes>, batch: Batch, keep_alive: Option<KeepAlive>) {
     let pings = connection.ping_pong();
     tokio::select! {
-        ended = connection => if let Err(error) = ended {
+        ended = poll_fn(|cx| batch.poll(cx, |cx| Pin::new(&mut connection).poll(cx))) => if let Err(error) = ended {
             tracing::debug!(%error, "HTTP/2 connection ended");
         },
         () = unanswered(keep_alive, pings) => tracing::debug!("HTTP/2 peer did not answer a ping in time"),

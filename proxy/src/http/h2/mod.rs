@@ -1,5 +1,6 @@
 //! HTTP/2 on the `h2` crate directly, for both roles: no channel and no task between a request and its connection.
 
+mod batch;
 pub(crate) mod client;
 mod send;
 pub(crate) mod server;

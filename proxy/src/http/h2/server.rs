@@ -4,7 +4,7 @@ use std::{
     future::{Future, poll_fn},
     pin::pin,
     sync::Arc,
-    task::Poll,
+    task::{Poll, ready},
     time::Duration,
 };
 
@@ -30,6 +30,7 @@ use crate::{
         error::Error,
         h2::{
             From, Params, Received,
+            batch::batched,
             send::{self, Sending},
             unanswered,
         },
@@ -78,6 +79,7 @@ where
         () = asked_to_end(closer, drain) => return Ok(()),
         () = sleep(PREFACE_TIMEOUT) => return Err(Error::HeadTimeout(PREFACE_TIMEOUT)),
     };
+    let (io, batch) = batched(io);
     let mut connection = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
     let clerks = Clerks::new(service);
     let mut silent = pin!(unanswered(params.keep_alive, connection.ping_pong()));
@@ -85,12 +87,17 @@ where
     let mut is_ending = false;
     let mut rounds = interval_at(Instant::now() + ROUND, ROUND);
     poll_fn(|cx| {
-        while let Poll::Ready(accepted) = connection.poll_accept(cx) {
-            match accepted {
-                Some(Ok(job)) => clerks.take(job),
-                Some(Err(error)) => return Poll::Ready(Err(Error::H2(error))),
-                None => return Poll::Ready(Ok(())),
+        let ended = batch.poll(cx, |cx| {
+            loop {
+                match ready!(connection.poll_accept(cx)) {
+                    Some(Ok(job)) => clerks.take(job),
+                    Some(Err(error)) => return Poll::Ready(Err(Error::H2(error))),
+                    None => return Poll::Ready(Ok(())),
+                }
             }
+        });
+        if ended.is_ready() {
+            return ended;
         }
         while rounds.poll_tick(cx).is_ready() {
             clerks.send_home();

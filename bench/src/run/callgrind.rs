@@ -1,0 +1,135 @@
+//! What a process does between two moments, counted by callgrind: instructions, by function, and allocations.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, ensure};
+
+/// Arguments that have `program` run under callgrind, with its dumps at `out`.
+pub(super) fn arguments(out: &Path) -> [String; 4] {
+    [
+        "--tool=callgrind".to_owned(),
+        // Its pipes would be in a directory that is not the proxy's.
+        format!("--vgdb-prefix={}-vgdb", out.display()),
+        format!("--callgrind-out-file={}", out.display()),
+        "--dump-line=no".to_owned(),
+    ]
+}
+
+/// What was counted between two dumps.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Counts {
+    /// Instructions by the function that has them, without those it calls.
+    pub(super) functions: BTreeMap<String, u64>,
+    pub(super) allocations: u64,
+}
+
+/// Has the process write what it has counted since the last dump, and start again from zero.
+///
+/// `control` is `callgrind_control` as the user and with the environment of the process: it finds it by both.
+pub(super) fn dump(mut control: Command, pid: u32, out: &Path, number: u32) -> anyhow::Result<Counts> {
+    control
+        .arg(format!("--vgdb-prefix={}-vgdb", out.display()))
+        .args(["-d", &pid.to_string()]);
+    let output = control.output().context("starting callgrind_control")?;
+    ensure!(
+        output.status.success(),
+        "callgrind_control ended with {}: {}{}",
+        output.status,
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let path = PathBuf::from(format!("{}.{number}", out.display()));
+    let text = std::fs::read_to_string(&path).with_context(|| {
+        format!(
+            "reading {}; callgrind_control said {:?}",
+            path.display(),
+            String::from_utf8_lossy(&output.stdout)
+        )
+    })?;
+    Ok(parse(&text))
+}
+
+/// Reads a dump. Its format is in the manual of valgrind, "Callgrind Format Specification".
+fn parse(text: &str) -> Counts {
+    let mut names: HashMap<&str, String> = HashMap::new();
+    let mut counts = Counts::default();
+    let mut function = String::new();
+    let mut called = String::new();
+    let mut is_call = false;
+    for line in text.lines() {
+        if let Some(name) = line.strip_prefix("fn=") {
+            function = named(&mut names, name);
+        } else if let Some(name) = line.strip_prefix("cfn=") {
+            called = named(&mut names, name);
+        } else if let Some(calls) = line.strip_prefix("calls=") {
+            is_call = true;
+            if ALLOCATORS.contains(&called.as_str()) && !ALLOCATORS.contains(&function.as_str()) {
+                let calls = calls.split_whitespace().next().and_then(|calls| calls.parse().ok());
+                counts.allocations += calls.unwrap_or(0_u64);
+            }
+        } else if line.starts_with(|first: char| first.is_ascii_digit() || "+-*".contains(first)) {
+            // The line after "calls=" is what the called function cost, which is counted there.
+            if !std::mem::take(&mut is_call) {
+                let cost = line.split_whitespace().nth(1).and_then(|cost| cost.parse().ok());
+                *counts.functions.entry(function.clone()).or_default() += cost.unwrap_or(0_u64);
+            }
+        }
+    }
+    counts
+}
+
+/// `(12) name` where a name first stands, `(12)` afterwards.
+fn named<'a>(names: &mut HashMap<&'a str, String>, text: &'a str) -> String {
+    let Some((number, name)) = text.split_once(')') else {
+        return text.to_owned();
+    };
+    if name.trim().is_empty() {
+        return names.get(number).cloned().unwrap_or_default();
+    }
+    let name = plain(name.trim());
+    names.insert(number, name.clone());
+    name
+}
+
+/// A name without what differs from build to build: the hash at the end, and which of several recursions it is.
+fn plain(name: &str) -> String {
+    let name = name.split('\'').next().unwrap_or(name);
+    match name.rsplit_once("::h") {
+        Some((front, hash)) if hash.len() == 16 && hash.bytes().all(|byte| byte.is_ascii_hexdigit()) => {
+            front.to_owned()
+        }
+        _ => name.to_owned(),
+    }
+}
+
+/// What hands out memory. One of them that calls another is one allocation.
+const ALLOCATORS: [&str; 8] = [
+    "malloc",
+    "calloc",
+    "realloc",
+    "posix_memalign",
+    "aligned_alloc",
+    "__libc_malloc",
+    "__libc_calloc",
+    "__libc_realloc",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn costs_are_counted_where_they_are_and_calls_of_allocators_once() {
+        let dump = "# callgrind format\nversion: 1\nevents: Ir\npositions: line\n\n\
+            ob=(1) /proxy\nfl=(1) a.rs\nfn=(1) a::b::h0123456789abcdef\n0 10\n\
+            cfn=(2) malloc\ncalls=3 0\n0 300\n0 5\n\n\
+            fn=(2)\n0 60\ncfn=(3) posix_memalign\ncalls=1 0\n0 7\n\n\
+            fn=(3)\n+0 7\n\nfn=(4) a::b'2\n0 1\ntotals: 83\n";
+        let counts = parse(dump);
+        let functions: Vec<(&str, u64)> = counts.functions.iter().map(|(name, n)| (name.as_str(), *n)).collect();
+        assert_eq!(functions, [("a::b", 16), ("malloc", 60), ("posix_memalign", 7)]);
+        assert_eq!(counts.allocations, 3);
+    }
+}

@@ -1,0 +1,228 @@
+//! What a request costs in instructions and allocations, counted by callgrind, against what it cost before.
+//!
+//! One client asks for one page after the other, so that the same happens each time, on any machine.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, ensure};
+use serde::{Deserialize, Serialize};
+
+use super::callgrind::{self, Counts};
+use super::drive::Side;
+use super::generators;
+use super::peer::{Peer, Sidecars};
+use super::rows::{Build, Row, Setup};
+use super::scene::{self, SERVICE, Scene};
+use super::tools;
+
+/// What to compare with.
+#[derive(clap::Args, Clone, Debug)]
+pub struct Args {
+    /// What a request cost before.
+    #[arg(long, value_name = "FILE", default_value = "bench/costs.json")]
+    baseline: PathBuf,
+    /// Write what it costs now into that file instead: for a change that is worth what it costs, or that saves something.
+    #[arg(long)]
+    write: bool,
+}
+
+/// What one request costs in one sidecar.
+#[derive(Debug, Default, Deserialize, PartialEq, Serialize)]
+struct Cost {
+    /// Without those whose number depends on the processor.
+    instructions: f64,
+    allocations: f64,
+    /// Instructions of the functions that have the most, without those they call.
+    functions: BTreeMap<String, f64>,
+}
+
+#[derive(Debug, Default, Deserialize, PartialEq, Serialize)]
+struct Costs {
+    client: Cost,
+    server: Cost,
+}
+
+/// Measures, prints, and fails when a request costs more than it did.
+pub fn main(args: &Args) -> anyhow::Result<()> {
+    let costs = measure()?;
+    if args.write {
+        let json = serde_json::to_string_pretty(&costs).context("encoding the costs")? + "\n";
+        return std::fs::write(&args.baseline, json).with_context(|| format!("writing {}", args.baseline.display()));
+    }
+    let json = std::fs::read(&args.baseline).with_context(|| format!("reading {}", args.baseline.display()))?;
+    let before: Costs =
+        serde_json::from_slice(&json).with_context(|| format!("reading {}", args.baseline.display()))?;
+    let (mut text, mut dearer) = (String::new(), Vec::new());
+    for (side, before, now) in [
+        ("client", &before.client, &costs.client),
+        ("server", &before.server, &costs.server),
+    ] {
+        let _ = writeln!(
+            text,
+            "the {side}'s sidecar: {:.0} instructions a request ({:+.1} %), {:.2} allocations ({:+.1} %)",
+            now.instructions,
+            percent(before.instructions, now.instructions),
+            now.allocations,
+            percent(before.allocations, now.allocations)
+        );
+        dearer.extend(compare(before, now).map(|why| format!("in the {side}'s sidecar {why}")));
+    }
+    tools::print(&text)?;
+    ensure!(
+        dearer.is_empty(),
+        "{}\nif it is worth that, \"tulle-bench costs --write\" notes it down",
+        dearer.join("\n")
+    );
+    Ok(())
+}
+
+/// How much more, or less, in percent.
+fn percent(before: f64, now: f64) -> f64 {
+    (now / before - 1.0) * 100.0
+}
+
+/// Says what costs more than it did, and which functions do.
+fn compare(before: &Cost, now: &Cost) -> Option<String> {
+    let mut why = Vec::new();
+    for (what, before, now) in [
+        ("instructions", before.instructions, now.instructions),
+        ("allocations", before.allocations, now.allocations),
+    ] {
+        if now > before * (1.0 + TOLERANCE) {
+            why.push(format!("a request costs {now:.1} {what}, before {before:.1}"));
+        }
+    }
+    if why.is_empty() {
+        return None;
+    }
+    let grown = |(name, now): (&String, &f64)| {
+        let before = before.functions.get(name).copied().unwrap_or_default();
+        (
+            now - before,
+            format!("\n  {name}: {now:.0} instructions, before {before:.0}"),
+        )
+    };
+    let mut functions: Vec<(f64, String)> = now.functions.iter().map(grown).collect();
+    functions.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let named = functions.into_iter().take(NAMED).filter(|(more, _)| *more > 0.0);
+    Some(why.join(", ") + &named.map(|(_, line)| line).collect::<String>())
+}
+
+fn measure() -> anyhow::Result<Costs> {
+    let scene = Scene::build(&[Peer::Tulle], &["valgrind", "callgrind_control", "h2load"])?;
+    let setup = Setup {
+        build: Build::Callgrind,
+        ..Row::HttpC1.setup()
+    };
+    let sidecars = Peer::Tulle.start(&scene, &setup).context("starting the sidecars")?;
+    let sidecars = sidecars.context("there are no sidecars")?;
+    // Connections are made and learned about, buffers are as large as they will be.
+    generators::one_by_one(&scene, SERVICE, WARM_UP)?;
+    dump(&scene, &sidecars, 1)?;
+    generators::one_by_one(&scene, SERVICE, REQUESTS)?;
+    let [client, server] = dump(&scene, &sidecars, 2)?.map(Cost::of);
+    Ok(Costs { client, server })
+}
+
+/// What both sidecars have counted since the last time.
+fn dump(scene: &Scene, sidecars: &Sidecars, number: u32) -> anyhow::Result<[Counts; 2]> {
+    let mut counts = [Counts::default(), Counts::default()];
+    for (side, process) in sidecars.sides() {
+        let (namespace, at) = match side {
+            Side::Client => (&scene.client, 0),
+            Side::Server => (&scene.server, 1),
+        };
+        let mut control = scene::as_proxy(namespace, "callgrind_control");
+        control.env_clear().env("PATH", "/usr/bin:/bin");
+        counts[at] = callgrind::dump(control, process.id(), &out(scene, side), number)?;
+    }
+    Ok(counts)
+}
+
+/// Where a sidecar's dumps go.
+pub(super) fn out(scene: &Scene, side: Side) -> PathBuf {
+    let name = match side {
+        Side::Client => "client",
+        Side::Server => "server",
+    };
+    Path::new(scene.dir.path()).join(DIRECTORY).join(name)
+}
+
+impl Cost {
+    fn of(counts: Counts) -> Self {
+        let each = |n: u64| n as f64 / f64::from(REQUESTS);
+        let functions: BTreeMap<String, f64> = counts
+            .functions
+            .into_iter()
+            .filter(|(name, _)| !CHOSEN_BY_PROCESSOR.iter().any(|start| name.starts_with(start)))
+            .map(|(name, n)| (name, each(n)))
+            .collect();
+        let instructions: f64 = functions.values().sum();
+        Self {
+            instructions: instructions.round(),
+            allocations: (each(counts.allocations) * 100.0).round() / 100.0,
+            functions: functions
+                .into_iter()
+                .filter(|(_, n)| *n > instructions * SHARE)
+                .map(|(name, n)| (name, n.round()))
+                .collect(),
+        }
+    }
+}
+
+/// Below the directory of the scene; the proxy's user writes there.
+pub(super) const DIRECTORY: &str = "callgrind";
+const WARM_UP: u32 = 200;
+const REQUESTS: u32 = 500;
+/// How much more a request may cost than before.
+const TOLERANCE: f64 = 0.02;
+/// Functions with less than this share of the instructions are not noted down.
+const SHARE: f64 = 0.001;
+/// How many functions are named.
+const NAMED: usize = 8;
+/// Of these the C library and the crypto library have one for each kind of processor.
+const CHOSEN_BY_PROCESSOR: [&str; 4] = ["__mem", "__str", "aws_lc_", "__bcmp"];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cost(instructions: f64, functions: &[(&str, f64)]) -> Cost {
+        let functions = functions.iter().map(|(name, n)| ((*name).to_owned(), *n));
+        Cost {
+            instructions,
+            allocations: 9.0,
+            functions: functions.collect(),
+        }
+    }
+
+    #[test]
+    fn what_costs_more_is_named() {
+        let before = cost(1000.0, &[("a", 600.0), ("b", 300.0)]);
+        assert_eq!(compare(&before, &cost(1020.0, &[("a", 620.0)])), None);
+        let why = compare(&before, &cost(1030.0, &[("a", 580.0), ("b", 300.0), ("c", 50.0)])).unwrap();
+        assert_eq!(
+            why,
+            "a request costs 1030.0 instructions, before 1000.0\n  c: 50 instructions, before 0"
+        );
+        let more = Cost {
+            allocations: 9.3,
+            ..cost(1000.0, &[])
+        };
+        assert!(compare(&before, &more).unwrap().contains("9.3 allocations, before 9.0"));
+    }
+
+    #[test]
+    fn instructions_that_depend_on_the_processor_do_not_count() {
+        let counts = Counts {
+            functions: [("a", 5000), ("__memmove_avx_unaligned", 9000), ("aws_lc_0_aes", 9000)]
+                .map(|(name, n)| (name.to_owned(), n))
+                .into(),
+            allocations: 4600,
+        };
+        let cost = Cost::of(counts);
+        assert_eq!((cost.instructions, cost.allocations), (10.0, 9.2));
+    }
+}
