@@ -26,6 +26,9 @@ pub struct Args {
     /// Write what it costs now into that file instead: for a change that is worth what it costs, or that saves something.
     #[arg(long)]
     write: bool,
+    /// Also copy what callgrind wrote into this directory: "callgrind_annotate client.2" shows who calls what.
+    #[arg(long, value_name = "DIRECTORY")]
+    dumps: Option<PathBuf>,
 }
 
 /// What one request costs in one sidecar.
@@ -46,7 +49,7 @@ struct Costs {
 
 /// Measures, prints, and fails when a request costs more than it did.
 pub fn main(args: &Args) -> anyhow::Result<()> {
-    let costs = measure()?;
+    let costs = measure(args.dumps.as_deref())?;
     if args.write {
         let json = serde_json::to_string_pretty(&costs).context("encoding the costs")? + "\n";
         return std::fs::write(&args.baseline, json).with_context(|| format!("writing {}", args.baseline.display()));
@@ -110,7 +113,7 @@ fn compare(before: &Cost, now: &Cost) -> Option<String> {
     Some(why.join(", ") + &named.map(|(_, line)| line).collect::<String>())
 }
 
-fn measure() -> anyhow::Result<Costs> {
+fn measure(dumps: Option<&Path>) -> anyhow::Result<Costs> {
     let scene = Scene::build(&[Peer::Tulle], &["valgrind", "callgrind_control", "h2load"])?;
     let setup = Setup {
         build: Build::Callgrind,
@@ -123,6 +126,13 @@ fn measure() -> anyhow::Result<Costs> {
     dump(&scene, &sidecars, 1)?;
     generators::one_by_one(&scene, SERVICE, REQUESTS)?;
     let [client, server] = dump(&scene, &sidecars, 2)?.map(Cost::of);
+    if let Some(dir) = dumps {
+        std::fs::create_dir_all(dir).with_context(|| format!("making {}", dir.display()))?;
+        for (side, name) in [(Side::Client, "client.2"), (Side::Server, "server.2")] {
+            let from = out(&scene, side).with_extension("2");
+            std::fs::copy(&from, dir.join(name)).with_context(|| format!("copying {}", from.display()))?;
+        }
+    }
     Ok(Costs { client, server })
 }
 

@@ -15,6 +15,16 @@ const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection")
 
 /// Removes what concerns only the connection a message came on.
 pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
+    // Most messages have none of them, and looking at each name once is less than looking for each of them.
+    let concerns = |name: &HeaderName| {
+        matches!(
+            name.as_str(),
+            "connection" | "upgrade" | "keep-alive" | "proxy-connection" | "te"
+        )
+    };
+    if !headers.keys().any(concerns) {
+        return;
+    }
     if headers.contains_key(header::CONNECTION) {
         let lines: Vec<_> = headers.get_all(header::CONNECTION).iter().cloned().collect();
         headers.remove(header::CONNECTION);

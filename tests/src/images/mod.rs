@@ -71,7 +71,7 @@ pub fn write(image: Image, archive: &Path) -> anyhow::Result<()> {
         Image::Controller => return write_shipped(image, "controller", root, archive),
         Image::Proxy => return write_shipped(image, "proxy", root, archive),
         Image::Workload => {
-            put(&binaries()?.join("tulle-bench"), &root.join("tulle-bench"))?;
+            put(&programs::shipped()?.join("tulle-bench"), &root.join("tulle-bench"))?;
             busybox(root)?;
             put_linked(Path::new("/usr/bin/curl"), &root.join("bin/curl"), root)?;
             entrypoint("/tulle-bench")
@@ -105,21 +105,13 @@ fn write_shipped(image: Image, stage: &str, root: &Path, archive: &Path) -> anyh
     let text = fs::read_to_string(repository.join("Dockerfile")).context("reading the Dockerfile")?;
     let settings = dockerfile::settings(&text, stage)?;
     let output = Command::new(repository.join("images/roots"))
-        .arg(binaries()?)
+        .arg(programs::shipped()?)
         .arg(root)
         .output()
         .context("starting images/roots")?;
     let answer = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "images/roots: {}", answer.trim());
     archive::write(&root.join(stage), &image.reference(), &settings, archive)
-}
-
-/// Where `./run images` leaves the static binaries: below the target directory that this program was built in.
-fn binaries() -> anyhow::Result<PathBuf> {
-    let here = std::env::current_exe().context("the path of this program")?;
-    let built = format!("{}-unknown-linux-gnu/quick", std::env::consts::ARCH);
-    let dir = here.ancestors().map(|dir| dir.join(&built)).find(|dir| dir.is_dir());
-    dir.with_context(|| format!("no {built} above {}; `./run images` builds it", here.display()))
 }
 
 /// A shell and its like in `/bin`.

@@ -6,6 +6,7 @@
 
 #![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
 
+mod costs;
 mod credentials;
 mod direct;
 mod first_byte;

@@ -32,19 +32,24 @@ pub(crate) struct Scene {
     dir: TempDir,
 }
 
-/// Builds the scene for a test that needs these programs; `None`, and a loud word, where it cannot be had.
+/// Builds the scene for a test that needs these programs; `None` where it cannot be had.
+pub(crate) fn scene(needed: &[&str]) -> Option<Scene> {
+    can_run(needed).then(Scene::build)
+}
+
+/// Whether there are the rights to make a scene, and these programs; a loud word where not.
 ///
 /// In CI nothing may be missing.
-pub(crate) fn scene(needed: &[&str]) -> Option<Scene> {
+pub(crate) fn can_run(needed: &[&str]) -> bool {
     let missing: Vec<_> = needed.iter().filter(|name| programs::find(name).is_err()).collect();
     let reason = match (Uid::effective().is_root(), &missing[..]) {
-        (true, []) => return Some(Scene::build()),
+        (true, []) => return true,
         (true, missing) => format!("{missing:?} are not installed; ./run setup installs them"),
         (false, _) => "network namespaces need root; run this test as root".to_owned(),
     };
     assert!(std::env::var_os("CI").is_none(), "{reason}");
     eprintln!("\n*** SKIPPED: {reason} ***\n");
-    None
+    false
 }
 
 impl Scene {

@@ -1,0 +1,27 @@
+//! What a request costs, by the bench's count of instructions and allocations.
+
+use std::path::Path;
+use std::process::Command;
+
+use tulle_tests::programs::shipped;
+
+use crate::scene::can_run;
+
+#[test]
+fn a_request_costs_no_more_than_is_noted_down() {
+    if !can_run(&["valgrind", "h2load"]) {
+        return;
+    }
+    // The counts are of what is shipped, as far as it is optimised without the minutes that the last bit takes.
+    let output = Command::new(shipped().unwrap().join("tulle-bench"))
+        .arg("costs")
+        .arg("--baseline")
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("../bench/costs.json"))
+        .output()
+        .unwrap();
+    let (out, err) = (
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+    );
+    assert!(output.status.success(), "{out}{err}");
+}
