@@ -1,4 +1,4 @@
-//! `tulle-bench serve | load | run | document | control-scale`.
+//! `tulle-bench serve | load | run | document | conformance | control-scale`.
 
 use std::process::ExitCode;
 
@@ -26,6 +26,8 @@ enum Command {
     Run(tulle_bench::run::Args),
     /// Writes docs/benchmarks.md and its plots from the JSON of a run.
     Document(tulle_bench::run::DocumentArgs),
+    /// Sends the table of HTTP/1 bytes through sidecars in network namespaces, and says what becomes of them; needs root.
+    Conformance(tulle_bench::run::ConformanceArgs),
     /// Measures destination with many objects on an API server and many streams.
     ControlScale(tulle_bench::control_scale::Args),
 }
@@ -46,6 +48,7 @@ fn run(args: Args) -> anyhow::Result<()> {
         Command::Load(args) => tulle_bench::load::main(&args).context("generating load"),
         Command::Run(args) => tulle_bench::run::main(&args).context("measuring"),
         Command::Document(args) => tulle_bench::run::document(&args).context("writing the document"),
+        Command::Conformance(args) => tulle_bench::run::conformance(&args).context("trying sidecars"),
         Command::ControlScale(args) => tulle_bench::control_scale::main(&args).context("measuring destination"),
     }
 }
