@@ -1,4 +1,4 @@
-//! `tulle-bench serve | load | run | document | costs | control-scale`.
+//! `tulle-bench serve | load | run | document | costs | conformance | control-scale`.
 
 use std::process::ExitCode;
 
@@ -28,6 +28,8 @@ enum Command {
     Document(tulle_bench::run::DocumentArgs),
     /// Counts what a request costs in instructions and allocations, and compares it with before; needs root and valgrind.
     Costs(tulle_bench::run::costs::Args),
+    /// Sends the table of HTTP/1 bytes through sidecars in network namespaces, and says what becomes of them; needs root.
+    Conformance(tulle_bench::run::ConformanceArgs),
     /// Measures destination with many objects on an API server and many streams.
     ControlScale(tulle_bench::control_scale::Args),
 }
@@ -49,6 +51,7 @@ fn run(args: Args) -> anyhow::Result<()> {
         Command::Run(args) => tulle_bench::run::main(&args).context("measuring"),
         Command::Document(args) => tulle_bench::run::document(&args).context("writing the document"),
         Command::Costs(args) => tulle_bench::run::costs::main(&args).context("counting costs"),
+        Command::Conformance(args) => tulle_bench::run::conformance(&args).context("trying sidecars"),
         Command::ControlScale(args) => tulle_bench::control_scale::main(&args).context("measuring destination"),
     }
 }

@@ -6,6 +6,8 @@ pub mod cluster;
 pub mod cmd;
 pub mod config;
 pub mod destination;
+#[cfg(any(test, fuzzing))]
+pub mod fuzz;
 pub mod grpc;
 pub mod identity;
 pub mod inject;

@@ -23,6 +23,16 @@ pub(super) enum End {
 }
 
 impl Message {
+    /// What is not a whole message, nor will be.
+    pub(super) fn unread(bytes: &[u8]) -> Self {
+        let (first_line, lines) = head(bytes);
+        Self {
+            first_line,
+            lines,
+            ..Self::default()
+        }
+    }
+
     pub(super) fn status(&self) -> u16 {
         let status = self.first_line.split(' ').nth(1);
         status.and_then(|status| status.parse().ok()).unwrap_or_default()

@@ -22,9 +22,11 @@ use self::message::{End, Message};
 #[derive(Clone, Debug)]
 pub struct Outcome {
     pub case: Case,
-    /// In a few words, for the table.
+    /// In a few words.
     pub found: String,
-    /// Why that is not what was wanted.
+    /// What was done instead of what was wanted, in a few words; nothing if it was that.
+    pub instead: Option<String>,
+    /// The same, with all messages.
     pub wrong: Option<String>,
 }
 
@@ -52,7 +54,15 @@ impl App {
                 state.requests.clear();
             }
 
-            let responses = client(dial().await, case).await;
+            let mut tries = 0;
+            let responses = loop {
+                tries += 1;
+                match client(dial().await, case).await {
+                    // A proxy may not be ready, or use a connection that the answer of the row before has ended.
+                    None if tries < MOST_TRIES => tokio::time::sleep(PAUSE).await,
+                    responses => break responses.unwrap_or_default(),
+                }
+            };
             let requests = self.state.lock().requests.clone();
             outcomes.push(judge(case, &requests, &responses));
         }
@@ -72,24 +82,19 @@ fn latin1(text: &str) -> Vec<u8> {
     text.chars().map(byte).collect()
 }
 
-/// Sends what a row says, and returns all responses: those it must get, or all there are until the connection ends.
-async fn client(mut stream: TcpStream, case: &Case) -> Vec<Message> {
+/// Sends what a row says, and returns all responses: those it must get, or all there are until the connection ends; nothing
+/// if the connection was no good from the beginning.
+async fn client(mut stream: TcpStream, case: &Case) -> Option<Vec<Message>> {
     let n_wanted = match case.wanted {
         Wanted::Requests(requests) => requests.len(),
         Wanted::Response(_) | Wanted::BadGateway(_) => 1,
         // A refusal ends the connection, or is followed by silence; what is cut ends it.
         Wanted::Refused(_) | Wanted::Cut => usize::MAX,
     };
+    // Once a connection is known to be one of HTTP, nobody takes what is bad HTTP for something else.
+    tokio::time::timeout(PATIENCE, first(&mut stream)).await.ok()?.ok()?;
     let mut bytes = Vec::new();
     let exchange = async {
-        // Once a connection is known to be one of HTTP, nobody takes what is bad HTTP for something else.
-        stream.write_all(FIRST.as_bytes()).await?;
-        while read_all(&bytes, case, End::Unknown).is_empty() {
-            if stream.read_buf(&mut bytes).await? == 0 {
-                return Ok(End::Here);
-            }
-        }
-        bytes.clear();
         for piece in case.sends {
             stream.write_all(&latin1(piece)).await?;
             stream.flush().await?;
@@ -98,7 +103,7 @@ async fn client(mut stream: TcpStream, case: &Case) -> Vec<Message> {
                 tokio::time::sleep(PAUSE).await;
             }
         }
-        while finals(&read_all(&bytes, case, End::Unknown)) < n_wanted {
+        while finals(&read_all(&bytes, case, End::Unknown).0) < n_wanted {
             if stream.read_buf(&mut bytes).await? == 0 {
                 return Ok(End::Here);
             }
@@ -110,10 +115,32 @@ async fn client(mut stream: TcpStream, case: &Case) -> Vec<Message> {
         Ok(Ok(end)) => end,
         Ok(Err(_)) | Err(_) => End::Unknown,
     };
-    read_all(&bytes, case, end)
+    let (mut responses, len) = read_all(&bytes, case, end);
+    if len < bytes.len() {
+        responses.push(Message::unread(&bytes[len..]));
+    }
+    Some(responses)
 }
 
-fn read_all(bytes: &[u8], case: &Case, end: End) -> Vec<Message> {
+/// Has a request answered that nothing is wrong with.
+async fn first(stream: &mut TcpStream) -> io::Result<()> {
+    stream.write_all(FIRST.as_bytes()).await?;
+    let mut bytes = Vec::new();
+    loop {
+        if let Some((rsp, _)) = message::read(&bytes, End::Unknown) {
+            return match rsp.status() {
+                200 => Ok(()),
+                _ => Err(io::ErrorKind::ConnectionRefused.into()),
+            };
+        }
+        if stream.read_buf(&mut bytes).await? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+    }
+}
+
+/// All responses, and how many bytes they are.
+fn read_all(bytes: &[u8], case: &Case, end: End) -> (Vec<Message>, usize) {
     let is_head = case.sends.iter().any(|piece| piece.starts_with("HEAD "));
     let end = if is_head { End::AfterHead } else { end };
     let (mut messages, mut at) = (Vec::new(), 0);
@@ -121,7 +148,7 @@ fn read_all(bytes: &[u8], case: &Case, end: End) -> Vec<Message> {
         at += used;
         messages.push(message);
     }
-    messages
+    (messages, at)
 }
 
 fn finals(messages: &[Message]) -> usize {
@@ -135,6 +162,7 @@ fn judge(case: &Case, requests: &[Message], responses: &[Message]) -> Outcome {
     let n_good = responses.iter().filter(|rsp| rsp.status() == 200).count();
     let said = match last {
         None => "no answer".to_owned(),
+        Some(last) if last.status() == 0 => "other bytes".to_owned(),
         Some(last) if !last.is_whole => format!("{}, cut", told(&statuses)),
         Some(_) => told(&statuses),
     };
@@ -145,44 +173,55 @@ fn judge(case: &Case, requests: &[Message], responses: &[Message]) -> Outcome {
         (n, Wanted::Refused(_)) if n_good == n => "passed".to_owned(),
         (n, _) => format!("{n} passed, {said}"),
     };
-    let wrong = match &case.wanted {
-        Wanted::Requests(wanted) => wanted
-            .iter()
-            .zip(requests)
-            .find_map(|(wanted, got)| {
-                let lacks = got.lacks(wanted.lines).map(|line| format!("not {line:?}"));
-                lacks
-                    .or_else(|| (got.first_line != wanted.line).then(|| "another request line".to_owned()))
-                    .or_else(|| (got.body != latin1(wanted.body)).then(|| "another body".to_owned()))
+    let instead = match &case.wanted {
+        Wanted::Requests(wanted) if requests.len() == wanted.len() && n_good == requests.len() => {
+            wanted.iter().zip(requests).find_map(|(wanted, got)| {
+                let line = (got.first_line != wanted.line).then(|| format!("sends `{}`", got.first_line));
+                line.or_else(|| (got.body != latin1(wanted.body)).then(|| "another body".to_owned()))
+                    .or_else(|| got.lacks(wanted.lines).map(but))
             })
-            .or_else(|| (requests.len() != wanted.len()).then(|| format!("{} requests", requests.len())))
-            .or_else(|| (n_good != wanted.len()).then(|| format!("{n_good} good answers"))),
+        }
+        Wanted::Requests(_) => Some(match requests.len() {
+            0 => found.clone(),
+            n => format!("passes {n}, {}", told(&statuses)),
+        }),
         Wanted::Refused(wanted) => match (requests.len(), last.map(Message::status)) {
             (0, Some(status)) if wanted.contains(&status) => None,
-            (0, Some(_) | None) => Some("refused otherwise".to_owned()),
-            _ => Some("it passed".to_owned()),
+            (0, _) => Some(found.clone()),
+            _ if found == "passed" => Some("passes it".to_owned()),
+            _ => Some(found.clone()),
         },
         Wanted::Response(wanted) => match last {
-            None => Some("no response".to_owned()),
-            Some(_) if statuses != wanted.statuses => Some("other statuses".to_owned()),
-            Some(last) if !last.is_whole => Some("it is cut".to_owned()),
+            Some(last) if statuses != wanted.statuses || !last.is_whole => Some(found.clone()),
             Some(last) if last.body != latin1(wanted.body) => Some("another body".to_owned()),
-            Some(last) => last.lacks(wanted.lines).map(|line| format!("not {line:?}")),
+            Some(last) => last.lacks(wanted.lines).map(but),
+            None => Some(found.clone()),
         },
         Wanted::BadGateway(wanted) => match last {
             Some(last) if wanted.contains(&last.status()) => None,
-            _ => Some("not refused".to_owned()),
+            _ => Some(found.clone()),
         },
         Wanted::Cut => match last {
-            Some(last) if last.is_whole && last.status() < 400 => Some("it looks whole".to_owned()),
+            Some(last) if last.is_whole && last.status() < 400 => Some("looks whole".to_owned()),
             _ => None,
         },
     };
-    let wrong = wrong.map(|why| format!("{why}; at the application {requests:?}, at the client {responses:?}"));
+    let wrong = instead
+        .as_ref()
+        .map(|instead| format!("{instead}; at the application {requests:?}, at the client {responses:?}"));
     Outcome {
         case: *case,
         found,
+        instead,
         wrong,
+    }
+}
+
+/// What of the table's lines is not so.
+fn but(line: &str) -> String {
+    match line.strip_prefix('!') {
+        Some(absent) => format!("with `{absent}`"),
+        None => format!("without `{line}`"),
     }
 }
 
@@ -205,3 +244,4 @@ const FIRST: &str = "GET /first HTTP/1.1\r\nhost: web.test\r\n\r\n";
 const PAUSE: Duration = Duration::from_millis(5);
 /// How long a row may take.
 const PATIENCE: Duration = Duration::from_secs(5);
+const MOST_TRIES: u32 = 100;

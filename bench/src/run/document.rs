@@ -182,8 +182,9 @@ fn table(out: &mut String, row: Row, lines: &[&Line]) {
 }
 
 /// Metric, title and decimals.
-const COLUMNS: [(Metric, &str, usize); 17] = [
+const COLUMNS: [(Metric, &str, usize); 18] = [
     (Metric::RequestsPerSecond, "requests/s", 0),
+    (Metric::SpeedPercent, "% of undisturbed", 0),
     (Metric::P50Us, "p50 µs", 0),
     (Metric::P99Us, "p99 µs", 0),
     (Metric::MibPerSecond, "MiB/s", 0),

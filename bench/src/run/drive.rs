@@ -12,7 +12,7 @@ use super::peer::Sidecars;
 use super::process::Process;
 use super::rows::{Row, Setup, Traffic};
 use super::scene::{HTTP_PORT, SERVER, SERVICE, Scene, TCP_PORT};
-use super::tulle;
+use super::{slow, tulle};
 
 /// What one measurement found.
 pub(super) type Sample = BTreeMap<Metric, f64>;
@@ -22,6 +22,8 @@ pub(super) type Sample = BTreeMap<Metric, f64>;
 #[serde(rename_all = "snake_case")]
 pub(super) enum Metric {
     RequestsPerSecond,
+    /// The same by what it is without what the row is about, just before.
+    SpeedPercent,
     P50Us,
     P99Us,
     /// Payload of one direction.
@@ -101,6 +103,7 @@ pub(super) fn measure(
         Row::NewMtls => ours(Ours::Reconnect),
         Row::Idle => idle(scene, sidecars, idle_http),
         Row::IdleOpaque => idle(scene, sidecars, idle_opaque),
+        Row::SlowHeads => slow::measure(scene, sidecars.context("there is no sidecar")?, duration),
         Row::Allocations => allocations(scene, duration),
     }
 }

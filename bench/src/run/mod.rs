@@ -7,6 +7,7 @@
 mod bounds;
 mod callgrind;
 mod certs;
+mod conformance;
 pub mod costs;
 mod document;
 mod drive;
@@ -18,6 +19,7 @@ pub mod process;
 mod report;
 mod rows;
 mod scene;
+mod slow;
 mod throttle;
 mod tools;
 mod tulle;
@@ -42,6 +44,26 @@ pub struct DocumentArgs {
     /// Where benchmarks.md and its plots go.
     #[arg(long, value_name = "DIRECTORY", default_value = "docs")]
     to: PathBuf,
+}
+
+/// Whom to try the table of HTTP/1 with.
+#[derive(clap::Args, Clone, Debug)]
+pub struct ConformanceArgs {
+    /// Which sidecars to try.
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Peer::Tulle, Peer::Haproxy, Peer::Nginx, Peer::Envoy])]
+    peers: Vec<Peer>,
+    /// Where the document goes; default: standard output.
+    #[arg(long, value_name = "FILE")]
+    to: Option<PathBuf>,
+}
+
+/// Tries the table with each peer, and writes what came of it.
+pub fn conformance(args: &ConformanceArgs) -> anyhow::Result<()> {
+    let text = conformance::document(&args.peers)?;
+    match &args.to {
+        Some(path) => std::fs::write(path, text).with_context(|| format!("writing {}", path.display())),
+        None => tools::print(&text),
+    }
 }
 
 /// Writes the document and its plots.

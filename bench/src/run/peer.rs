@@ -103,7 +103,13 @@ impl Peer {
             Self::Tulle => Ok(format!("tulle {}", env!("CARGO_PKG_VERSION"))),
             Self::Haproxy => tools::first_line("haproxy", &["-v"]),
             Self::Nginx => tools::first_line("nginx", &["-v"]),
-            Self::Envoy => tools::first_line(others::envoy()?, &["--version"]),
+            Self::Envoy => {
+                let line = tools::first_line(others::envoy()?, &["--version"])?;
+                // It begins with where the program is.
+                Ok(line
+                    .split_once("version:")
+                    .map_or_else(|| line.clone(), |(_, version)| format!("envoy version:{version}")))
+            }
             Self::None => Ok("no proxy".to_owned()),
         }
     }

@@ -176,7 +176,7 @@ fn cells(samples: &[Sample]) -> BTreeMap<Metric, Cell> {
 impl Line {
     /// Whether it is about requests; the other rows have figures of their own.
     fn is_load(&self) -> bool {
-        self.metrics.contains_key(&Metric::RequestsPerSecond)
+        self.metrics.contains_key(&Metric::RequestsPerSecond) && !self.metrics.contains_key(&Metric::SpeedPercent)
     }
 
     fn text(&self, metric: Metric, decimals: usize) -> String {

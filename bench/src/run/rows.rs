@@ -1,6 +1,9 @@
 //! What can be measured.
 
+use std::time::Duration;
+
 use super::peer::Peer;
+use super::slow;
 
 /// One thing to measure. Rows that need the same sidecars stand together, and run in this order.
 #[derive(
@@ -42,6 +45,8 @@ pub(crate) enum Row {
     Idle,
     /// Memory of 800 idle opaque connections.
     IdleOpaque,
+    /// HTTP/1 on 16 connections, while 2000 clients of each sidecar send a byte of a head a second.
+    SlowHeads,
     /// HTTP/1 on 64 connections through the client's sidecar alone, to a server that has none.
     OutboundOnly,
     /// HTTP/1 on 64 connections through the server's sidecar alone, from a client that has none.
@@ -96,6 +101,8 @@ pub(super) struct Setup {
     /// they share the machine with the load.
     pub(super) throttle: Option<u16>,
     pub(super) build: Build,
+    /// Heads have to come within this time, where it can be told; otherwise all have their defaults.
+    pub(super) head_timeout: Option<Duration>,
     /// Nothing else is measured with the same processes.
     pub(super) alone: bool,
 }
@@ -109,7 +116,8 @@ impl Row {
             Self::OneWorker | Self::TwoWorkers => !matches!(peer, Peer::None | Peer::Nginx),
             // The same as with both for who has none.
             Self::OutboundOnly | Self::InboundOnly => peer != Peer::None,
-            Self::Allocations => peer == Peer::Tulle,
+            // The others wait for as long as anything may take.
+            Self::Allocations | Self::SlowHeads => peer == Peer::Tulle,
             _ => true,
         }
     }
@@ -121,6 +129,7 @@ impl Row {
             workers: 1,
             throttle: None,
             build: Build::Shipped,
+            head_timeout: None,
             alone: false,
         };
         match self {
@@ -142,6 +151,11 @@ impl Row {
             Self::Idle => Setup { alone: true, ..both },
             Self::IdleOpaque => Setup {
                 traffic: Traffic::Opaque,
+                alone: true,
+                ..both
+            },
+            Self::SlowHeads => Setup {
+                head_timeout: Some(slow::HEAD_TIMEOUT),
                 alone: true,
                 ..both
             },

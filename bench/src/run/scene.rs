@@ -22,7 +22,7 @@ use super::{certs, tools};
 /// Everything but the sidecars. Dropping it removes it all.
 pub(super) struct Scene {
     // Dropped in this order: processes before the namespaces they live in.
-    _app: Process,
+    _app: Option<Process>,
     pub(super) client: Arc<Namespace>,
     pub(super) server: Arc<Namespace>,
     pub(super) control: Arc<Namespace>,
@@ -34,10 +34,29 @@ pub(super) struct Scene {
 impl Scene {
     /// Checks that all that `peers` need is there, and the programs that drive them, and builds the stage.
     pub(super) fn build(peers: &[Peer], programs: &[&str]) -> anyhow::Result<Self> {
+        programs.iter().try_for_each(|program| tools::installed(program))?;
+        let mut scene = Self::without_app(peers)?;
+        let mut command = scene
+            .server
+            .command(std::env::current_exe().context("finding this program")?);
+        command.args([
+            "serve",
+            "--http",
+            &format!("{SERVER}:{HTTP_PORT}"),
+            "--tcp",
+            &format!("{SERVER}:{TCP_PORT}"),
+        ]);
+        let mut app = Process::start("app", command, scene.dir.path())?;
+        app.listening(&[HTTP_PORT, TCP_PORT])?;
+        scene._app = Some(app);
+        Ok(scene)
+    }
+
+    /// The stage for an application of the caller's.
+    pub(super) fn without_app(peers: &[Peer]) -> anyhow::Result<Self> {
         for peer in peers {
             peer.check()?;
         }
-        programs.iter().try_for_each(|program| tools::installed(program))?;
         tools::beside(INIT)?;
         let dir = tempfile::tempdir().context("making a directory")?;
         // The sidecars run as a user of their own and have to read what is in it.
@@ -56,18 +75,8 @@ impl Scene {
         for namespace in [&client, &server] {
             namespace.run(tcp_settings)?.context("setting TCP up")?;
         }
-        let mut command = server.command(std::env::current_exe().context("finding this program")?);
-        command.args([
-            "serve",
-            "--http",
-            &format!("{SERVER}:{HTTP_PORT}"),
-            "--tcp",
-            &format!("{SERVER}:{TCP_PORT}"),
-        ]);
-        let mut app = Process::start("app", command, dir.path())?;
-        app.listening(&[HTTP_PORT, TCP_PORT])?;
         Ok(Self {
-            _app: app,
+            _app: None,
             client,
             server,
             control,

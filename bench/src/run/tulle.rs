@@ -163,6 +163,12 @@ fn proxy(scene: &Scene, setup: &Setup, mesh: &Mesh, side: Side) -> anyhow::Resul
     ] {
         command.env(format!("LINKERD2_PROXY_{variable}"), value);
     }
+    if let Some(timeout) = setup.head_timeout {
+        for side in ["INBOUND", "OUTBOUND"] {
+            let variable = format!("TULLE_PROXY_{side}_HTTP1_HEAD_TIMEOUT");
+            command.env(variable, format!("{}ms", timeout.as_millis()));
+        }
+    }
     let mut process = Process::start(&format!("tulle-proxy-{name}"), command, scene.dir.path())?;
     process.wait_for("certificate, by its /ready", |_| {
         namespace.run(ready).context("asking for readiness")

@@ -73,6 +73,21 @@ impl Directory {
         }
     }
 
+    /// What a directory with one file comes to.
+    #[cfg(any(test, fuzzing))]
+    pub(super) fn of_one_file(bytes: &[u8]) -> Reload {
+        let mut directory = Self::new(PathBuf::new());
+        let mut state = FileState::default();
+        state.take(Path::new("fuzz.yaml"), bytes);
+        let mut errors: Vec<_> = state.error.clone().into_iter().collect();
+        directory.files.insert("fuzz.yaml".into(), state);
+        let objects = directory.merge(&mut errors);
+        Reload {
+            events: directory.publish(objects),
+            errors,
+        }
+    }
+
     /// All objects of all files; of two with one name the first file's holds.
     fn merge(&self, errors: &mut Vec<ManifestError>) -> BTreeMap<(Kind, Name), Object> {
         let mut objects = BTreeMap::new();
@@ -121,27 +136,23 @@ impl Directory {
 impl FileState {
     /// Reads the file if its content is new; returns kinds in it that we do not read.
     fn read(&mut self, path: &Path) -> BTreeSet<String> {
-        let failed = |line, reason| {
-            Some(ManifestError {
-                file: path.to_owned(),
-                line,
-                reason,
-            })
-        };
-        let bytes = match std::fs::read(path) {
-            Ok(bytes) => bytes,
+        match std::fs::read(path) {
+            Ok(bytes) => self.take(path, &bytes),
             Err(error) => {
                 self.content = None;
-                self.error = failed(None, format!("reading the file: {error}"));
-                return BTreeSet::new();
+                self.fail(path, None, format!("reading the file: {error}"));
+                BTreeSet::new()
             }
-        };
-        let content = hash(&bytes);
+        }
+    }
+
+    fn take(&mut self, path: &Path, bytes: &[u8]) -> BTreeSet<String> {
+        let content = hash(bytes);
         if self.content == Some(content) {
             return BTreeSet::new();
         }
         self.content = Some(content);
-        let parsed = match std::str::from_utf8(&bytes) {
+        let parsed = match std::str::from_utf8(bytes) {
             Ok(text) => manifest::parse(text).map_err(|flaw| (Some(flaw.line), flaw.reason)),
             Err(error) => Err((None, format!("the file is not UTF-8: {error}"))),
         };
@@ -152,10 +163,18 @@ impl FileState {
                 file.unknown
             }
             Err((line, reason)) => {
-                self.error = failed(line, reason);
+                self.fail(path, line, reason);
                 BTreeSet::new()
             }
         }
+    }
+
+    fn fail(&mut self, path: &Path, line: Option<usize>, reason: String) {
+        self.error = Some(ManifestError {
+            file: path.to_owned(),
+            line,
+            reason,
+        });
     }
 }
 

@@ -121,10 +121,14 @@ impl Inbound {
             worker,
             drain,
         };
-        if target.port() == connection.inbound.own_port {
-            Box::pin(connection.direct(stream, client, target)).await;
+        let http = if target.port() == connection.inbound.own_port {
+            Box::pin(connection.direct(stream, client, target)).await
         } else {
-            connection.redirected(stream, Peer { client, target }).await;
+            connection.redirected(stream, Peer { client, target }).await
+        };
+        // Not from within: idle connections are at this point, and should hold nothing of how they got here.
+        if let Some(http) = http {
+            connection.http(http).await;
         }
     }
 
@@ -170,18 +174,28 @@ enum Opening {
     Plain(First),
 }
 
+/// A connection that is found to be one of HTTP.
+struct HttpStart {
+    io: Io,
+    protocol: Protocol,
+    peer: Peer,
+    tls: ServerTls,
+    port: Arc<Port>,
+}
+
 impl Connection {
-    /// A connection that was redirected to us: the policy of the port it went to decides all.
-    async fn redirected(&self, stream: TcpStream, peer: Peer) {
+    /// A connection that was redirected to us: the policy of the port it went to decides all. What is not HTTP is carried to
+    /// its end.
+    async fn redirected(&self, stream: TcpStream, peer: Peer) -> Option<HttpStart> {
         let port = self.inbound.ports.get(peer.target.port());
         let current = port.current();
         if current.policy.protocol == ServerProtocol::Opaque {
             let tls = ServerTls::Plain(WhyServerPlain::PortSkipped);
             let io = self.counted(Tcp::new(stream), &peer, &tls, &current);
-            return self
-                .forward(&peer, &tls, &port)
+            self.forward(&peer, &tls, &port)
                 .run(io, None, Bytes::new(), current)
                 .await;
+            return None;
         }
         let plain = ServerTls::Plain(WhyServerPlain::NoTlsFromRemote);
         let (stream, opening) = match self.opening(stream, &peer, &plain, &port, &current).await {
@@ -190,16 +204,15 @@ impl Connection {
                 if self.forward(&peer, &plain, &port).permit(&current).is_some() {
                     self.inbound.families.tcp_failed(peer.target, error);
                 }
-                return tracing::debug!(client = %peer.client.0, error, "connection ended before it was served");
+                tracing::debug!(client = %peer.client.0, error, "connection ended before it was served");
+                return None;
             }
         };
         match opening {
             Opening::Ours(seen) => {
-                let Some((io, tls)) = self.terminate(stream, seen, &peer, Alpn::Unset).await else {
-                    return;
-                };
+                let (io, tls) = self.terminate(stream, seen, &peer, Alpn::Unset).await?;
                 let io = io.count(self.inbound.client_counts(&peer, &tls, &current));
-                self.terminated(io, peer, tls, port, current).await;
+                self.terminated(io, peer, tls, port, current).await
             }
             Opening::Foreign { seen, sni } => {
                 let tls = ServerTls::PassedThrough { sni };
@@ -207,16 +220,17 @@ impl Connection {
                 self.forward(&peer, &tls, &port)
                     .run(io, None, Bytes::new(), current)
                     .await;
+                None
             }
             Opening::Plain(first) => {
                 let io = self.counted(Tcp::new(stream), &peer, &plain, &current);
-                self.begun(io, first, peer, plain, port, current).await;
+                self.begun(io, first, peer, plain, port, current).await
             }
         }
     }
 
     /// A connection to our own port: mTLS with a transport header, or nothing.
-    async fn direct(&self, stream: TcpStream, client: ClientAddr, local: SocketAddr) {
+    async fn direct(&self, stream: TcpStream, client: ClientAddr, local: SocketAddr) -> Option<HttpStart> {
         let peer = Peer { client, target: local };
         let families = &self.inbound.families;
         let fail = |failure: HandshakeFailure| {
@@ -228,17 +242,22 @@ impl Connection {
             deadline,
             self.terminate(stream, Bytes::new(), &peer, Alpn::TransportHeader),
         );
-        let Ok(Some((io, tls))) = opened.await else { return };
+        let (io, tls) = opened.await.ok()??;
         let ServerTls::Terminated { client_id: Some(_) } = &tls else {
-            return fail(HandshakeFailure::NoCertificate);
+            fail(HandshakeFailure::NoCertificate);
+            return None;
         };
         let (io, header) = match tokio::time::timeout_at(deadline, direct::header(io)).await {
             Ok(Ok(read)) => read,
             Ok(Err(error)) => {
                 families.tcp_failed(local, "transport header");
-                return tracing::info!(client = %client.0, %error, "direct connection refused");
+                tracing::info!(client = %client.0, %error, "direct connection refused");
+                return None;
             }
-            Err(_) => return families.tcp_failed(local, "transport header timeout"),
+            Err(_) => {
+                families.tcp_failed(local, "transport header timeout");
+                return None;
+            }
         };
         direct::count(families, &header, &tls);
         let peer = Peer {
@@ -248,15 +267,23 @@ impl Connection {
         let port = self.inbound.ports.get(peer.target.port());
         let current = port.current();
         let io = io.count(self.inbound.client_counts(&peer, &tls, &current));
-        match header.protocol {
+        let protocol = match header.protocol {
             None => {
                 self.forward(&peer, &tls, &port)
                     .run(io, None, Bytes::new(), current)
-                    .await
+                    .await;
+                return None;
             }
-            Some(SessionProtocol::Http1) => self.http(io, Protocol::Http1, peer, tls, port).await,
-            Some(SessionProtocol::Http2) => self.http(io, Protocol::Http2, peer, tls, port).await,
-        }
+            Some(SessionProtocol::Http1) => Protocol::Http1,
+            Some(SessionProtocol::Http2) => Protocol::Http2,
+        };
+        Some(HttpStart {
+            io,
+            protocol,
+            peer,
+            tls,
+            port,
+        })
     }
 
     fn counted(&self, tcp: Tcp, peer: &Peer, tls: &ServerTls, current: &Current) -> Io {
@@ -365,7 +392,14 @@ impl Connection {
     }
 
     /// A connection whose TLS ended here: learns its protocol where the policy does not say.
-    async fn terminated(&self, mut io: Io, peer: Peer, tls: ServerTls, port: Arc<Port>, current: Arc<Current>) {
+    async fn terminated(
+        &self,
+        mut io: Io,
+        peer: Peer,
+        tls: ServerTls,
+        port: Arc<Port>,
+        current: Arc<Current>,
+    ) -> Option<HttpStart> {
         let protocol = match &current.policy.protocol {
             ServerProtocol::Detect { timeout, .. } => {
                 let first = {
@@ -375,7 +409,10 @@ impl Connection {
                 };
                 return match first {
                     Ok(first) => self.begun(io, first, peer, tls, port, current).await,
-                    Err(_) => self.inbound.families.tcp_failed(peer.target, "i/o"),
+                    Err(_) => {
+                        self.inbound.families.tcp_failed(peer.target, "i/o");
+                        None
+                    }
                 };
             }
             // A peer's proxy may have upgraded what the application speaks as HTTP/1.
@@ -385,30 +422,44 @@ impl Connection {
                 io = io.unread(seen.freeze());
                 match looked {
                     Ok(detect::Look::Seen(Verdict::Http2)) => Protocol::Http2,
-                    Ok(detect::Look::Closed) | Err(_) => return,
+                    Ok(detect::Look::Closed) | Err(_) => return None,
                     Ok(_) => Protocol::Http1,
                 }
             }
             ServerProtocol::Http2(_) | ServerProtocol::Grpc(_) => Protocol::Http2,
             ServerProtocol::Opaque | ServerProtocol::Tls => {
-                return self
-                    .forward(&peer, &tls, &port)
+                self.forward(&peer, &tls, &port)
                     .run(io, None, Bytes::new(), current)
                     .await;
+                return None;
             }
         };
-        self.http(io, protocol, peer, tls, port).await;
+        Some(HttpStart {
+            io,
+            protocol,
+            peer,
+            tls,
+            port,
+        })
     }
 
     /// Goes on with a connection of which the first bytes are known.
-    async fn begun(&self, io: Io, first: First, peer: Peer, tls: ServerTls, port: Arc<Port>, current: Arc<Current>) {
+    async fn begun(
+        &self,
+        io: Io,
+        first: First,
+        peer: Peer,
+        tls: ServerTls,
+        port: Arc<Port>,
+        current: Arc<Current>,
+    ) -> Option<HttpStart> {
         let (seen, verdict, app) = match first {
-            First::Closed => return,
+            First::Closed => return None,
             First::Server { server, client } => {
-                return self
-                    .forward(&peer, &tls, &port)
+                self.forward(&peer, &tls, &port)
                     .run(io, Some(server), client, current)
                     .await;
+                return None;
             }
             First::Client(seen, verdict, app) => (seen, verdict, app),
         };
@@ -416,14 +467,30 @@ impl Connection {
             (ServerProtocol::Http1(_), _) | (ServerProtocol::Detect { .. }, Verdict::Http1) => Protocol::Http1,
             (ServerProtocol::Http2(_) | ServerProtocol::Grpc(_), _)
             | (ServerProtocol::Detect { .. }, Verdict::Http2) => Protocol::Http2,
-            _ => return self.forward(&peer, &tls, &port).run(io, app, seen, current).await,
+            _ => {
+                self.forward(&peer, &tls, &port).run(io, app, seen, current).await;
+                return None;
+            }
         };
         drop(app); // dialled in case the server spoke first
-        self.http(io.unread(seen), protocol, peer, tls, port).await;
+        Some(HttpStart {
+            io: io.unread(seen),
+            protocol,
+            peer,
+            tls,
+            port,
+        })
     }
 
     /// Serves HTTP, request by request.
-    async fn http(&self, io: Io, protocol: Protocol, peer: Peer, tls: ServerTls, port: Arc<Port>) {
+    async fn http(&self, start: HttpStart) {
+        let HttpStart {
+            io,
+            protocol,
+            peer,
+            tls,
+            port,
+        } = start;
         let inbound = &self.inbound;
         let closer = Closer::default();
         let client_id = tls.client_id().and_then(|id| HeaderValue::from_str(id.as_str()).ok());

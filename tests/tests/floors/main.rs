@@ -62,6 +62,7 @@ const CONTROL: House = House {
         ("app", TOP),
         ("cmd", TOP),
         ("config", TOP),
+        ("fuzz", TOP),
         ("logs", TOP),
     ],
 };

@@ -1,9 +1,12 @@
 //! HTTP/1 to the letter: the table of raw bytes, and what clients and applications may do besides.
 
+use std::time::Duration;
+
 use parking_lot::Mutex;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinSet;
 use tulle_bench::conformance::{App, Outcome};
 use tulle_tests::apps;
 use tulle_tests::client::read_until;
@@ -107,6 +110,56 @@ fn a_head_that_does_not_come_is_waited_for_only_so_long() {
         assert!(rsp.starts_with("HTTP/1.1 408 "), "{rsp}");
         assert!(rsp.contains("l5d-proxy-cause: head-timeout\r\n"), "{rsp}");
     });
+}
+
+#[test]
+fn clients_whose_heads_come_byte_by_byte_are_told_so_and_keep_nobody_waiting() {
+    const CLIENTS: usize = 100;
+    let mesh = mesh().workload("client").workload("web");
+    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_HEAD_TIMEOUT", "1s");
+    let mesh = mesh.env("TULLE_PROXY_INBOUND_HTTP1_HEAD_TIMEOUT", "1s");
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let mut clients = JoinSet::new();
+        for n in 0..CLIENTS {
+            let mut stream = match n % 2 {
+                0 => dial(mesh).await,
+                _ => mesh.arrive(STRANGER, "web", HTTP).await,
+            };
+            stream
+                .write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\na: ")
+                .await
+                .unwrap();
+            clients.spawn(drip(stream));
+        }
+        for _ in 0..10 {
+            let answer = mesh.get("client", mesh.service("web", HTTP), "/").await;
+            assert_eq!(answer.status, 200);
+        }
+        let told = clients.join_all().await;
+        let n_told = told.iter().filter(|rsp| rsp.starts_with("HTTP/1.1 408 ")).count();
+        assert_eq!(n_told, CLIENTS, "{told:?}");
+    });
+}
+
+/// Sends a byte now and then until the connection ends, and returns what came.
+async fn drip(mut stream: TcpStream) -> String {
+    let (mut read, mut write) = stream.split();
+    let mut now_and_then = tokio::time::interval(Duration::from_millis(100));
+    let sending = async {
+        loop {
+            now_and_then.tick().await;
+            if write.write_all(b"a").await.is_err() {
+                std::future::pending::<()>().await;
+            }
+        }
+    };
+    let mut rsp = String::new();
+    tokio::select! {
+        read = read.read_to_string(&mut rsp) => drop(read.unwrap()),
+        () = sending => {}
+    }
+    rsp
 }
 
 #[test]

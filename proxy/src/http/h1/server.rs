@@ -130,14 +130,7 @@ where
             Ok(head) => head,
             Err(End::Quiet) => return close(connection).await,
             Err(End::Broken(error)) => return Err(Error::Client(error)),
-            Err(End::Refused(error)) => {
-                connection.lock().receiving = Receiving::Abandoned;
-                let rsp = service.refuse(&error);
-                let (mut message, _) = write::response(rsp, UNREAD, Afterwards::Closed);
-                let written = poll_fn(|cx| message.poll_write(cx, &mut Half(&connection))).await;
-                written.map_err(to_client)?;
-                return close(connection).await;
-            }
+            Err(End::Refused(error)) => return refuse(connection, service.refuse(&error)).await,
         };
         match exchange(&connection, head, &mut service, drain).await? {
             Next::Request => {}
@@ -153,6 +146,16 @@ where
             }
         }
     }
+}
+
+/// Tells a client that it is not understood, and leaves it. A function of its own, because what it needs would otherwise be kept
+/// beside what an exchange needs, for as long as the connection.
+async fn refuse(connection: Shared, rsp: Response<Body>) -> Result<(), Error> {
+    connection.lock().receiving = Receiving::Abandoned;
+    let (mut message, _) = write::response(rsp, UNREAD, Afterwards::Closed);
+    let written = poll_fn(|cx| message.poll_write(cx, &mut Half(&connection))).await;
+    written.map_err(to_client)?;
+    close(connection).await
 }
 
 /// What happens to a connection after a response.
