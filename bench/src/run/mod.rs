@@ -30,7 +30,6 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::ValueEnum as _;
 
-use self::drive::Sample;
 use self::peer::Peer;
 use self::report::{Report, Results};
 use self::rows::Row;
@@ -100,10 +99,12 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
         for group in rows::groups(&args.rows) {
             for peer in &args.peers {
                 eprintln!("repeat {repeat} of {}: {peer:?} {group:?}", args.repeats);
-                for (row, sample) in measure(&scene, *peer, &group, args.duration)
-                    .with_context(|| format!("measuring {group:?} of {peer:?}"))?
-                {
-                    results.add(row, *peer, sample);
+                let measured = measure(&scene, *peer, &group, args.duration, &mut results)
+                    .with_context(|| format!("measuring {group:?} of {peer:?}"));
+                match measured {
+                    // Another that serves nothing any more has no figure, and costs no others theirs.
+                    Err(error) if *peer != Peer::Tulle => eprintln!("left out: {error:#}"),
+                    measured => measured?,
                 }
             }
         }
@@ -119,22 +120,21 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Starts the sidecars of one peer, and measures one row after the other.
-fn measure(scene: &Scene, peer: Peer, rows: &[Row], duration: Duration) -> anyhow::Result<Vec<(Row, Sample)>> {
-    let Some(first) = rows.iter().find(|row| row.applies_to(peer)) else {
-        return Ok(Vec::new());
+fn measure(scene: &Scene, peer: Peer, rows: &[Row], duration: Duration, results: &mut Results) -> anyhow::Result<()> {
+    let rows: Vec<Row> = rows.iter().copied().filter(|row| row.applies_to(peer)).collect();
+    let Some(setup) = rows.first().map(|row| row.setup()) else {
+        return Ok(());
     };
-    let setup = first.setup();
     if setup.throttle.is_some() && !throttle::available() {
         eprintln!("left out: only the cpu controller of cgroup v1 can hold single threads to a share of a core");
-        return Ok(Vec::new());
+        return Ok(());
     }
     let sidecars = peer.start(scene, &setup).context("starting")?;
     drive::warm_up(scene, sidecars.as_ref(), &setup).context("warming up")?;
     peer.verify(scene, &setup).context("checking")?;
-    let rows = rows.iter().filter(|row| row.applies_to(peer));
-    rows.map(|row| {
-        let sample = drive::measure(*row, scene, sidecars.as_ref(), duration);
-        Ok((*row, sample.with_context(|| format!("measuring {row:?}"))?))
-    })
-    .collect()
+    for row in rows {
+        let sample = drive::measure(row, scene, sidecars.as_ref(), duration);
+        results.add(row, peer, sample.with_context(|| format!("measuring {row:?}"))?);
+    }
+    Ok(())
 }

@@ -36,6 +36,7 @@ use crate::{
     metrics::http as http_metrics,
     net::{
         connect::SocketOptions,
+        copy::Carrying,
         counts,
         listen::{self, Sharing},
         listeners, orig_dst,
@@ -352,7 +353,7 @@ impl Worker {
         serve: impl Fn(usize, TcpStream, ClientAddr, drain::Watch) -> F + Send + Sync + 'static,
     ) -> std::io::Result<()>
     where
-        F: Future<Output = ()> + Send + 'static,
+        F: Future<Output = Option<Carrying>> + Send + 'static,
     {
         let listener = tokio::net::TcpListener::from_std(listener)?;
         let (index, drain) = (self.index, self.drain.clone());
@@ -360,8 +361,11 @@ impl Worker {
             let stop = drain.clone();
             let spawn = |stream, client| {
                 let (guard, serving) = (drain.guard(), serve(index, stream, client, drain.clone()));
-                // An async block would hold the future twice.
-                tokio::spawn(serving.map(move |()| drop(guard)));
+                // An async block would hold the future twice. What only carries bytes goes on by itself, in less memory.
+                tokio::spawn(serving.map(move |carrying| match carrying {
+                    Some(carrying) => drop(tokio::spawn(carrying.map(move |()| drop(guard)))),
+                    None => drop(guard),
+                }));
             };
             listen::accept_loop(listener, options, stop.signaled(), spawn).await;
         });

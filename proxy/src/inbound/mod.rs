@@ -41,6 +41,7 @@ use crate::{
     },
     net::{
         connect,
+        copy::Carrying,
         counts::Counts,
         detect::{self, Verdict},
         first::{self, First},
@@ -101,34 +102,42 @@ impl ServerTls {
 }
 
 impl Inbound {
-    /// Serves one accepted connection to its end.
+    /// Serves one accepted connection: HTTP to its end, bytes up to where they only have to be carried.
     pub(crate) async fn serve(
         self: Arc<Self>,
         worker: usize,
         stream: TcpStream,
         client: ClientAddr,
         drain: drain::Watch,
-    ) {
+    ) -> Option<Carrying> {
         let OrigDst(target) = match (self.orig_dst)(&stream, client.0) {
             Ok(target) => target,
-            Err(error) => return tracing::debug!(client = %client.0, %error, "unknown what the client dialled"),
+            Err(error) => {
+                tracing::debug!(client = %client.0, %error, "unknown what the client dialled");
+                return None;
+            }
         };
         if !self.ips.is_empty() && !self.ips.contains(&target.ip()) {
-            return tracing::info!(client = %client.0, %target, "refused: not an address of this workload");
+            tracing::info!(client = %client.0, %target, "refused: not an address of this workload");
+            return None;
         }
         let connection = Connection {
             inbound: self,
             worker,
             drain,
         };
-        let http = if target.port() == connection.inbound.own_port {
+        let start = if target.port() == connection.inbound.own_port {
             Box::pin(connection.direct(stream, client, target)).await
         } else {
             connection.redirected(stream, Peer { client, target }).await
         };
         // Not from within: idle connections are at this point, and should hold nothing of how they got here.
-        if let Some(http) = http {
-            connection.http(http).await;
+        match start? {
+            Start::Http(start) => {
+                connection.http(start).await;
+                None
+            }
+            Start::Bytes(start) => Some(Box::pin(connection.bytes(start))),
         }
     }
 
@@ -174,7 +183,41 @@ enum Opening {
     Plain(First),
 }
 
-/// A connection that is found to be one of HTTP.
+/// What a connection is found to be.
+enum Start {
+    Http(HttpStart),
+    Bytes(BytesStart),
+}
+
+impl Start {
+    /// Bytes of which none have been seen.
+    fn bytes(io: Io, peer: Peer, tls: ServerTls, port: Arc<Port>, current: Arc<Current>) -> Self {
+        Self::Bytes(BytesStart {
+            io,
+            app: None,
+            first: Bytes::new(),
+            peer,
+            tls,
+            port,
+            current,
+        })
+    }
+}
+
+/// Bytes that nobody looks into.
+struct BytesStart {
+    io: Io,
+    /// The application's side where it was dialled before.
+    app: Option<Io>,
+    /// What the client said meanwhile.
+    first: Bytes,
+    peer: Peer,
+    tls: ServerTls,
+    port: Arc<Port>,
+    current: Arc<Current>,
+}
+
+/// HTTP.
 struct HttpStart {
     io: Io,
     protocol: Protocol,
@@ -184,18 +227,14 @@ struct HttpStart {
 }
 
 impl Connection {
-    /// A connection that was redirected to us: the policy of the port it went to decides all. What is not HTTP is carried to
-    /// its end.
-    async fn redirected(&self, stream: TcpStream, peer: Peer) -> Option<HttpStart> {
+    /// A connection that was redirected to us: the policy of the port it went to decides all.
+    async fn redirected(&self, stream: TcpStream, peer: Peer) -> Option<Start> {
         let port = self.inbound.ports.get(peer.target.port());
         let current = port.current();
         if current.policy.protocol == ServerProtocol::Opaque {
             let tls = ServerTls::Plain(WhyServerPlain::PortSkipped);
             let io = self.counted(Tcp::new(stream), &peer, &tls, &current);
-            self.forward(&peer, &tls, &port)
-                .run(io, None, Bytes::new(), current)
-                .await;
-            return None;
+            return Some(Start::bytes(io, peer, tls, port, current));
         }
         let plain = ServerTls::Plain(WhyServerPlain::NoTlsFromRemote);
         let (stream, opening) = match self.opening(stream, &peer, &plain, &port, &current).await {
@@ -217,10 +256,7 @@ impl Connection {
             Opening::Foreign { seen, sni } => {
                 let tls = ServerTls::PassedThrough { sni };
                 let io = self.counted(Tcp::with_prefix(stream, seen), &peer, &tls, &current);
-                self.forward(&peer, &tls, &port)
-                    .run(io, None, Bytes::new(), current)
-                    .await;
-                None
+                Some(Start::bytes(io, peer, tls, port, current))
             }
             Opening::Plain(first) => {
                 let io = self.counted(Tcp::new(stream), &peer, &plain, &current);
@@ -230,7 +266,7 @@ impl Connection {
     }
 
     /// A connection to our own port: mTLS with a transport header, or nothing.
-    async fn direct(&self, stream: TcpStream, client: ClientAddr, local: SocketAddr) -> Option<HttpStart> {
+    async fn direct(&self, stream: TcpStream, client: ClientAddr, local: SocketAddr) -> Option<Start> {
         let peer = Peer { client, target: local };
         let families = &self.inbound.families;
         let fail = |failure: HandshakeFailure| {
@@ -269,21 +305,18 @@ impl Connection {
         let io = io.count(self.inbound.client_counts(&peer, &tls, &current));
         let protocol = match header.protocol {
             None => {
-                self.forward(&peer, &tls, &port)
-                    .run(io, None, Bytes::new(), current)
-                    .await;
-                return None;
+                return Some(Start::bytes(io, peer, tls, port, current));
             }
             Some(SessionProtocol::Http1) => Protocol::Http1,
             Some(SessionProtocol::Http2) => Protocol::Http2,
         };
-        Some(HttpStart {
+        Some(Start::Http(HttpStart {
             io,
             protocol,
             peer,
             tls,
             port,
-        })
+        }))
     }
 
     fn counted(&self, tcp: Tcp, peer: &Peer, tls: &ServerTls, current: &Current) -> Io {
@@ -399,7 +432,7 @@ impl Connection {
         tls: ServerTls,
         port: Arc<Port>,
         current: Arc<Current>,
-    ) -> Option<HttpStart> {
+    ) -> Option<Start> {
         let protocol = match &current.policy.protocol {
             ServerProtocol::Detect { timeout, .. } => {
                 let first = {
@@ -428,19 +461,16 @@ impl Connection {
             }
             ServerProtocol::Http2(_) | ServerProtocol::Grpc(_) => Protocol::Http2,
             ServerProtocol::Opaque | ServerProtocol::Tls => {
-                self.forward(&peer, &tls, &port)
-                    .run(io, None, Bytes::new(), current)
-                    .await;
-                return None;
+                return Some(Start::bytes(io, peer, tls, port, current));
             }
         };
-        Some(HttpStart {
+        Some(Start::Http(HttpStart {
             io,
             protocol,
             peer,
             tls,
             port,
-        })
+        }))
     }
 
     /// Goes on with a connection of which the first bytes are known.
@@ -452,15 +482,10 @@ impl Connection {
         tls: ServerTls,
         port: Arc<Port>,
         current: Arc<Current>,
-    ) -> Option<HttpStart> {
-        let (seen, verdict, app) = match first {
+    ) -> Option<Start> {
+        let (first, verdict, app) = match first {
             First::Closed => return None,
-            First::Server { server, client } => {
-                self.forward(&peer, &tls, &port)
-                    .run(io, Some(server), client, current)
-                    .await;
-                return None;
-            }
+            First::Server { server, client } => (client, Verdict::NotHttp, Some(server)),
             First::Client(seen, verdict, app) => (seen, verdict, app),
         };
         let protocol = match (&current.policy.protocol, verdict) {
@@ -468,18 +493,39 @@ impl Connection {
             (ServerProtocol::Http2(_) | ServerProtocol::Grpc(_), _)
             | (ServerProtocol::Detect { .. }, Verdict::Http2) => Protocol::Http2,
             _ => {
-                self.forward(&peer, &tls, &port).run(io, app, seen, current).await;
-                return None;
+                return Some(Start::Bytes(BytesStart {
+                    io,
+                    app,
+                    first,
+                    peer,
+                    tls,
+                    port,
+                    current,
+                }));
             }
         };
         drop(app); // dialled in case the server spoke first
-        Some(HttpStart {
-            io: io.unread(seen),
+        Some(Start::Http(HttpStart {
+            io: io.unread(first),
             protocol,
             peer,
             tls,
             port,
-        })
+        }))
+    }
+
+    /// Carries bytes to the application and back.
+    async fn bytes(self, start: BytesStart) {
+        let BytesStart {
+            io,
+            app,
+            first,
+            peer,
+            tls,
+            port,
+            current,
+        } = start;
+        self.forward(&peer, &tls, &port).run(io, app, first, current).await;
     }
 
     /// Serves HTTP, request by request.

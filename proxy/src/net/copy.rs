@@ -13,6 +13,10 @@ use std::{
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+/// The rest of a connection of which only bytes have to be carried. It is a future of its own, so that nothing of what led to
+/// it is held meanwhile.
+pub(crate) type Carrying = Pin<Box<dyn Future<Output = ()> + Send>>;
+
 /// Bytes gathered before they are written.
 const PIECE: usize = 32 * 1024;
 

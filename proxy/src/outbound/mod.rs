@@ -32,6 +32,7 @@ use crate::{
         server::{self, Closer},
     },
     net::{
+        copy::Carrying,
         detect::{self, Verdict},
         first::{self, First},
         io::{Io, Tcp},
@@ -62,26 +63,31 @@ pub(crate) struct Outbound {
 }
 
 impl Outbound {
-    /// Serves one accepted connection to its end.
+    /// Serves one accepted connection: HTTP to its end, bytes up to where they only have to be carried.
     pub(crate) async fn serve(
         self: Arc<Self>,
         worker: usize,
         stream: TcpStream,
         client: ClientAddr,
         drain: drain::Watch,
-    ) {
+    ) -> Option<Carrying> {
         let dst = match (self.orig_dst)(&stream, client.0) {
             Ok(dst) => dst,
-            Err(error) => return tracing::debug!(client = %client.0, %error, "unknown what the application dialled"),
+            Err(error) => {
+                tracing::debug!(client = %client.0, %error, "unknown what the application dialled");
+                return None;
+            }
         };
         if self.own.iter().any(|own| is_listener(*own, dst.0)) {
-            return tracing::info!(client = %client.0, dst = %dst.0, "refused: this proxy was dialled itself");
+            tracing::info!(client = %client.0, dst = %dst.0, "refused: this proxy was dialled itself");
+            return None;
         }
         let destination = match self.discover.get(dst, self.detect_timeout).await {
             Ok(destination) => destination,
             Err(error) => {
                 self.families.tcp_failed(dst.0, "discovery timeout");
-                return tracing::info!(dst = %dst.0, %error, "connection refused");
+                tracing::info!(dst = %dst.0, %error, "connection refused");
+                return None;
             }
         };
         let counts = self.families.tcp.series(
@@ -99,7 +105,7 @@ impl Outbound {
             drain,
         }
         .serve(io)
-        .await;
+        .await
     }
 }
 
@@ -113,22 +119,23 @@ struct Connection {
 }
 
 impl Connection {
-    async fn serve(self, mut io: Io) {
+    async fn serve(self, mut io: Io) -> Option<Carrying> {
         let plan = self.destination.plan.load_full();
         match &*plan {
             Plan::Http1(_) => self.http(io, Protocol::Http1).await,
             Plan::Http2(_) => self.http(io, Protocol::Http2).await,
-            Plan::Opaque(opaque) => self.opaque(io, opaque, None, Bytes::new()).await,
+            Plan::Opaque(opaque) => return self.opaque(io, opaque, None, Bytes::new()).await,
             Plan::Tls(routes) => {
                 let sni = tokio::time::timeout(self.outbound.detect_timeout, server_name(&mut io)).await;
                 let Ok(Some((sni, seen))) = sni else {
-                    return self.outbound.families.tcp_failed(self.dst.0, "no server name");
+                    self.outbound.families.tcp_failed(self.dst.0, "no server name");
+                    return None;
                 };
                 let list: Vec<_> = routes.iter().map(|(route, _)| route.clone()).collect();
                 let found =
                     client::find_tls(&list, &sni).and_then(|found| list.iter().position(|route| route == found));
                 match found {
-                    Some(index) => self.opaque(io, &routes[index].1, None, seen).await,
+                    Some(index) => return self.opaque(io, &routes[index].1, None, seen).await,
                     None => self.outbound.families.tcp_failed(self.dst.0, "no route"),
                 }
             }
@@ -137,21 +144,25 @@ impl Connection {
                 let dial = || async { opaque::open(opaque).await.ok() };
                 let first = match first::words(&mut io, &self.destination.learned, limit, dial).await {
                     Ok(first) => first,
-                    Err(error) => return tracing::debug!(dst = %self.dst.0, %error, "application left"),
+                    Err(error) => {
+                        tracing::debug!(dst = %self.dst.0, %error, "application left");
+                        return None;
+                    }
                 };
                 match first {
                     First::Closed => {}
                     First::Client(seen, Verdict::Http1, _) => self.http(io.unread(seen), Protocol::Http1).await,
                     First::Client(seen, Verdict::Http2, _) => self.http(io.unread(seen), Protocol::Http2).await,
-                    First::Client(seen, _, server) => self.opaque(io, opaque, server, seen).await,
-                    First::Server { server, client } => self.opaque(io, opaque, Some(server), client).await,
+                    First::Client(seen, _, server) => return self.opaque(io, opaque, server, seen).await,
+                    First::Server { server, client } => return self.opaque(io, opaque, Some(server), client).await,
                 }
             }
         }
+        None
     }
 
-    /// Carries bytes; `server` is the other side where it was dialled before.
-    async fn opaque(&self, io: Io, plan: &Arc<OpaquePlan>, server: Option<Io>, first: Bytes) {
+    /// Opens the way for bytes; `server` is the other side where it was dialled before.
+    async fn opaque(&self, io: Io, plan: &Arc<OpaquePlan>, server: Option<Io>, first: Bytes) -> Option<Carrying> {
         let server = match server {
             Some(server) => server,
             None => match opaque::open(plan).await {
@@ -162,11 +173,16 @@ impl Connection {
                         OpaqueError::Unreached(error) => error.label(),
                     };
                     self.outbound.families.tcp_failed(self.dst.0, label);
-                    return tracing::info!(dst = %self.dst.0, %error, "connection refused");
+                    tracing::info!(dst = %self.dst.0, %error, "connection refused");
+                    return None;
                 }
             },
         };
-        opaque::join(io, server, first).await;
+        let destination = self.destination.clone();
+        Some(Box::pin(async move {
+            opaque::join(io, server, first).await;
+            drop(destination); // known for as long as somebody uses it
+        }))
     }
 
     /// Serves HTTP, request by request.
