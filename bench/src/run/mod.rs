@@ -95,6 +95,7 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     tools::raise_descriptor_limit()?;
     let scene = Scene::build(&args.peers, &["wrk", "ghz", "h2load"])?;
     let mut results = Results::new(tools::versions(&args.peers)?);
+    let mut left_out = 0;
     for repeat in 1..=args.repeats {
         for group in rows::groups(&args.rows) {
             for peer in &args.peers {
@@ -103,7 +104,10 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
                     .with_context(|| format!("measuring {group:?} of {peer:?}"));
                 match measured {
                     // Another that serves nothing any more has no figure, and costs no others theirs.
-                    Err(error) if *peer != Peer::Tulle => eprintln!("left out: {error:#}"),
+                    Err(error) if !matches!(peer, Peer::Tulle | Peer::None) => {
+                        eprintln!("left out: {error:#}");
+                        left_out += 1;
+                    }
                     measured => measured?,
                 }
             }
@@ -115,6 +119,10 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     }
     let report = results.report(bounds::COMMITTED)?;
     tools::print(&report.to_string())?;
+    anyhow::ensure!(
+        left_out == 0,
+        "{left_out} times another served nothing and was left out"
+    );
     anyhow::ensure!(report.passed(), "a bound of budgets.toml is broken");
     Ok(())
 }

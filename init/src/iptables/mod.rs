@@ -226,8 +226,18 @@ fn in_each<F: Sync, T: Send>(
 }
 
 /// What the tables that we write to hold. Asking the legacy programs for one of them by its name would make it.
+///
+/// Who is not root may not know which there are, and then has to ask by name.
 fn save(flavour: Flavour, family: Family) -> Result<Saved, IptablesError> {
-    Ok(Saved::parse(&run(&program(flavour, family, "save"), &[], "")?))
+    let program = program(flavour, family, "save");
+    let unknown = |error: io::Error| error.kind() == io::ErrorKind::PermissionDenied;
+    if flavour == Flavour::Legacy && fs::read(legacy_tables(family)).is_err_and(unknown) {
+        let nat = run(&program, &["-t", "nat"], "")?;
+        // A kernel without it has no rules of ours there; if some are wanted, writing them says what is missing.
+        let mangle = run(&program, &["-t", "mangle"], "").unwrap_or_default();
+        return Ok(Saved::parse(&(nat + &mangle)));
+    }
+    Ok(Saved::parse(&run(&program, &[], "")?))
 }
 
 /// The families in which there can be rules.
@@ -236,14 +246,17 @@ fn in_use(flavour: Flavour) -> impl Iterator<Item = Family> {
     families.filter(move |family| flavour != Flavour::Legacy || has_legacy_table(*family))
 }
 
+/// The kernel's list of the legacy tables of this network namespace.
+fn legacy_tables(family: Family) -> &'static str {
+    match family {
+        Family::V4 => "/proc/thread-self/net/ip_tables_names",
+        Family::V6 => "/proc/thread-self/net/ip6_tables_names",
+    }
+}
+
 /// Whether this network namespace has legacy tables of ours; without permission to know, it has none.
 fn has_legacy_table(family: Family) -> bool {
-    let names = if family == Family::V6 {
-        "ip6_tables_names"
-    } else {
-        "ip_tables_names"
-    };
-    let names = fs::read_to_string(format!("/proc/thread-self/net/{names}")).unwrap_or_default();
+    let names = fs::read_to_string(legacy_tables(family)).unwrap_or_default();
     names.lines().any(|name| name == "nat" || name == "mangle")
 }
 

@@ -28,7 +28,7 @@ pub(crate) struct Tcp {
     held: bool,
 }
 
-/// Bytes that TLS holds back at most: less than what it is ready to keep, so that it never has to refuse any.
+/// Bytes that TLS holds back at most. It is ready to keep more, but not in any number of records, so that it may refuse some.
 const HELD: usize = 48 * 1024;
 
 /// Any connection the proxy holds, in either direction.
@@ -120,7 +120,7 @@ impl Io {
     }
 
     /// Has TLS keep what is written, as far as it is not much, until this is taken back and somebody flushes. Nobody is woken
-    /// for what is kept. Without TLS it changes nothing.
+    /// for what is kept, nor for what is refused meanwhile. Without TLS it changes nothing.
     pub(crate) fn hold_back(&mut self, held: bool) {
         match &mut self.stream {
             Stream::Tcp(_) => {}
@@ -155,7 +155,7 @@ impl Io {
 
     fn note_error<T>(&mut self, result: &io::Result<T>) {
         if let (Err(error), Some(counted)) = (result, &mut self.counted) {
-            counted.errno = error.raw_os_error();
+            counted.errno = error.raw_os_error().or(counted.errno);
         }
     }
 }
@@ -284,7 +284,9 @@ impl AsyncWrite for Io {
         if self.is_held_back() {
             return Poll::Ready(Ok(()));
         }
-        on_stream!(self, s => Pin::new(s).poll_flush(cx))
+        let result = ready!(on_stream!(self, s => Pin::new(s).poll_flush(cx)));
+        self.note_error(&result);
+        Poll::Ready(result)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

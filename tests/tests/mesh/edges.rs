@@ -1,16 +1,20 @@
 //! What is rare on the wire and still means something.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
+use futures_util::stream;
 use http::{Request, Response, StatusCode, Version};
+use http_body::Frame;
+use http_body_util::StreamBody;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tulle_tests::apps;
-use tulle_tests::client::{Http1, Http2, full, request, request2};
+use tulle_tests::client::{Http1, Http2, any, full, request, request2};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, mesh, pair};
 
@@ -223,5 +227,20 @@ fn grpc_clients_are_told_of_failures_as_grpc_has_it() {
         let call = call.header("content-type", "application/grpc").header("te", "trailers");
         let answer = client.ask(call.body(full("")).unwrap()).await.unwrap();
         assert_eq!((answer.status.as_u16(), answer.header("grpc-status")), (200, "14"));
+    });
+}
+
+/// More small frames at once than TLS keeps before it writes.
+#[test]
+fn frames_that_nothing_follows_do_not_wait() {
+    pair(async |mesh: &Mesh| {
+        let mut client = Http2::over(http(mesh).await).await;
+        for _ in 0..3 {
+            let frames = (0..600).map(|_| Ok::<_, Infallible>(Frame::data(Bytes::from_static(&[b'x'; 500]))));
+            let req = Request::post("http://web.test/echo").version(Version::HTTP_2);
+            let req = req.body(any(StreamBody::new(stream::iter(frames)))).unwrap();
+            let answer = tokio::time::timeout(Duration::from_secs(5), client.ask(req)).await;
+            assert_eq!(answer.expect("all of it comes at once").unwrap().text().len(), 300_000);
+        }
     });
 }

@@ -16,38 +16,50 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use crate::net::io::Io;
 
 /// A connection as `h2` has it.
-pub(super) struct Batched(Arc<Mutex<Io>>);
+pub(super) struct Batched(Arc<Mutex<Shared>>);
 
 /// The same connection as who drives it has it.
-pub(super) struct Batch(Arc<Mutex<Io>>);
+pub(super) struct Batch(Arc<Mutex<Shared>>);
+
+struct Shared {
+    io: Io,
+    /// Whether a write was refused since the last flush: perhaps only because it was held back, of which nobody is woken.
+    refused: bool,
+}
 
 pub(super) fn batched(io: Io) -> (Batched, Batch) {
-    let io = Arc::new(Mutex::new(io));
-    (Batched(io.clone()), Batch(io))
+    let shared = Arc::new(Mutex::new(Shared { io, refused: false }));
+    (Batched(shared.clone()), Batch(shared))
 }
 
 impl Batch {
     /// Polls `work`, which may write, then sends what it has written.
     pub(super) fn poll<T>(&self, cx: &mut Context<'_>, work: impl FnOnce(&mut Context<'_>) -> Poll<T>) -> Poll<T> {
-        self.0.lock().hold_back(true);
+        self.0.lock().io.hold_back(true);
         let polled = work(cx);
-        let mut io = self.0.lock();
-        io.hold_back(false);
+        let mut shared = self.0.lock();
+        shared.io.hold_back(false);
         // Where the other side takes no more now, we are woken when it does. An error shows when h2 reads.
-        let _ = Pin::new(&mut *io).poll_flush(cx);
+        let flushed = Pin::new(&mut shared.io).poll_flush(cx);
+        if std::mem::take(&mut shared.refused) && flushed.is_ready() {
+            cx.waker().wake_by_ref();
+        }
         polled
     }
 }
 
 impl AsyncRead for Batched {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut *self.0.lock()).poll_read(cx, buf)
+        Pin::new(&mut self.0.lock().io).poll_read(cx, buf)
     }
 }
 
 impl AsyncWrite for Batched {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut *self.0.lock()).poll_write(cx, buf)
+        let shared = &mut *self.0.lock();
+        let written = Pin::new(&mut shared.io).poll_write(cx, buf);
+        shared.refused |= written.is_pending();
+        written
     }
 
     fn poll_write_vectored(
@@ -55,7 +67,10 @@ impl AsyncWrite for Batched {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut *self.0.lock()).poll_write_vectored(cx, bufs)
+        let shared = &mut *self.0.lock();
+        let written = Pin::new(&mut shared.io).poll_write_vectored(cx, bufs);
+        shared.refused |= written.is_pending();
+        written
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -63,10 +78,10 @@ impl AsyncWrite for Batched {
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut *self.0.lock()).poll_flush(cx)
+        Pin::new(&mut self.0.lock().io).poll_flush(cx)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut *self.0.lock()).poll_shutdown(cx)
+        Pin::new(&mut self.0.lock().io).poll_shutdown(cx)
     }
 }
