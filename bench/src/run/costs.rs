@@ -10,9 +10,8 @@ use anyhow::{Context as _, ensure};
 use serde::{Deserialize, Serialize};
 
 use super::callgrind::{self, Counts};
-use super::drive::Side;
 use super::generators;
-use super::peer::{Peer, Sidecars};
+use super::peer::{Peer, Side, Sidecars};
 use super::rows::{Build, Row, Setup};
 use super::scene::{self, SERVICE, Scene};
 use super::tools;
@@ -54,7 +53,8 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
         let json = serde_json::to_string_pretty(&costs).context("encoding the costs")? + "\n";
         return std::fs::write(&args.baseline, json).with_context(|| format!("writing {}", args.baseline.display()));
     }
-    let json = std::fs::read(&args.baseline).with_context(|| format!("reading {}", args.baseline.display()))?;
+    let json = std::fs::read(&args.baseline)
+        .with_context(|| format!("reading {}; --baseline says where it is", args.baseline.display()))?;
     let before: Costs =
         serde_json::from_slice(&json).with_context(|| format!("reading {}", args.baseline.display()))?;
     let (mut text, mut dearer) = (String::new(), Vec::new());
@@ -128,9 +128,10 @@ fn measure(dumps: Option<&Path>) -> anyhow::Result<Costs> {
     let [client, server] = dump(&scene, &sidecars, 2)?.map(Cost::of);
     if let Some(dir) = dumps {
         std::fs::create_dir_all(dir).with_context(|| format!("making {}", dir.display()))?;
-        for (side, name) in [(Side::Client, "client.2"), (Side::Server, "server.2")] {
+        for (side, _) in sidecars.sides() {
             let from = out(&scene, side).with_extension("2");
-            std::fs::copy(&from, dir.join(name)).with_context(|| format!("copying {}", from.display()))?;
+            std::fs::copy(&from, dir.join(side.name()).with_extension("2"))
+                .with_context(|| format!("copying {}", from.display()))?;
         }
     }
     Ok(Costs { client, server })
@@ -140,11 +141,11 @@ fn measure(dumps: Option<&Path>) -> anyhow::Result<Costs> {
 fn dump(scene: &Scene, sidecars: &Sidecars, number: u32) -> anyhow::Result<[Counts; 2]> {
     let mut counts = [Counts::default(), Counts::default()];
     for (side, process) in sidecars.sides() {
-        let (namespace, at) = match side {
-            Side::Client => (&scene.client, 0),
-            Side::Server => (&scene.server, 1),
+        let at = match side {
+            Side::Client => 0,
+            Side::Server => 1,
         };
-        let mut control = scene::as_proxy(namespace, "callgrind_control");
+        let mut control = scene::as_proxy(scene.namespace(side), "callgrind_control");
         control.env_clear().env("PATH", "/usr/bin:/bin");
         counts[at] = callgrind::dump(control, process.id(), &out(scene, side), number)?;
     }
@@ -153,11 +154,7 @@ fn dump(scene: &Scene, sidecars: &Sidecars, number: u32) -> anyhow::Result<[Coun
 
 /// Where a sidecar's dumps go.
 pub(super) fn out(scene: &Scene, side: Side) -> PathBuf {
-    let name = match side {
-        Side::Client => "client",
-        Side::Server => "server",
-    };
-    Path::new(scene.dir.path()).join(DIRECTORY).join(name)
+    scene.dir.path().join(DIRECTORY).join(side.name())
 }
 
 impl Cost {

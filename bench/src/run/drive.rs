@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 
 use super::generators::{BULK_SIZE, Driven, Http1, Ours, ghz, h2load, load, wrk};
-use super::peer::Sidecars;
+use super::peer::{Side, Sidecars};
 use super::process::Process;
 use super::rows::{Row, Setup, Traffic};
 use super::scene::{HTTP_PORT, SERVER, SERVICE, Scene, TCP_PORT};
@@ -152,13 +152,6 @@ fn loaded(sidecars: Option<&Sidecars>, drive: impl FnOnce() -> anyhow::Result<Dr
     Ok(sample)
 }
 
-/// One of the two sidecars.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Side {
-    Client,
-    Server,
-}
-
 /// What a process has used so far.
 struct Cost {
     cpu: Duration,
@@ -191,29 +184,37 @@ fn idle(
     client: impl Fn() -> anyhow::Result<TcpStream> + Send + Sync,
 ) -> anyhow::Result<Sample> {
     let sides = sidecars.map_or(Vec::new(), Sidecars::sides);
-    let rss = || {
-        sides
-            .iter()
-            .map(|(_, process)| process.rss_kib())
-            .collect::<anyhow::Result<Vec<_>>>()
-    };
-    let before = rss()?;
+    let memory = Memory::of(&sides)?;
     let clients = scene
         .client
         .run(|| (0..IDLE_CLIENTS).map(|_| client()).collect::<anyhow::Result<Vec<_>>>())??;
-    let after = rss()?;
+    let grown = memory.grown(&sides, IDLE_CLIENTS)?;
     drop(clients);
-    let each = sides
-        .iter()
-        .zip(before.iter().zip(after))
-        .map(|((side, _), (before, after))| {
+    Ok(grown)
+}
+
+/// What sidecars held at one moment, in KiB.
+pub(super) struct Memory(Vec<u64>);
+
+impl Memory {
+    pub(super) fn of(sides: &[(Side, &Process)]) -> anyhow::Result<Self> {
+        let rss = sides.iter().map(|(_, process)| process.rss_kib());
+        rss.collect::<anyhow::Result<_>>().map(Self)
+    }
+
+    /// How much more they hold now, for each of so many clients.
+    pub(super) fn grown(&self, sides: &[(Side, &Process)], clients: u32) -> anyhow::Result<Sample> {
+        let now = Self::of(sides)?;
+        let both = sides.iter().zip(self.0.iter().zip(now.0));
+        let each = both.map(|((side, _), (before, now))| {
             let metric = match side {
                 Side::Client => Metric::ClientIdleKib,
                 Side::Server => Metric::ServerIdleKib,
             };
-            (metric, (after as f64 - *before as f64) / f64::from(IDLE_CLIENTS))
+            (metric, (now as f64 - *before as f64) / f64::from(clients))
         });
-    Ok(each.collect())
+        Ok(each.collect())
+    }
 }
 
 /// Allocations per request at 64 connections, by the difference of two counts of the counting build.

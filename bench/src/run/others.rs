@@ -6,14 +6,11 @@ use std::os::unix::fs::chown;
 use std::path::PathBuf;
 use std::process::Command;
 
-use anyhow::Context as _;
-use tulle_core::netns::Namespace;
-
-use super::drive::Side;
-use super::peer::Sidecars;
+use super::peer::{Side, Sidecars};
 use super::process::Process;
 use super::rows::{Path, Setup, Traffic};
 use super::scene::{self, HTTP_PORT, PROXY_UID, SERVER, Scene, TCP_PORT};
+use anyhow::Context as _;
 
 /// nginx, one process a side.
 pub(super) fn nginx(scene: &Scene, setup: &Setup) -> anyhow::Result<Sidecars> {
@@ -27,14 +24,14 @@ pub(super) fn nginx(scene: &Scene, setup: &Setup) -> anyhow::Result<Sidecars> {
     std::fs::create_dir_all(&dir).with_context(|| format!("making {}", dir.display()))?;
     chown(&dir, Some(PROXY_UID), Some(PROXY_UID)).context("giving nginx its directory")?;
     let dir = dir.display().to_string();
-    start(scene, setup, |side| {
-        let text = side.filled(&match setup.path {
-            Path::Both => format!("nginx-{kind}-{}.conf", side.name),
+    start(scene, setup, |sidecar| {
+        let text = sidecar.filled(&match setup.path {
+            Path::Both => format!("nginx-{kind}-{}.conf", sidecar.side.name()),
             Path::Outbound | Path::Inbound => "nginx-plain.conf".to_owned(),
         })?;
         let text = text.replace("@DIR@", &dir);
-        let mut command = scene::as_proxy(side.namespace, "nginx");
-        command.arg("-c").arg(side.written("conf", &text)?);
+        let mut command = scene::as_proxy(scene.namespace(sidecar.side), "nginx");
+        command.arg("-c").arg(sidecar.written("conf", &text)?);
         // One process that is all there is.
         command.args(["-g", "master_process off;"]);
         Ok(command)
@@ -53,14 +50,14 @@ pub(super) fn start_envoy(scene: &Scene, setup: &Setup) -> anyhow::Result<Sideca
         // Where it is installed, only its owner may look.
         std::fs::copy(envoy()?, &program).context("copying envoy")?;
     }
-    start(scene, setup, |side| {
-        let text = side.filled(&match setup.path {
-            Path::Both => format!("envoy-{kind}-{}.yaml", side.name),
+    start(scene, setup, |sidecar| {
+        let text = sidecar.filled(&match setup.path {
+            Path::Both => format!("envoy-{kind}-{}.yaml", sidecar.side.name()),
             Path::Outbound | Path::Inbound => "envoy-plain.yaml".to_owned(),
         })?;
         let text = text.replace("@CODEC@", codec).replace("@APP_PROTOCOL@", app_protocol);
-        let mut command = scene::as_proxy(side.namespace, &program);
-        command.arg("-c").arg(side.written("yaml", &text)?);
+        let mut command = scene::as_proxy(scene.namespace(sidecar.side), &program);
+        command.arg("-c").arg(sidecar.written("yaml", &text)?);
         command.args(["--concurrency", &setup.workers.to_string()]);
         command.args(["--disable-hot-restart", "--log-level", "warning"]);
         Ok(command)
@@ -83,9 +80,7 @@ pub(super) fn envoy() -> anyhow::Result<PathBuf> {
 /// One of the two sidecars.
 struct Sidecar<'a> {
     scene: &'a Scene,
-    name: &'static str,
-    namespace: &'a Namespace,
-    certificate: &'a std::path::Path,
+    side: Side,
     listener: SocketAddr,
     app_port: u16,
 }
@@ -97,15 +92,9 @@ fn start(
     command: impl Fn(&Sidecar<'_>) -> anyhow::Result<Command>,
 ) -> anyhow::Result<Sidecars> {
     Sidecars::start(scene, setup, None, |side| {
-        let (name, namespace, certificate) = match side {
-            Side::Client => ("client", &scene.client, &scene.certs.client),
-            Side::Server => ("server", &scene.server, &scene.certs.server),
-        };
         let sidecar = Sidecar {
             scene,
-            name,
-            namespace,
-            certificate,
+            side,
             listener: scene::listener(side),
             app_port: if setup.traffic == Traffic::Opaque {
                 TCP_PORT
@@ -113,7 +102,7 @@ fn start(
                 HTTP_PORT
             },
         };
-        let mut process = Process::start(name, command(&sidecar)?, scene.dir.path())?;
+        let mut process = Process::start(side.name(), command(&sidecar)?, scene.dir.path())?;
         process.listening(&[sidecar.listener.port()]).map(|()| process)
     })
 }
@@ -129,12 +118,15 @@ impl Sidecar<'_> {
             .replace("@LISTENER_ADDR@", &self.listener.ip().to_string())
             .replace("@LISTENER_PORT@", &self.listener.port().to_string())
             .replace("@ANCHORS@", &self.scene.certs.anchors.display().to_string())
-            .replace("@CERTIFICATE@", &self.certificate.display().to_string()))
+            .replace(
+                "@CERTIFICATE@",
+                &self.scene.certificate(self.side).display().to_string(),
+            ))
     }
 
     /// Writes it under a name of the same kind: Envoy goes by its end.
     fn written(&self, kind: &str, text: &str) -> anyhow::Result<PathBuf> {
-        let path = self.scene.file(&format!("running-{}.{kind}", self.name));
+        let path = self.scene.file(&format!("running-{}.{kind}", self.side.name()));
         std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
         Ok(path)
     }

@@ -1,6 +1,5 @@
 //! The sidecars that are compared, each pair started the same way.
 
-use super::drive::Side;
 use super::process::Process;
 use super::rows::{Path, Setup, Traffic};
 use super::scene::{self, HTTP_PORT, PROXY_UID, Redirect, SERVER, Scene, TCP_PORT};
@@ -17,6 +16,22 @@ pub(crate) enum Peer {
     Envoy,
     /// Nobody: what the client and the application can do alone.
     None,
+}
+
+/// One of the two sidecars.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Side {
+    Client,
+    Server,
+}
+
+impl Side {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Client => "client",
+            Self::Server => "server",
+        }
+    }
 }
 
 /// Running sidecars with their redirect rules.
@@ -122,16 +137,13 @@ fn haproxy(scene: &Scene, setup: &Setup) -> anyhow::Result<Sidecars> {
         Traffic::Opaque => ("tcp", "", TCP_PORT),
     };
     Sidecars::start(scene, setup, None, |side| {
-        let (name, namespace, certificate) = match side {
-            Side::Client => ("client", &scene.client, &scene.certs.client),
-            Side::Server => ("server", &scene.server, &scene.certs.server),
-        };
+        let name = side.name();
         let listener = scene::listener(side);
         let file = match setup.path {
             Path::Both => format!("haproxy-{mode}-{name}.cfg"),
             Path::Outbound | Path::Inbound => "haproxy-plain.cfg".to_owned(),
         };
-        let mut command = namespace.command("haproxy");
+        let mut command = scene.namespace(side).command("haproxy");
         command
             .args(["-db", "-f"])
             .arg(scene.file(&file))
@@ -141,7 +153,7 @@ fn haproxy(scene: &Scene, setup: &Setup) -> anyhow::Result<Sidecars> {
             .env("LISTENER", listener.to_string())
             .env("SERVER", format!("{SERVER}:{app_port}"))
             .env("ANCHORS", &scene.certs.anchors)
-            .env("CERTIFICATE", certificate);
+            .env("CERTIFICATE", scene.certificate(side));
         let mut process = Process::start(&format!("haproxy-{name}"), command, scene.dir.path())?;
         process.listening(&[listener.port()]).map(|()| process)
     })

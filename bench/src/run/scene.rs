@@ -13,8 +13,7 @@ use tempfile::TempDir;
 use tulle_core::names::port;
 use tulle_core::netns::{Lab, Namespace};
 
-use super::drive::Side;
-use super::peer::Peer;
+use super::peer::{Peer, Side};
 use super::process::Process;
 use super::rows::Path;
 use super::{certs, tools};
@@ -102,6 +101,22 @@ impl Scene {
             )?;
         }
         Ok(redirect)
+    }
+
+    /// Where a sidecar runs.
+    pub(super) fn namespace(&self, side: Side) -> &Namespace {
+        match side {
+            Side::Client => &self.client,
+            Side::Server => &self.server,
+        }
+    }
+
+    /// The certificate of a sidecar that gets it from us, with its key.
+    pub(super) fn certificate(&self, side: Side) -> &std::path::Path {
+        match side {
+            Side::Client => &self.certs.client,
+            Side::Server => &self.certs.server,
+        }
     }
 
     /// The path of one of [`FILES`].

@@ -11,10 +11,9 @@ use tokio::task::JoinSet;
 use tokio::time::{self, Instant};
 use tulle_core::netns::Namespace;
 
-use super::drive::{Metric, Sample, Side};
+use super::drive::{Memory, Metric, Sample};
 use super::generators::{Driven, Http1, wrk};
 use super::peer::Sidecars;
-use super::process::Process;
 use super::scene::{HTTP_PORT, SERVER, SERVICE, Scene};
 
 /// Measures memory and the requests of others while there are slow clients: of the client's sidecar, and as many of the
@@ -23,13 +22,10 @@ pub(super) fn measure(scene: &Scene, sidecars: &Sidecars, duration: Duration) ->
     let duration = duration.min(LONGEST);
     let others = || wrk(scene, SERVICE, Http1::get(16), duration);
     let alone = others()?;
-    let rss = || {
-        let rss = |(_, process): &(Side, &Process)| process.rss_kib();
-        sidecars.sides().iter().map(rss).collect::<anyhow::Result<Vec<_>>>()
-    };
-    let before = rss()?;
+    let sides = sidecars.sides();
+    let memory = Memory::of(&sides)?;
     let (open, opened) = mpsc::channel();
-    let (beside, after, told) = std::thread::scope(|scope| {
+    let (beside, grown, told) = std::thread::scope(|scope| {
         let groups = [(&scene.client, SERVICE), (&scene.control, SERVER)];
         let groups = groups.map(|(namespace, host)| {
             let open = open.clone();
@@ -39,14 +35,14 @@ pub(super) fn measure(scene: &Scene, sidecars: &Sidecars, duration: Duration) ->
         // Nobody says so when clients fail; the reason comes when they are joined.
         let n_open = opened.iter().take(groups.len()).count();
         let measured = (n_open == groups.len())
-            .then(|| anyhow::Ok((rss()?, others()?)))
+            .then(|| anyhow::Ok((memory.grown(&sides, CLIENTS)?, others()?)))
             .transpose();
         let mut told = Vec::new();
         for group in groups {
             told.extend(group.join().map_err(|_| anyhow::anyhow!("slow clients panicked"))??);
         }
-        let (after, beside) = measured?.context("slow clients did not open")?;
-        anyhow::Ok((beside, after, told))
+        let (grown, beside) = measured?.context("slow clients did not open")?;
+        anyhow::Ok((beside, grown, told))
     })?;
     let on_time = HEAD_TIMEOUT..HEAD_TIMEOUT + LATEST;
     let n_told = told.iter().filter(|told| told.status == 408).count();
@@ -59,16 +55,15 @@ pub(super) fn measure(scene: &Scene, sidecars: &Sidecars, duration: Duration) ->
             .find(|told| told.status != 408 || !on_time.contains(&told.after))
     );
     let rate = |driven: &Driven| driven.requests as f64 / driven.seconds;
-    let kib = |at: usize| (after[at] as f64 - before[at] as f64) / f64::from(CLIENTS);
-    Ok(Sample::from([
+    let mut sample = grown;
+    sample.extend([
         (Metric::RequestsPerSecond, rate(&beside)),
         (Metric::SpeedPercent, rate(&beside) * 100.0 / rate(&alone)),
         (Metric::P50Us, beside.p50_us),
         (Metric::P99Us, beside.p99_us),
         (Metric::Failed, beside.failed as f64),
-        (Metric::ClientIdleKib, kib(0)),
-        (Metric::ServerIdleKib, kib(1)),
-    ]))
+    ]);
+    Ok(sample)
 }
 
 /// What a slow client was told.

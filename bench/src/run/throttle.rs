@@ -25,7 +25,8 @@ impl Throttle {
                 fs::write(dir.join(file), value.to_string())
                     .with_context(|| format!("writing {file} of {}", dir.display()))
             };
-            fs::create_dir(&dir).with_context(|| format!("making {}", dir.display()))?;
+            // One of an earlier run that was killed is as good: the thread that it held is gone.
+            fs::create_dir_all(&dir).with_context(|| format!("making {}", dir.display()))?;
             throttle.0.push(dir.clone());
             write("cpu.cfs_period_us", PERIOD_US)?;
             write("cpu.cfs_quota_us", PERIOD_US * u64::from(percent) / 100)?;

@@ -15,8 +15,7 @@ use tulle_control::trust::{self, CertificateAuthority, TokenSubject};
 use tulle_core::names::port;
 use tulle_core::netns::Namespace;
 
-use super::drive::Side;
-use super::peer::Sidecars;
+use super::peer::{Side, Sidecars};
 use super::process::Process;
 use super::rows::{Build, Path, Setup};
 use super::scene::{self, CONTROL, PROXY_UID, Scene};
@@ -114,10 +113,7 @@ fn runnable(program: &str, dir: &std::path::Path) -> anyhow::Result<PathBuf> {
 }
 
 fn proxy(scene: &Scene, setup: &Setup, mesh: &Mesh, side: Side) -> anyhow::Result<Process> {
-    let (name, namespace) = match side {
-        Side::Client => ("client", &scene.client),
-        Side::Server => ("server", &scene.server),
-    };
+    let (name, namespace) = (side.name(), scene.namespace(side));
     let installed = |program| runnable(program, scene.dir.path());
     let mut command = match setup.build {
         Build::Shipped => scene::as_proxy(namespace, installed(PROXY)?),

@@ -37,9 +37,7 @@ pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
         }
     }
     for name in [header::UPGRADE, KEEP_ALIVE, PROXY_CONNECTION] {
-        if headers.contains_key(&name) {
-            headers.remove(name);
-        }
+        headers.remove(name);
     }
     if headers.contains_key(header::TE) {
         // Of this one, HTTP/2 and gRPC know exactly one value.
