@@ -7,13 +7,14 @@ use arc_swap::ArcSwap;
 use rustls::client::Resumption;
 use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
-use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
+use rustls::server::NoServerSessionStorage;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tokio::sync::watch;
 use tulle_core::identity::Identity;
 use tulle_core::names::TRANSPORT_ALPN;
 
-use crate::tls::verify::{self, ServerChain, Validity};
+use crate::tls::chain::{self, ClientChain, ServerChain};
+use crate::tls::verify::{self, Validity};
 
 /// The roots that a peer's certificate must chain to.
 #[derive(Clone)]
@@ -242,7 +243,7 @@ impl Credentials {
     /// Everything stays as it was on any error.
     pub(crate) fn replace(&self, leaf: Leaf, anchors: TrustAnchors) -> Result<Validity, CredentialsError> {
         let (end_entity, intermediates) = leaf.chain.split_first().ok_or(CredentialsError::EmptyChain)?;
-        verify::chain(end_entity, intermediates, &anchors.roots, &self.shared.provider)
+        chain::verify_own(end_entity, intermediates, &anchors.roots, &self.shared.provider)
             .map_err(CredentialsError::Leaf)?;
         let facts = verify::facts(end_entity).map_err(CredentialsError::Leaf)?;
         if !facts.names.contains(&self.shared.id) {
@@ -301,9 +302,16 @@ impl State {
         leaf: Option<Leaf>,
         validity: Option<Validity>,
     ) -> Result<Self, CredentialsError> {
-        let clients = ByAlpn::build(|alpn| client_config(provider, &anchors, leaf.as_ref(), alpn))?;
+        let server_chain = Arc::new(ServerChain::new(anchors.roots.clone(), provider));
+        let clients = ByAlpn::build(|alpn| client_config(provider, &server_chain, leaf.as_ref(), alpn))?;
         let servers = match &leaf {
-            Some(leaf) => Some(ByAlpn::build(|alpn| server_config(provider, &anchors, leaf, alpn))?),
+            Some(leaf) => {
+                let client_chain = ClientChain::new(anchors.roots.clone(), provider);
+                let client_chain = Arc::new(client_chain.map_err(CredentialsError::ClientVerifier)?);
+                Some(ByAlpn::build(|alpn| {
+                    server_config(provider, &client_chain, leaf, alpn)
+                })?)
+            }
             None => None,
         };
         Ok(Self {
@@ -352,7 +360,7 @@ impl Alpn {
 
 fn client_config(
     provider: &Arc<CryptoProvider>,
-    anchors: &TrustAnchors,
+    server_chain: &Arc<ServerChain>,
     leaf: Option<&Leaf>,
     alpn: Alpn,
 ) -> Result<ClientConfig, CredentialsError> {
@@ -360,7 +368,7 @@ fn client_config(
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(CredentialsError::Config)?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(ServerChain::new(anchors.roots.clone(), provider)));
+        .with_custom_certificate_verifier(server_chain.clone());
     let mut config = match leaf {
         Some(leaf) => {
             let key = PrivateKeyDer::Pkcs8(leaf.key.clone_key());
@@ -377,20 +385,14 @@ fn client_config(
 
 fn server_config(
     provider: &Arc<CryptoProvider>,
-    anchors: &TrustAnchors,
+    client_chain: &Arc<ClientChain>,
     leaf: &Leaf,
     alpn: Alpn,
 ) -> Result<ServerConfig, CredentialsError> {
-    let verifier = WebPkiClientVerifier::builder_with_provider(anchors.roots.clone(), provider.clone())
-        .allow_unauthenticated()
-        // Peers have one certificate, so naming our roots would only make every handshake longer.
-        .clear_root_hint_subjects()
-        .build()
-        .map_err(CredentialsError::ClientVerifier)?;
     let mut config = ServerConfig::builder_with_provider(provider.clone())
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(CredentialsError::Config)?
-        .with_client_cert_verifier(verifier)
+        .with_client_cert_verifier(client_chain.clone())
         .with_single_cert(leaf.chain.clone(), PrivateKeyDer::Pkcs8(leaf.key.clone_key()))
         .map_err(CredentialsError::Key)?;
     config.session_storage = Arc::new(NoServerSessionStorage {});

@@ -4,6 +4,7 @@
 //! read one snapshot of it. Nothing here decides whether a peer may do something: that is policy.
 //! There is no session resumption, because a resumed session would outlive the certificate it was checked with.
 
+mod chain;
 pub(crate) mod client;
 pub(crate) mod creds;
 pub(crate) mod header;

@@ -183,15 +183,33 @@ async fn a_foreign_authority_is_refused_by_each_side() {
 }
 
 #[tokio::test]
+async fn who_was_accepted_is_refused_once_the_anchors_are_others() {
+    let authority = Authority::new();
+    let (client, server) = (authority.credentials(CLIENT), authority.credentials(SERVER));
+    for _ in 0..2 {
+        handshake(&client, &server, SERVER, NO_ALPN).await.1.unwrap();
+    }
+    server.replace_anchors(Authority::new().anchors()).unwrap();
+    let (_, accepted) = handshake(&client, &server, SERVER, NO_ALPN).await;
+    assert_eq!(accepted.unwrap_err().failure(), HandshakeFailure::ForeignCa);
+    client.replace_anchors(Authority::new().anchors()).unwrap();
+    let (connected, _) = handshake(&client, &server, SERVER, NO_ALPN).await;
+    assert_eq!(connected.unwrap_err().failure(), HandshakeFailure::ForeignCa);
+}
+
+#[tokio::test]
 async fn an_expired_certificate_is_refused_by_each_side() {
     let authority = Authority::new();
-    let soon = Duration::from_secs(1);
+    let soon = Duration::from_secs(2);
     let expiring = Credentials::new(CLIENT.parse().unwrap(), SERVER_NAME, authority.anchors()).unwrap();
     expiring
         .install(authority.leaf(&[CLIENT], SystemTime::now() + soon))
         .unwrap();
     let fresh = authority.credentials(SERVER);
-    while SystemTime::now() <= expiring.validity().unwrap().not_after + soon {
+    // That it has been accepted before changes nothing.
+    handshake(&expiring, &fresh, SERVER, NO_ALPN).await.1.unwrap();
+    handshake(&fresh, &expiring, CLIENT, NO_ALPN).await.0.unwrap();
+    while SystemTime::now() <= expiring.validity().unwrap().not_after + Duration::from_secs(1) {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let (_, accepted) = handshake(&expiring, &fresh, SERVER, NO_ALPN).await;

@@ -1,16 +1,11 @@
-//! Checks of a peer's certificate, and the reasons for which handshakes fail.
+//! What a certificate says, and the reasons for which handshakes fail.
 
 use std::fmt;
 use std::io;
-use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::client::verify_server_cert_signed_by_trust_anchor;
-use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature};
-use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use rustls::server::ParsedCertificate;
-use rustls::{AlertDescription, CertificateError, DigitallySignedStruct, Error, RootCertStore, SignatureScheme};
+use rustls::pki_types::CertificateDer;
+use rustls::{AlertDescription, CertificateError, Error};
 use tulle_core::identity::Identity;
 use x509_parser::extensions::{GeneralName, ParsedExtension};
 use x509_parser::prelude::{FromDer, X509Certificate};
@@ -52,79 +47,6 @@ pub(super) struct Facts {
     /// DNS and URI subject alternative names, in the order of the certificate.
     pub(super) names: Vec<Identity>,
     pub(super) validity: Validity,
-}
-
-/// Verifies that a server's certificate chains to our trust anchors.
-///
-/// Names are deliberately not looked at here: the identity that we expect is not the SNI that we send, so
-/// [`crate::tls::client::connect`] compares it once the handshake is done and before anything is sent.
-#[derive(Debug)]
-pub(super) struct ServerChain {
-    anchors: Arc<RootCertStore>,
-    algorithms: WebPkiSupportedAlgorithms,
-}
-
-impl ServerChain {
-    pub(super) fn new(anchors: Arc<RootCertStore>, provider: &CryptoProvider) -> Self {
-        Self {
-            anchors,
-            algorithms: provider.signature_verification_algorithms,
-        }
-    }
-}
-
-impl ServerCertVerifier for ServerChain {
-    fn verify_server_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        _server_name: &ServerName<'_>,
-        _ocsp_response: &[u8],
-        now: UnixTime,
-    ) -> Result<ServerCertVerified, Error> {
-        verify_server_cert_signed_by_trust_anchor(
-            &ParsedCertificate::try_from(end_entity)?,
-            &self.anchors,
-            intermediates,
-            now,
-            self.algorithms.all,
-        )?;
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls12_signature(message, cert, signed, &self.algorithms)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls13_signature(message, cert, signed, &self.algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.algorithms.supported_schemes()
-    }
-}
-
-/// Verifies our own certificate as a peer with these anchors would.
-pub(super) fn chain(
-    end_entity: &CertificateDer<'_>,
-    intermediates: &[CertificateDer<'_>],
-    anchors: &RootCertStore,
-    provider: &CryptoProvider,
-) -> Result<(), Error> {
-    let parsed = ParsedCertificate::try_from(end_entity)?;
-    let algorithms = provider.signature_verification_algorithms.all;
-    verify_server_cert_signed_by_trust_anchor(&parsed, anchors, intermediates, UnixTime::now(), algorithms)
 }
 
 /// Reads names and validity of a certificate; names that cannot be an identity are passed over.

@@ -404,3 +404,28 @@ fn hints_without_end_are_a_bad_response() {
         assert!(rsp.contains("HTTP/1.1 502 "), "{rsp}");
     });
 }
+
+#[test]
+fn an_application_that_answers_amid_a_request_keeps_its_connection() {
+    let mesh = mesh().workload("client").workload("web");
+    mesh.run(async |mesh: &Mesh| {
+        // Each connection answers with how many requests it has had, before the rest of their bodies comes.
+        let _app = apps::raw(mesh.listen("web", HTTP).await, |mut stream| async move {
+            for n in 1..=3 {
+                read_until(&mut stream, "begun").await;
+                let head = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n";
+                stream.write_all(head).await.unwrap();
+                read_until(&mut stream, "ended").await;
+                stream.write_all(format!("{n}\n").as_bytes()).await.unwrap();
+            }
+        });
+        let mut client = dial(mesh).await;
+        for n in 1..=3 {
+            let head = "POST / HTTP/1.1\r\nhost: web.test\r\ncontent-length: 10\r\n\r\nbegun";
+            client.write_all(head.as_bytes()).await.unwrap();
+            read_until(&mut client, "\r\n\r\n").await;
+            client.write_all(b"ended").await.unwrap();
+            assert_eq!(read_until(&mut client, "\n").await, format!("{n}\n"));
+        }
+    });
+}

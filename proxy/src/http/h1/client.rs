@@ -16,7 +16,7 @@ use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode};
 use http_body::{Frame, SizeHint};
 use tokio::{
-    io::{AsyncWriteExt as _, ReadHalf},
+    io::{AsyncWriteExt as _, ReadHalf, WriteHalf},
     sync::oneshot,
 };
 
@@ -214,34 +214,34 @@ impl Exchange {
             framing,
             keep_alive,
         } = head;
-        let keep_alive = keep_alive && self.upload.is_done();
+        let pool = self
+            .pool
+            .filter(|_| keep_alive && (self.sending || self.upload.is_done()));
         let upgraded = head::switches(response.status(), &self.method);
         let (io, mut inbox, mut upload) = (self.connection.io, self.inbox, self.upload);
         let (source, pool) = if upgraded {
             (Source::Upgraded(Some(io.unread(std::mem::take(&mut inbox)))), None)
         } else if self.sending {
             let (read, mut write) = tokio::io::split(*io);
-            let (reading, read_all) = oneshot::channel();
+            let (mut whole, uploaded) = oneshot::channel();
             tokio::spawn(async move {
-                let uploaded = tokio::select! {
-                    uploaded = poll_fn(|cx| upload.poll_write(cx, &mut write)) => uploaded,
-                    () = soon_after(read_all) => Err(Error::TakenBack),
+                let upload = tokio::select! {
+                    upload = poll_fn(|cx| upload.poll_write(cx, &mut write)) => upload,
+                    () = soon_after(whole.closed()) => Err(Error::TakenBack),
                 };
-                if let Err(error) = uploaded {
-                    tracing::debug!(%error, "request body ended early");
-                    // So that nobody waits for the rest of it; who has gone away needs not be told.
-                    let _ = write.shutdown().await;
+                match upload {
+                    // Where the response has ended before, the connection ends here.
+                    Ok(()) => drop(whole.send(write)),
+                    Err(error) => {
+                        tracing::debug!(%error, "request body ended early");
+                        // So that nobody waits for the rest of it; who has gone away needs not be told.
+                        let _ = write.shutdown().await;
+                    }
                 }
             });
-            (
-                Source::Half {
-                    read,
-                    _reading: reading,
-                },
-                None,
-            )
+            (Source::Half { read, uploaded }, pool)
         } else {
-            (Source::Whole(io), self.pool.filter(|_| keep_alive))
+            (Source::Whole(io), pool)
         };
         let mut received = Received {
             source: Some(source),
@@ -266,9 +266,8 @@ impl Exchange {
 /// How long a request body may go on when its response has ended: an application that needed it would have waited.
 const AFTERGLOW: Duration = Duration::from_secs(1);
 
-async fn soon_after(read_all: oneshot::Receiver<()>) {
-    // Nothing is ever sent: the sender is dropped.
-    let _ = read_all.await;
+async fn soon_after(response: impl Future<Output = ()>) {
+    response.await;
     tokio::time::sleep(AFTERGLOW).await;
 }
 
@@ -348,10 +347,11 @@ pub(crate) struct Received {
 
 enum Source {
     Whole(Box<Io>),
-    /// The request body still goes out on the other half, until a while after the sender is dropped.
+    /// The request body still goes out on the other half, until a while after the receiver is dropped; the receiver gets
+    /// that half when the body has left.
     Half {
         read: ReadHalf<Io>,
-        _reading: oneshot::Sender<()>,
+        uploaded: oneshot::Receiver<WriteHalf<Io>>,
     },
     /// No longer HTTP: taken by the tunnel.
     Upgraded(Option<Io>),
@@ -368,7 +368,15 @@ impl Received {
 
     /// Gives the connection back, or closes it where it cannot be used again.
     fn finish(&mut self) {
-        if let (Some(Source::Whole(io)), Some(pool)) = (self.source.take(), self.pool.take())
+        let io = match self.source.take() {
+            Some(Source::Whole(io)) => io,
+            Some(Source::Half { read, mut uploaded }) => match uploaded.try_recv() {
+                Ok(write) => Box::new(read.unsplit(write)),
+                Err(_) => return,
+            },
+            Some(Source::Upgraded(_)) | None => return,
+        };
+        if let Some(pool) = self.pool.take()
             && self.inbox.is_empty()
         {
             pool.put(io);

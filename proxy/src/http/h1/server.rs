@@ -34,7 +34,7 @@ use crate::{
             head::{self, BadHead, RequestHead},
             read,
             timer::Timer,
-            write::{self, Afterwards, Answered},
+            write::{self, Afterwards, Answered, Message},
         },
         headers, interim,
         layers::Rescued,
@@ -224,19 +224,8 @@ where
         version,
         method: &method,
     };
-    let (mut message, afterwards) = write::response(rsp, answered, afterwards);
-    let written = poll_fn(|cx| match message.poll_write(cx, &mut Half(connection)) {
-        Poll::Ready(written) => Poll::Ready(written),
-        Poll::Pending => connection.lock().poll_left(cx, may_have_left).map(Err),
-    })
-    .await;
-    if let Err(error) = written {
-        if message.ends_with_connection() {
-            connection.lock().io.reset(); // an end would look like the body's
-        }
-        return Err(to_client(error));
-    }
-    drop(message);
+    let (message, afterwards) = write::response(rsp, answered, afterwards);
+    written(connection, message, may_have_left).await?;
     if upgrades {
         return Ok(upgrade.map_or(Next::Close, Next::Upgrade));
     }
@@ -244,6 +233,24 @@ where
     Ok(match (afterwards, connection.lock().receiving) {
         (Afterwards::Kept, Receiving::Nothing) => Next::Request,
         _ => Next::Close,
+    })
+}
+
+/// Writes a response, while its client is there.
+fn written(
+    connection: &Shared,
+    mut message: Message<Body>,
+    may_have_left: bool,
+) -> impl Future<Output = Result<(), Error>> {
+    poll_fn(move |cx| {
+        let written = match message.poll_write(cx, &mut Half(connection)) {
+            Poll::Ready(written) => written,
+            Poll::Pending => Err(ready!(connection.lock().poll_left(cx, may_have_left))),
+        };
+        if written.is_err() && message.ends_with_connection() {
+            connection.lock().io.reset(); // an end would look like the body's
+        }
+        Poll::Ready(written.map_err(to_client))
     })
 }
 

@@ -18,15 +18,19 @@ use tokio::{
 
 use crate::http::{
     error::Error,
-    h1::head::{self, is_framing},
+    h1::{
+        head::{self, is_framing},
+        read,
+    },
     headers, spare,
 };
 
 /// Body bytes that are copied behind the head; more of them are written from where they are.
 const INLINE: usize = 4 * 1024;
 
-/// Body bytes that are collected for one write, as far as they are there: each write costs its way through the network.
-const TOGETHER: usize = 64 * 1024;
+/// Body bytes that are collected for one write, as far as they are there: each write costs its way through the network,
+/// which takes no more than 64 KiB at once.
+const TOGETHER: usize = read::SIZE;
 
 /// The longest request that is remembered until its response comes, in bytes. Whoever reads a socket reads as much at
 /// once: of such a request that left in one piece, all was read, or nothing.
@@ -484,8 +488,9 @@ impl Pieces {
         self.first.len() + self.more.iter().map(Bytes::len).sum::<usize>()
     }
 
+    /// Whether another like the first still fits.
     fn has_room(&self) -> bool {
-        self.more.len() + 1 < PIECES && self.len() < TOGETHER
+        self.more.len() + 1 < PIECES && self.len() + self.first.len() <= TOGETHER
     }
 
     /// Fills the beginning of `slices`, and says how many they are.
