@@ -11,8 +11,9 @@ use tulle_proxy::{
 /// The exit status of a wrong configuration, as in `sysexits.h`.
 const EX_USAGE: u8 = 64;
 
-/// Free memory that a thread keeps for what comes next, in bytes. The C library would give back all but 128 KiB, at once,
-/// and have every page of it cleared for the next large body: a twelfth of what such a body costs.
+/// Free memory that a thread keeps for what comes next, in bytes. By default the C library gives all but 128 KiB back at
+/// once, and has every page of it cleared for the next large body: a twelfth of what such a body costs. What is larger
+/// than 128 KiB itself is given back all the same.
 #[cfg(target_env = "gnu")]
 const KEPT: libc::c_int = 2 << 20;
 

@@ -284,7 +284,6 @@ fn http2_client(direction: &Direction) -> h2::Params {
 
 fn http2_server(direction: &Direction) -> h2::Params {
     let server = &direction.http2_server;
-    let defaults = h2::Params::default();
     h2::Params {
         stream_window: server.windows.stream,
         connection_window: server.windows.connection,
@@ -292,10 +291,12 @@ fn http2_server(direction: &Direction) -> h2::Params {
             interval: pings.interval,
             timeout: pings.timeout,
         }),
-        max_frame_size: server.max_frame_size.unwrap_or(defaults.max_frame_size),
+        max_frame_size: server.max_frame_size,
         max_concurrent_streams: server.max_concurrent_streams,
         max_send_buffer: server.max_send_buf_size,
         max_pending_resets: server.max_pending_accept_reset_streams,
-        max_header_list: server.max_header_list_size.unwrap_or(defaults.max_header_list),
+        max_header_list: server
+            .max_header_list_size
+            .unwrap_or_else(|| h2::Params::default().max_header_list),
     }
 }

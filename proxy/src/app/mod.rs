@@ -30,7 +30,7 @@ use tulle_core::{
 use crate::{
     admin,
     app::build::{ControlPlane, Parts, accept_options},
-    config::Config,
+    config::{Config, Direction},
     identity::{Source, certify::Certifier, key::Key, workload_api::Workload},
     inbound::Inbound,
     metrics::http as http_metrics,
@@ -118,7 +118,7 @@ impl App {
             .workers
             .count(thread::available_parallelism().map_or(1, usize::from));
         let sockets = bind_all(&mut config, workers)?;
-        let admin_listener = listen::bind(config.admin.listen, None, Sharing::Alone)
+        let admin_listener = listen::bind(config.admin.listen, None, Sharing::Alone, SocketOptions::default())
             .with_context(|| format!("listening on {} (admin)", config.admin.listen))?;
         config.admin.listen = admin_listener.local_addr()?;
         let registry = Registry::new();
@@ -241,7 +241,6 @@ impl App {
                 index,
                 outbound: self.outbound.clone(),
                 inbound: self.inbound.clone(),
-                accept: [&self.config.outbound.direction, &self.config.inbound.direction].map(accept_options),
                 creds: self.creds.clone(),
                 drain: drain.clone(),
                 ends: ends.clone(),
@@ -306,8 +305,6 @@ struct Worker {
     index: usize,
     outbound: Arc<Outbound>,
     inbound: Arc<Inbound>,
-    /// Of outbound and inbound connections.
-    accept: [SocketOptions; 2],
     creds: Credentials,
     drain: drain::Watch,
     ends: watch::Receiver<bool>,
@@ -335,11 +332,11 @@ impl Worker {
         for listener in sockets.outbound {
             let outbound = self.outbound.clone();
             let serve = move |worker, stream, client, drain| outbound.clone().serve(worker, stream, client, drain);
-            self.accept_on(&mut loops, listener, self.accept[0], serve)?;
+            self.accept_on(&mut loops, listener, serve)?;
         }
         let inbound = self.inbound.clone();
         let serve = move |worker, stream, client, drain| inbound.clone().serve(worker, stream, client, drain);
-        self.accept_on(&mut loops, sockets.inbound, self.accept[1], serve)?;
+        self.accept_on(&mut loops, sockets.inbound, serve)?;
         while loops.join_next().await.is_some() {}
         Ok(())
     }
@@ -349,7 +346,6 @@ impl Worker {
         &self,
         loops: &mut JoinSet<()>,
         listener: TcpListener,
-        options: SocketOptions,
         serve: impl Fn(usize, TcpStream, ClientAddr, drain::Watch) -> F + Send + Sync + 'static,
     ) -> std::io::Result<()>
     where
@@ -367,7 +363,7 @@ impl Worker {
                     None => drop(guard),
                 }));
             };
-            listen::accept_loop(listener, options, stop.signaled(), spawn).await;
+            listen::accept_loop(listener, stop.signaled(), spawn).await;
         });
         Ok(())
     }
@@ -376,22 +372,19 @@ impl Worker {
 /// Binds the listeners of all workers; where any port will do, the configuration learns which it is.
 fn bind_all(config: &mut Config, workers: usize) -> anyhow::Result<Vec<Sockets>> {
     let sharing = if workers > 1 { Sharing::Workers } else { Sharing::Alone };
-    let bind = |addr: SocketAddr, backlog, what: &str| {
-        listen::bind(addr, backlog, sharing).with_context(|| format!("listening on {addr} ({what})"))
+    let bind = |addr: SocketAddr, direction: &Direction, what: &str| {
+        listen::bind(addr, direction.accept.backlog, sharing, accept_options(direction))
+            .with_context(|| format!("listening on {addr} ({what})"))
     };
     let mut all = Vec::new();
     for _ in 0..workers {
         let mut outbound = Vec::new();
         for addr in &mut config.outbound.listen {
-            let listener = bind(*addr, config.outbound.direction.accept.backlog, "outbound")?;
+            let listener = bind(*addr, &config.outbound.direction, "outbound")?;
             *addr = listener.local_addr()?;
             outbound.push(listener);
         }
-        let inbound = bind(
-            config.inbound.listen,
-            config.inbound.direction.accept.backlog,
-            "inbound",
-        )?;
+        let inbound = bind(config.inbound.listen, &config.inbound.direction, "inbound")?;
         config.inbound.listen = inbound.local_addr()?;
         all.push(Sockets { outbound, inbound });
     }

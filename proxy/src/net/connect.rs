@@ -61,8 +61,8 @@ pub(crate) async fn dial(addr: SocketAddr, config: &Config) -> Result<TcpStream,
 
 /// Sets the options a connection should have. A kernel that refuses one still carries traffic, so failures are only
 /// logged.
-pub(crate) fn apply(stream: &TcpStream, options: SocketOptions) {
-    let socket = SockRef::from(stream);
+pub(crate) fn apply<'a>(socket: impl Into<SockRef<'a>>, options: SocketOptions) {
+    let socket = socket.into();
     let set = || -> io::Result<()> {
         socket.set_tcp_nodelay(true)?;
         if let Some(time) = options.keepalive {

@@ -119,6 +119,14 @@ impl Io {
         }
     }
 
+    /// Says that nothing more comes, to be dropped afterwards: which is all that it takes without TLS.
+    pub(crate) fn poll_goodbye(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match &self.stream {
+            Stream::Tcp(_) => Poll::Ready(Ok(())),
+            Stream::TlsClient(_) | Stream::TlsServer(_) => Pin::new(self).poll_shutdown(cx),
+        }
+    }
+
     /// Has TLS keep what is written, as far as it is not much, until this is taken back and somebody flushes. Nobody is woken
     /// for what is kept, nor for what is refused meanwhile. Without TLS it changes nothing.
     pub(crate) fn hold_back(&mut self, held: bool) {

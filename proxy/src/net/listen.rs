@@ -26,11 +26,16 @@ pub(crate) enum Sharing {
     Workers,
 }
 
-/// Binds `addr`.
+/// Binds `addr`. Every connection that is accepted has the options of its listener, from before anybody has accepted it.
 ///
 /// # Errors
 /// The address is taken by another process, not ours to bind, or not on this host.
-pub(crate) fn bind(addr: SocketAddr, backlog: Option<u32>, sharing: Sharing) -> io::Result<std::net::TcpListener> {
+pub(crate) fn bind(
+    addr: SocketAddr,
+    backlog: Option<u32>,
+    sharing: Sharing,
+    options: SocketOptions,
+) -> io::Result<std::net::TcpListener> {
     let socket = Socket::new(Domain::for_address(addr), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_reuse_address(true)?;
     socket.set_reuse_port(sharing == Sharing::Workers)?;
@@ -38,6 +43,7 @@ pub(crate) fn bind(addr: SocketAddr, backlog: Option<u32>, sharing: Sharing) -> 
         socket.set_only_v6(false)?; // one listener serves both families
     }
     socket.set_nonblocking(true)?;
+    connect::apply(&socket, options);
     socket.bind(&addr.into())?;
     socket.listen(backlog.map_or(BACKLOG, |n| i32::try_from(n).unwrap_or(i32::MAX)))?;
     Ok(socket.into())
@@ -47,14 +53,10 @@ pub(crate) fn bind(addr: SocketAddr, backlog: Option<u32>, sharing: Sharing) -> 
 /// handshake is reset.
 pub(crate) async fn accept_loop(
     listener: TcpListener,
-    options: SocketOptions,
     stop: impl Future<Output = ()>,
     serve: impl Fn(TcpStream, ClientAddr),
 ) {
-    let hand_over = |(stream, peer): (TcpStream, SocketAddr)| {
-        connect::apply(&stream, options);
-        serve(stream, ClientAddr(addr::canonical(peer)));
-    };
+    let hand_over = |(stream, peer): (TcpStream, SocketAddr)| serve(stream, ClientAddr(addr::canonical(peer)));
     tokio::pin!(stop);
     loop {
         tokio::select! {
@@ -81,4 +83,26 @@ fn is_of_one_connection(error: &io::Error) -> bool {
         error.kind(),
         io::ErrorKind::ConnectionRefused | io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use socket2::SockRef;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn what_is_accepted_has_the_options_of_its_listener() {
+        let options = SocketOptions {
+            keepalive: Some(Duration::from_secs(11)),
+            user_timeout: Some(Duration::from_secs(12)),
+        };
+        let listener = bind(([127, 0, 0, 1], 0).into(), None, Sharing::Alone, options).unwrap();
+        let _client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (stream, _) = TcpListener::from_std(listener).unwrap().accept().await.unwrap();
+        let socket = SockRef::from(&stream);
+        assert!(socket.tcp_nodelay().unwrap() && socket.keepalive().unwrap());
+        assert_eq!(socket.tcp_keepalive_time().unwrap(), Duration::from_secs(11));
+        assert_eq!(socket.tcp_user_timeout().unwrap(), Some(Duration::from_secs(12)));
+    }
 }

@@ -149,7 +149,7 @@ fn http2_params(ours: &h2::Params, spec: &EndpointSpec) -> h2::Params {
                 timeout: pings.timeout,
             })
             .or(ours.keep_alive),
-        max_frame_size: theirs.max_frame_size.unwrap_or(ours.max_frame_size),
+        max_frame_size: theirs.max_frame_size.or(ours.max_frame_size),
         max_send_buffer: theirs
             .max_send_buf_size
             .map(|size| size as usize)

@@ -1,6 +1,6 @@
 //! Whether a peer's certificates chain to our trust anchors.
 //!
-//! Peers come again and again with the same certificates, and what those say does not change: while the anchors stay,
+//! Peers come again and again with the same certificates, and what those say does not change: while our credentials stay,
 //! and each certificate is within its time, a chain that was verified is known to be good. Then only the signature of
 //! the handshake itself, the proof that the peer has the key, is left to verify: one of three.
 
@@ -18,11 +18,11 @@ use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::server::{ParsedCertificate, VerifierBuilderError, WebPkiClientVerifier};
 use rustls::{DigitallySignedStruct, DistinguishedName, Error, RootCertStore, SignatureScheme};
 
-use crate::tls::verify;
+use crate::tls::verify::{self, Validity};
 
-/// The chains remembered at a time: more than the peers that most workloads have, at about 1 KiB each.
+/// The chains remembered at a time: more than the peers that most workloads have, at about 1 KiB each, rarely more.
 const REMEMBERED: usize = 128;
-/// The bytes of the longest chain that is remembered. A peer may present certificates without end.
+/// The bytes of the longest chain that is remembered. A peer may present eight times as many.
 const LONGEST: usize = 8 * 1024;
 
 /// Verifies that a server's certificate chains to our trust anchors.
@@ -63,8 +63,7 @@ struct Chain {
     /// As the peer presented them, leaf first.
     certificates: Vec<CertificateDer<'static>>,
     /// When all of them are valid.
-    not_before: SystemTime,
-    not_after: SystemTime,
+    validity: Validity,
 }
 
 impl Known {
@@ -111,18 +110,19 @@ impl Known {
 
 impl Chain {
     fn new(end_entity: &CertificateDer<'_>, intermediates: &[CertificateDer<'_>]) -> Result<Self, Error> {
-        let mut chain = Self {
-            certificates: Vec::with_capacity(1 + intermediates.len()),
-            not_before: SystemTime::UNIX_EPOCH,
-            not_after: verify::facts(end_entity)?.validity.not_after,
-        };
-        for certificate in [end_entity].into_iter().chain(intermediates) {
-            let validity = verify::facts(certificate)?.validity;
-            chain.not_before = chain.not_before.max(validity.not_before);
-            chain.not_after = chain.not_after.min(validity.not_after);
-            chain.certificates.push(certificate.clone().into_owned());
+        let mut validity = verify::facts(end_entity)?.validity;
+        for certificate in intermediates {
+            let other = verify::facts(certificate)?.validity;
+            validity.not_before = validity.not_before.max(other.not_before);
+            validity.not_after = validity.not_after.min(other.not_after);
         }
-        Ok(chain)
+        let certificates = [end_entity].into_iter().chain(intermediates);
+        Ok(Self {
+            certificates: certificates
+                .map(|certificate| certificate.clone().into_owned())
+                .collect(),
+            validity,
+        })
     }
 
     fn is(&self, end_entity: &CertificateDer<'_>, intermediates: &[CertificateDer<'_>]) -> bool {
@@ -132,7 +132,7 @@ impl Chain {
     }
 
     fn is_valid(&self, now: SystemTime) -> bool {
-        self.not_before <= now && now <= self.not_after
+        self.validity.not_before <= now && now <= self.validity.not_after
     }
 }
 

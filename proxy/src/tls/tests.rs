@@ -200,7 +200,7 @@ async fn who_was_accepted_is_refused_once_the_anchors_are_others() {
 #[tokio::test]
 async fn an_expired_certificate_is_refused_by_each_side() {
     let authority = Authority::new();
-    let soon = Duration::from_secs(2);
+    let soon = Duration::from_secs(3);
     let expiring = Credentials::new(CLIENT.parse().unwrap(), SERVER_NAME, authority.anchors()).unwrap();
     expiring
         .install(authority.leaf(&[CLIENT], SystemTime::now() + soon))

@@ -219,15 +219,15 @@ impl Exchange {
             .filter(|_| keep_alive && (self.sending || self.upload.is_done()));
         let upgraded = head::switches(response.status(), &self.method);
         let (io, mut inbox, mut upload) = (self.connection.io, self.inbox, self.upload);
-        let (source, pool) = if upgraded {
-            (Source::Upgraded(Some(io.unread(std::mem::take(&mut inbox)))), None)
+        let source = if upgraded {
+            Source::Upgraded(Some(io.unread(std::mem::take(&mut inbox))))
         } else if self.sending {
             let (read, mut write) = tokio::io::split(*io);
             let (mut whole, uploaded) = oneshot::channel();
             tokio::spawn(async move {
                 let upload = tokio::select! {
                     upload = poll_fn(|cx| upload.poll_write(cx, &mut write)) => upload,
-                    () = soon_after(whole.closed()) => Err(Error::TakenBack),
+                    () = soon_after(&mut whole) => Err(Error::TakenBack),
                 };
                 match upload {
                     // Where the response has ended before, the connection ends here.
@@ -239,9 +239,9 @@ impl Exchange {
                     }
                 }
             });
-            (Source::Half { read, uploaded }, pool)
+            Source::Half { read, uploaded }
         } else {
-            (Source::Whole(io), pool)
+            Source::Whole(io)
         };
         let mut received = Received {
             source: Some(source),
@@ -266,8 +266,8 @@ impl Exchange {
 /// How long a request body may go on when its response has ended: an application that needed it would have waited.
 const AFTERGLOW: Duration = Duration::from_secs(1);
 
-async fn soon_after(response: impl Future<Output = ()>) {
-    response.await;
+async fn soon_after<T>(response: &mut oneshot::Sender<T>) {
+    response.closed().await;
     tokio::time::sleep(AFTERGLOW).await;
 }
 
@@ -368,18 +368,18 @@ impl Received {
 
     /// Gives the connection back, or closes it where it cannot be used again.
     fn finish(&mut self) {
-        let io = match self.source.take() {
-            Some(Source::Whole(io)) => io,
-            Some(Source::Half { read, mut uploaded }) => match uploaded.try_recv() {
-                Ok(write) => Box::new(read.unsplit(write)),
-                Err(_) => return,
-            },
-            Some(Source::Upgraded(_)) | None => return,
+        let (source, pool) = (self.source.take(), self.pool.take());
+        let Some(pool) = pool.filter(|_| self.inbox.is_empty()) else {
+            return;
         };
-        if let Some(pool) = self.pool.take()
-            && self.inbox.is_empty()
-        {
-            pool.put(io);
+        match source {
+            Some(Source::Whole(io)) => pool.put(io),
+            Some(Source::Half { read, mut uploaded }) => {
+                if let Ok(write) = uploaded.try_recv() {
+                    pool.put(Box::new(read.unsplit(write)));
+                }
+            }
+            Some(Source::Upgraded(_)) | None => {}
         }
     }
 

@@ -18,7 +18,7 @@ use http::{Method, Request, Response, Version, header};
 use http_body::{Frame, SizeHint};
 use parking_lot::Mutex;
 use tokio::{
-    io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, ReadBuf},
+    io::{AsyncRead, AsyncWrite, ReadBuf},
     sync::oneshot,
     time::{Instant, Sleep, sleep},
 };
@@ -297,10 +297,9 @@ async fn close(connection: Shared) -> Result<(), Error> {
         let connection = connection.lock();
         connection.receiving == Receiving::Nothing && connection.inbox.is_empty()
     };
-    let io = &mut Half(&connection);
     let closed = match is_done {
-        true => io.shutdown().await,
-        false => linger::close(io).await,
+        true => poll_fn(|cx| connection.lock().io.poll_goodbye(cx)).await,
+        false => linger::close(&mut Half(&connection)).await,
     };
     closed.map_err(Error::Client)
 }

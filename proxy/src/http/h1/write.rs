@@ -488,7 +488,7 @@ impl Pieces {
         self.first.len() + self.more.iter().map(Bytes::len).sum::<usize>()
     }
 
-    /// Whether another like the first still fits.
+    /// Whether another still fits, if it is like the first.
     fn has_room(&self) -> bool {
         self.more.len() + 1 < PIECES && self.len() + self.first.len() <= TOGETHER
     }

@@ -39,9 +39,11 @@ pub(crate) async fn connect(io: Io, params: &Params) -> Result<SendRequest<Bytes
     builder
         .initial_window_size(params.stream_window)
         .initial_connection_window_size(params.connection_window)
-        .max_frame_size(params.max_frame_size)
         .max_header_list_size(params.max_header_list)
         .enable_push(false);
+    if let Some(size) = params.max_frame_size {
+        builder.max_frame_size(size);
+    }
     if let Some(size) = params.max_send_buffer {
         builder.max_send_buffer_size(size);
     }

@@ -24,8 +24,7 @@ pub(crate) struct Params {
     /// Flow-control window of a connection, in bytes.
     pub(crate) connection_window: u32,
     pub(crate) keep_alive: Option<KeepAlive>,
-    /// Bytes of a frame that the peer may send.
-    pub(crate) max_frame_size: u32,
+    pub(crate) max_frame_size: Option<u32>,
     pub(crate) max_concurrent_streams: Option<u32>,
     pub(crate) max_send_buffer: Option<usize>,
     /// Streams that a client may open and reset before they are answered.
@@ -48,8 +47,7 @@ impl Default for Params {
             stream_window: 1 << 20,
             connection_window: 4 << 20,
             keep_alive: None,
-            // As much as HTTP/1 reads at once, and more, so that it is one frame; 16 KiB is the least there is.
-            max_frame_size: 64 << 10,
+            max_frame_size: None,
             max_concurrent_streams: None,
             max_send_buffer: None,
             max_pending_resets: None,

@@ -128,17 +128,18 @@ fn tls(message: proto::TlsIdentity) -> Option<EndpointTls> {
     }
 }
 
+/// Settings as HTTP/2 allows them: the control plane passes on what it was told.
 fn http2_params(message: proto::Http2ClientParams) -> Http2Params {
     let set = |value: u32| Some(value).filter(|value| *value > 0);
     let flow_control = message.flow_control.unwrap_or_default();
     let internals = message.internals.unwrap_or_default();
     Http2Params {
-        connection_window: set(flow_control.initial_connection_window_size),
-        stream_window: set(flow_control.initial_stream_window_size),
+        connection_window: set(flow_control.initial_connection_window_size).map(|size| size.min(MAX_WINDOW)),
+        stream_window: set(flow_control.initial_stream_window_size).map(|size| size.min(MAX_WINDOW)),
         adaptive_window: flow_control.adaptive_flow_control,
         keep_alive: message.keep_alive.and_then(keep_alive),
         max_concurrent_reset_streams: set(internals.max_concurrent_reset_streams),
-        max_frame_size: set(internals.max_frame_size),
+        max_frame_size: set(internals.max_frame_size).map(|size| size.clamp(MIN_FRAME, MAX_FRAME)),
         max_send_buf_size: set(internals.max_send_buf_size),
     }
 }
@@ -151,6 +152,11 @@ fn keep_alive(message: proto::http2_client_params::KeepAlive) -> Option<KeepAliv
         while_idle: message.while_idle,
     })
 }
+
+/// Bounds of RFC 9113, section 6.5.2.
+const MAX_WINDOW: u32 = (1 << 31) - 1;
+const MIN_FRAME: u32 = 1 << 14;
+const MAX_FRAME: u32 = (1 << 24) - 1;
 
 #[cfg(test)]
 mod tests {
@@ -291,6 +297,37 @@ mod tests {
             addr.authority_override = Some(proto::AuthorityOverride::default());
         });
         assert_eq!((spec.http2.keep_alive, spec.authority_override), (None, None));
+    }
+
+    #[test]
+    fn http2_settings_are_as_http2_allows_them() {
+        for (told, window, frame) in [
+            (0, None, None),
+            (100, Some(100), Some(16_384)),
+            (70_000, Some(70_000), Some(70_000)),
+            (u32::MAX, Some(2_147_483_647), Some(16_777_215)),
+        ] {
+            let spec = read(|addr| {
+                addr.http2 = Some(proto::Http2ClientParams {
+                    flow_control: Some(proto::http2_client_params::FlowControl {
+                        initial_connection_window_size: told,
+                        initial_stream_window_size: told,
+                        ..Default::default()
+                    }),
+                    internals: Some(proto::http2_client_params::Internals {
+                        max_frame_size: told,
+                        ..Default::default()
+                    }),
+                    ..Default::default()
+                });
+            });
+            let windows = (spec.http2.connection_window, spec.http2.stream_window);
+            assert_eq!(
+                (windows, spec.http2.max_frame_size),
+                ((window, window), frame),
+                "{told}"
+            );
+        }
     }
 
     #[test]
