@@ -2,9 +2,11 @@
 //!
 //! The grace period is the caller's: it wraps [`Signal::drain`] in a timeout and then forces the end.
 
+use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 
 /// Starts the drain.
 #[derive(Debug)]
@@ -27,14 +29,17 @@ pub struct Guard {
 #[derive(Debug)]
 struct Shared {
     signaled: watch::Sender<bool>,
-    n_guards: watch::Sender<usize>,
+    n_guards: AtomicUsize,
+    /// Told when there is no guard left.
+    unguarded: Notify,
 }
 
 /// A signal and its watch. A signal that is dropped unused never fires.
 pub fn channel() -> (Signal, Watch) {
     let shared = Arc::new(Shared {
         signaled: watch::Sender::new(false),
-        n_guards: watch::Sender::new(0),
+        n_guards: AtomicUsize::new(0),
+        unguarded: Notify::new(),
     });
     (Signal { shared: shared.clone() }, Watch { shared })
 }
@@ -43,14 +48,23 @@ impl Signal {
     /// Tells all watches, then waits until no guard is left.
     pub async fn drain(self) {
         self.shared.signaled.send_replace(true);
-        wait_for(&self.shared.n_guards, |n_guards| *n_guards == 0).await;
+        loop {
+            let mut unguarded = pin!(self.shared.unguarded.notified());
+            // From here on it is told; before it would not have been.
+            unguarded.as_mut().enable();
+            if self.shared.n_guards.load(Ordering::Acquire) == 0 {
+                return;
+            }
+            unguarded.await;
+        }
     }
 }
 
 impl Watch {
     /// Waits for the signal; at once when it has been given.
     pub async fn signaled(&self) {
-        wait_for(&self.shared.signaled, |signaled| *signaled).await;
+        // An error means that the sender is gone, and it outlives this borrow.
+        let _ = self.shared.signaled.subscribe().wait_for(|signaled| *signaled).await;
     }
 
     pub fn is_signaled(&self) -> bool {
@@ -59,7 +73,7 @@ impl Watch {
 
     /// Holds the drain open until the guard is dropped.
     pub fn guard(&self) -> Guard {
-        self.shared.n_guards.send_modify(|n_guards| *n_guards += 1);
+        self.shared.n_guards.fetch_add(1, Ordering::Relaxed);
         Guard {
             shared: self.shared.clone(),
         }
@@ -68,13 +82,10 @@ impl Watch {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.shared.n_guards.send_modify(|n_guards| *n_guards -= 1);
+        if self.shared.n_guards.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.shared.unguarded.notify_waiters();
+        }
     }
-}
-
-async fn wait_for<T>(sender: &watch::Sender<T>, condition: impl FnMut(&T) -> bool) {
-    // An error means that the sender is gone, and it outlives this borrow.
-    let _ = sender.subscribe().wait_for(condition).await;
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 //! What is counted of a connection: that it opened and closed, and its bytes.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
+use nix::errno::Errno;
 use tulle_core::metrics::{Counter, Family, Gauge, Labels, Registry};
 
 /// The `tcp_*` families.
@@ -22,6 +23,8 @@ pub(crate) struct Counts {
     open: Arc<Gauge>,
     pub(crate) read: Arc<Counter>,
     pub(crate) written: Arc<Counter>,
+    /// Those that ended without an error, which almost all do.
+    ended: OnceLock<Arc<Counter>>,
 }
 
 impl Families {
@@ -42,6 +45,7 @@ impl Families {
             open: self.open.get(&labels),
             read: self.read.get(&labels),
             written: self.written.get(&labels),
+            ended: OnceLock::new(),
             labels,
         })
     }
@@ -55,10 +59,10 @@ impl Counts {
 
     pub(crate) fn closed(&self, errno: Option<i32>) {
         self.open.add(-1);
-        let errno = errno.map_or_else(String::new, |errno| format!("{:?}", nix::errno::Errno::from_raw(errno)));
-        self.families
-            .close_total
-            .get(&self.labels.clone().with("errno", errno))
-            .inc();
+        let by = |errno: &str| self.families.close_total.get(&self.labels.clone().with("errno", errno));
+        match errno {
+            None => self.ended.get_or_init(|| by("")).inc(),
+            Some(errno) => by(&format!("{:?}", Errno::from_raw(errno))).inc(),
+        }
     }
 }

@@ -119,6 +119,15 @@ impl Io {
         }
     }
 
+    /// Has the kernel keep what does not fill a packet until the connection ends. Without effect under TLS.
+    pub(crate) fn cork(&self) {
+        if let Stream::Tcp(Tcp { stream, .. }) = &self.stream
+            && let Err(error) = SockRef::from(stream).set_tcp_cork(true)
+        {
+            tracing::debug!(%error, "a response and the end of its connection leave apart");
+        }
+    }
+
     /// Says that nothing more comes, to be dropped afterwards: which is all that it takes without TLS.
     pub(crate) fn poll_goodbye(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match &self.stream {

@@ -1,6 +1,10 @@
 //! Profile and policy of a destination, compiled into one snapshot that requests read.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    net::SocketAddr,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
@@ -8,7 +12,7 @@ use tokio::{sync::watch, time::Instant};
 
 use crate::{
     balance::weighted::Weights,
-    net::first::Learned,
+    net::{counts::Counts, first::Learned},
     outbound::{
         backend::{Backends, Choice, Factory},
         profile::ProfilePlan,
@@ -29,6 +33,8 @@ pub(crate) struct Destination {
     /// Whether `plan` is more than a placeholder.
     pub(super) known: watch::Sender<bool>,
     pub(super) learned: Learned,
+    /// Connections of applications, from the first on.
+    pub(super) counts: OnceLock<Arc<Counts>>,
     /// When a connection last came, or was last seen.
     pub(super) used_at: Mutex<Instant>,
 }

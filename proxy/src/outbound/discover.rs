@@ -1,6 +1,11 @@
 //! From what was dialled to what is known of it: looked up once, followed while in use.
 
-use std::{collections::HashMap, net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    net::SocketAddr,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
@@ -76,6 +81,7 @@ impl Discover {
             plan: ArcSwap::from_pointee(Plan::Opaque(Arc::new(nowhere))),
             known: watch::Sender::new(false),
             learned: Learned::default(),
+            counts: OnceLock::new(),
             used_at: Mutex::new(Instant::now()),
         });
         known.insert(dst, made.clone());

@@ -90,13 +90,12 @@ impl Outbound {
                 return None;
             }
         };
-        let counts = self.families.tcp.series(
-            metrics::target_labels(dst.0)
-                .with("peer", "src")
-                .with("tls", "no_identity")
-                .with("no_tls_reason", "loopback"),
-        );
-        let io = Io::tcp(Tcp::new(stream)).count(counts);
+        let counts = destination.counts.get_or_init(|| {
+            let labels = metrics::target_labels(dst.0).with("peer", "src");
+            let labels = labels.with("tls", "no_identity").with("no_tls_reason", "loopback");
+            self.families.tcp.series(labels)
+        });
+        let io = Io::tcp(Tcp::new(stream)).count(counts.clone());
         Connection {
             outbound: self,
             worker,

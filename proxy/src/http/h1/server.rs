@@ -18,7 +18,7 @@ use http::{Method, Request, Response, Version, header};
 use http_body::{Frame, SizeHint};
 use parking_lot::Mutex;
 use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
+    io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, ReadBuf},
     sync::oneshot,
     time::{Instant, Sleep, sleep},
 };
@@ -225,7 +225,7 @@ where
         method: &method,
     };
     let (message, afterwards) = write::response(rsp, answered, afterwards);
-    written(connection, message, may_have_left).await?;
+    written(connection, message, may_have_left, afterwards == Afterwards::Closed).await?;
     if upgrades {
         return Ok(upgrade.map_or(Next::Close, Next::Upgrade));
     }
@@ -241,9 +241,19 @@ fn written(
     connection: &Shared,
     mut message: Message<Body>,
     may_have_left: bool,
+    mut is_last: bool,
 ) -> impl Future<Output = Result<(), Error>> {
     poll_fn(move |cx| {
-        let written = match message.poll_write(cx, &mut Half(connection)) {
+        let encoded = message.poll_encode(cx);
+        if is_last && message.is_encoded() {
+            connection.lock().cork();
+            is_last = false;
+        }
+        let polled = match encoded {
+            Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
+            Poll::Ready(Ok(())) | Poll::Pending => message.poll_write(cx, &mut Half(connection)),
+        };
+        let written = match polled {
             Poll::Ready(written) => written,
             Poll::Pending => Err(ready!(connection.lock().poll_left(cx, may_have_left))),
         };
@@ -297,8 +307,11 @@ async fn close(connection: Shared) -> Result<(), Error> {
         let connection = connection.lock();
         connection.receiving == Receiving::Nothing && connection.inbox.is_empty()
     };
+    // A body may still be held by who has read it.
+    let is_dropped_next = Arc::strong_count(&connection) == 1;
     let closed = match is_done {
-        true => poll_fn(|cx| connection.lock().io.poll_goodbye(cx)).await,
+        true if is_dropped_next => poll_fn(|cx| connection.lock().io.poll_goodbye(cx)).await,
+        true => Half(&connection).shutdown().await,
         false => linger::close(&mut Half(&connection)).await,
     };
     closed.map_err(Error::Client)
@@ -424,6 +437,13 @@ impl Connection {
         self.receiving = receiving;
         if let Some(server) = self.server.take() {
             server.wake();
+        }
+    }
+
+    /// Has the last response leave in one packet with the end of the connection, which follows it at once.
+    fn cork(&mut self) {
+        if self.receiving == Receiving::Nothing && self.inbox.is_empty() {
+            self.io.cork();
         }
     }
 

@@ -285,19 +285,13 @@ impl<B: Sent> Message<B> {
         io: &mut W,
     ) -> Poll<Result<(), Error>> {
         loop {
-            // One look at the body before the first write, so that a small body leaves with its head.
-            if !self.encoded && self.ending.is_none() && self.data.is_empty() && self.out.len() < INLINE {
-                match Pin::new(&mut self.body).poll_frame(cx) {
-                    Poll::Ready(frame) => {
-                        self.encode(cx, frame.transpose()?)?;
-                        continue;
-                    }
-                    Poll::Pending if self.out.is_empty() => {
-                        ready!(Pin::new(&mut *io).poll_flush(cx)).map_err(Error::Response)?;
-                        return Poll::Pending;
-                    }
-                    Poll::Pending => ready!(self.hold.poll_end(cx)),
+            match self.poll_encode(cx)? {
+                Poll::Ready(()) => {}
+                Poll::Pending if self.out.is_empty() => {
+                    ready!(Pin::new(&mut *io).poll_flush(cx)).map_err(Error::Response)?;
+                    return Poll::Pending;
                 }
+                Poll::Pending => ready!(self.hold.poll_end(cx)),
             }
             if self.is_written() {
                 if let Some(ending) = self.ending.take() {
@@ -330,6 +324,18 @@ impl<B: Sent> Message<B> {
             self.begun = true;
             self.advance(n);
         }
+    }
+
+    /// Encodes what there is of the body, so that a small one leaves with its head: ready when there is enough to write.
+    ///
+    /// # Errors
+    /// As of [`Message::poll_write`].
+    pub(crate) fn poll_encode(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        while !self.encoded && self.ending.is_none() && self.data.is_empty() && self.out.len() < INLINE {
+            let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
+            self.encode(cx, frame.transpose()?)?;
+        }
+        Poll::Ready(Ok(()))
     }
 
     fn advance(&mut self, n: usize) {
