@@ -252,6 +252,16 @@ pub const CASES: &[Case] = &[
     refused("5.1", "no name", get!(": b")),
     refused("5.1", "no colon", get!("ab")),
     refused("5.1", "a control character in a name", get!("a\u{1}: b")),
+    refused(
+        "5.1",
+        "a control character in the first name",
+        &["GET / HTTP/1.1\r\na\u{1}: b\r\nhost: web.test\r\n\r\n"],
+    ),
+    refused(
+        "5.1",
+        "no colon in the first line",
+        &["GET / HTTP/1.1\r\nab\r\nhost: web.test\r\n\r\n"],
+    ),
     refused("5.2", "a folded line", get!("a: b\r\n c")),
     refused("5.5", "NUL in a value", get!("a: b\0c")),
     passes(

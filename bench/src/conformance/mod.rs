@@ -203,7 +203,8 @@ fn judge(case: &Case, requests: &[Message], responses: &[Message]) -> Outcome {
         },
         Wanted::Cut => match last {
             Some(last) if last.is_whole && last.status() < 400 => Some("looks whole".to_owned()),
-            _ => None,
+            Some(_) => None,
+            None => Some("no answer".to_owned()),
         },
     };
     let wrong = instead

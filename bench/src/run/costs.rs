@@ -58,9 +58,9 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     let before: Costs =
         serde_json::from_slice(&json).with_context(|| format!("reading {}", args.baseline.display()))?;
     let (mut text, mut dearer) = (String::new(), Vec::new());
-    for (side, before, now) in [
-        ("client", &before.client, &costs.client),
-        ("server", &before.server, &costs.server),
+    for (side, before, now, most) in [
+        ("client", &before.client, &costs.client, 12.0),
+        ("server", &before.server, &costs.server, 7.0),
     ] {
         let _ = writeln!(
             text,
@@ -71,6 +71,13 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
             percent(before.allocations, now.allocations)
         );
         dearer.extend(compare(before, now).map(|why| format!("in the {side}'s sidecar {why}")));
+        // Whatever the baseline is.
+        if now.allocations > most + 0.05 {
+            dearer.push(format!(
+                "in the {side}'s sidecar a request makes {:.1} allocations, at most {most} are allowed",
+                now.allocations
+            ));
+        }
     }
     tools::print(&text)?;
     ensure!(

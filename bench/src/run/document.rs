@@ -123,6 +123,20 @@ fn markdown(report: &Report) -> String {
         machine.load,
         machine.command
     );
+    let n = || {
+        report
+            .lines
+            .iter()
+            .flat_map(|line| line.metrics.values())
+            .map(|cell| cell.n)
+    };
+    let (least, most) = (n().min().unwrap_or(0), n().max().unwrap_or(0));
+    let turns = if least == most {
+        most.to_string()
+    } else {
+        format!("{least} to {most}")
+    };
+    let _ = writeln!(out, "Each figure is the median of {turns} measurements.\n");
     for version in &machine.versions {
         let _ = writeln!(out, "- {version}");
     }
@@ -208,10 +222,15 @@ const HEAD: &str = "# Benchmarks
 Two sidecars with mutual TLS between a client and a server: tulle, HAProxy, nginx and Envoy in turns, and no proxy at all. Everything \
 that a mesh needs is on in tulle: certificates of the identity service, a policy that authorizes every request by the identity of its \
 client, discovery, balancing, metrics. The others have configurations as lean as their documentation makes them, without logs, \
-statistics and checks; they are in `bench/peers`, with the reason for each choice.
+statistics and checks; they are in `bench/peers`, with the reason for each choice. In the rows `outbound-only` and `inbound-only` there \
+is one sidecar, without TLS. nginx has no row with two workers: its only balance between processes is the kernel's, by chance.
+
+Client and server each share a network namespace with their sidecar, as in a pod, on one bridge, with TCP's `reno` (unless the \
+machine has `cubic`): others pace what they send, which bodies then wait for. Ports and connection tracking are reused \
+after a second, so that rows of new connections do not run out of them.
 
 This file is made from the JSON of one run, by `tulle-bench document docs/benchmarks.json`; `./run bench --json docs/benchmarks.json` \
-makes that. Rows are measured in turns, peer after peer, as often as the command says; the tables have medians, and after ± half the \
+makes that. Rows are measured in turns, peer after peer; the tables have medians, and after ± half the \
 distance of the extremes. The client, both sidecars and the application share the machine: requests/s say how much all of them cost \
 together, CPU times what the sidecars cost. On other machines expect the ratios, not the figures.
 ";

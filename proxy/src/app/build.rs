@@ -297,6 +297,6 @@ fn http2_server(direction: &Direction) -> h2::Params {
         max_pending_resets: server.max_pending_accept_reset_streams,
         max_header_list: server
             .max_header_list_size
-            .unwrap_or_else(|| h2::Params::default().max_header_list),
+            .unwrap_or_else(|| h2::Params::list_of(direction.http1_server.max_head_size)),
     }
 }

@@ -31,7 +31,8 @@ const H2_PREFACE: &[u8] = b"PRI * HTTP/2.0";
 /// A look never holds more than this; a request line that is longer is believed to be HTTP by its start.
 const MAX_LOOK: usize = 4096;
 
-/// Judges the first bytes of a connection.
+/// Judges the first bytes of a connection. A request is one by its first line: what is wrong with the rest is the server's to
+/// refuse, however much of it came at once.
 pub(crate) fn classify(bytes: &[u8]) -> Verdict {
     let n = bytes.len().min(H2_PREFACE.len());
     if bytes[..n] == H2_PREFACE[..n] {
@@ -41,20 +42,28 @@ pub(crate) fn classify(bytes: &[u8]) -> Verdict {
             Verdict::Incomplete
         };
     }
-    let mut no_headers = [];
-    match httparse::Request::new(&mut no_headers).parse(bytes) {
-        Ok(_) | Err(httparse::Error::TooManyHeaders) if bytes.len() >= H2_PREFACE.len() => Verdict::Http1,
-        Err(httparse::Error::TooManyHeaders) => Verdict::Http1,
-        Ok(_) if looks_like_a_method(bytes) => Verdict::Incomplete,
-        _ => Verdict::NotHttp,
+    let line = first_line(bytes);
+    match httparse::Request::new(&mut []).parse(line) {
+        Ok(_) if has_small_letters(line) => Verdict::NotHttp,
+        Ok(_) if line.ends_with(b"\n") || line.len() >= H2_PREFACE.len() => Verdict::Http1,
+        Ok(_) => Verdict::Incomplete,
+        Err(_) => Verdict::NotHttp,
     }
 }
 
-/// True when bytes too short to judge may still become a request line. Registered methods are upper case, so a
-/// lower-case greeting need not wait for more.
-fn looks_like_a_method(bytes: &[u8]) -> bool {
-    let word = bytes.split(|b| *b == b' ').next().unwrap_or_default();
-    word.iter().all(|b| b.is_ascii_uppercase() || *b == b'-' || *b == b'_')
+/// Whether the first word has. Registered methods are upper case, and a greeting that is not need not wait for more to be told
+/// from one.
+fn has_small_letters(line: &[u8]) -> bool {
+    let word = line.split(|byte| *byte == b' ').next().unwrap_or_default();
+    word.iter().any(u8::is_ascii_lowercase)
+}
+
+/// The first line that is not empty, or its beginning.
+pub(crate) fn first_line(bytes: &[u8]) -> &[u8] {
+    let n_empty = bytes.iter().take_while(|byte| b"\r\n".contains(byte)).count();
+    let line = &bytes[n_empty..];
+    let end = line.iter().position(|byte| *byte == b'\n');
+    end.map_or(line, |end| &line[..=end])
 }
 
 /// Reads into `bytes` until they can be judged, the peer closes, or `limit` has passed. Cancel-safe: what was read is
@@ -114,10 +123,20 @@ mod tests {
             (b"GET /a/long/path/without/end", Verdict::Http1),
             (b"OPTIONS * HTTP/1.1\r\n", Verdict::Http1),
             (b"GET / HTTP/1.0\r\n\r\n", Verdict::Http1),
+            (b"GET / HTTP/1.1\r\n", Verdict::Http1),
+            (b"\r\nGET / HTTP/1.1\r\n\r\n", Verdict::Http1),
+            (b"GET / HTTP/1.1\r\na\0b: c\r\n\r\n", Verdict::Http1),
+            (b"GET / HTTP/1.1\r\n\0\r\n\r\n", Verdict::Http1),
+            (b"GET / HTTP/9.1\r\nhost: x\r\n\r\n", Verdict::NotHttp),
             (b"CONNECT a:1 HTTP/1.1\r\n\r\n", Verdict::Http1),
             (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", Verdict::Http2),
             (b"PRI * HT", Verdict::Incomplete),
             (b"GE", Verdict::Incomplete),
+            (b"G2", Verdict::Incomplete),
+            (b"\r\n", Verdict::Incomplete),
+            (b"\r\nPRI * HTTP/2.0\r\n", Verdict::NotHttp),
+            (b"get / HTTP/1.1\r\n\r\n", Verdict::NotHttp),
+            (b"good-morning-to-you", Verdict::NotHttp),
             (b"GET / HTTP", Verdict::Incomplete),
             (b"hello", Verdict::NotHttp),
             (b"SSH-2.0-x\r\n", Verdict::NotHttp),

@@ -1,8 +1,10 @@
 //! Readings of whole messages, for what must hold of them.
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
+use futures_util::stream;
 use http::{HeaderMap, Method, Request, Version, header};
-use http_body_util::{BodyExt as _, Full};
+use http_body::Frame;
+use http_body_util::{BodyExt as _, Full, StreamBody};
 
 use crate::http::{
     h1::{
@@ -72,20 +74,36 @@ pub(crate) fn requests(mut bytes: Bytes) -> Vec<Whole<(Method, String)>> {
     all
 }
 
-/// A request as we write it.
-pub(crate) fn written(whole: &Whole<(Method, String)>) -> Bytes {
-    let body = Full::new(Bytes::from(whole.body.clone())).map_err(|never| match never {});
-    let mut req = Request::new(body);
+/// A request as we write it: with the length of its body, and in chunks.
+pub(crate) fn written(whole: &Whole<(Method, String)>) -> Vec<Bytes> {
+    let mut req = Request::new(());
     *req.method_mut() = whole.head.0.clone();
     *req.uri_mut() = whole.head.1.parse().expect("it was a target before");
     *req.headers_mut() = whole.headers.clone();
     headers::strip_hop_by_hop(req.headers_mut());
-    let mut message = write::request(req);
+    let body = Bytes::from(whole.body.clone());
+    let known = Full::new(body.clone()).map_err(|never| match never {});
+    let mut all = vec![encoded(write::request(req.clone().map(|()| known)))];
+    if !body.is_empty() {
+        req.headers_mut().remove(header::CONTENT_LENGTH);
+        let half = body.len() / 2;
+        let pieces = [body.slice(..half), body.slice(half..)].map(|piece| Ok(Frame::data(piece)));
+        all.push(encoded(write::request(
+            req.map(|()| StreamBody::new(stream::iter(pieces))),
+        )));
+    }
+    all
+}
+
+fn encoded<B: write::Sent>(mut message: write::Message<B>) -> Bytes {
     let mut out = Vec::new();
     let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
     let written = message.poll_write(&mut cx, &mut out);
-    assert!(matches!(written, std::task::Poll::Ready(Ok(()))), "{whole:?}");
-    BytesMut::from(&out[..]).freeze()
+    assert!(
+        matches!(written, std::task::Poll::Ready(Ok(()))),
+        "{written:?} after {out:?}"
+    );
+    out.into()
 }
 
 /// The response to a GET, if it comes whole before the bytes end.

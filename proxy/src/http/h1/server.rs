@@ -135,6 +135,7 @@ where
         match exchange(&connection, head, &mut service, drain).await? {
             Next::Request => {}
             Next::Close => return close(connection).await,
+            Next::Refuse(error) => return refuse(connection, service.refuse(&error)).await,
             Next::Upgrade(client) => {
                 // There was no body, so nobody else has a hold on it.
                 if let Some(connection) = Arc::into_inner(connection) {
@@ -148,7 +149,7 @@ where
     }
 }
 
-/// Tells a client that it is not understood, and leaves it. A function of its own, because what it needs would otherwise be kept
+/// Tells a client that it is not understood, or has no answer, and leaves it. A function of its own, because what it needs would otherwise be kept
 /// beside what an exchange needs, for as long as the connection.
 async fn refuse(connection: Shared, rsp: Response<Body>) -> Result<(), Error> {
     connection.lock().receiving = Receiving::Abandoned;
@@ -162,6 +163,8 @@ async fn refuse(connection: Shared, rsp: Response<Body>) -> Result<(), Error> {
 enum Next {
     Request,
     Close,
+    /// There was none.
+    Refuse(Error),
     /// It goes to who asked for it.
     Upgrade(oneshot::Sender<Io>),
 }
@@ -225,7 +228,9 @@ where
         method: &method,
     };
     let (message, afterwards) = write::response(rsp, answered, afterwards);
-    written(connection, message, may_have_left, afterwards == Afterwards::Closed).await?;
+    if let Some(error) = written(connection, message, may_have_left, afterwards == Afterwards::Closed).await? {
+        return Ok(Next::Refuse(error));
+    }
     if upgrades {
         return Ok(upgrade.map_or(Next::Close, Next::Upgrade));
     }
@@ -236,13 +241,13 @@ where
     })
 }
 
-/// Writes a response, while its client is there.
+/// Writes a response, while its client is there. If its body breaks off before any of it has left, that is the outcome.
 fn written(
     connection: &Shared,
     mut message: Message<Body>,
     may_have_left: bool,
     mut is_last: bool,
-) -> impl Future<Output = Result<(), Error>> {
+) -> impl Future<Output = Result<Option<Error>, Error>> {
     poll_fn(move |cx| {
         let encoded = message.poll_encode(cx);
         if is_last && message.is_encoded() {
@@ -250,6 +255,7 @@ fn written(
             is_last = false;
         }
         let polled = match encoded {
+            Poll::Ready(Err(error)) if !message.has_begun() => return Poll::Ready(Ok(Some(error))),
             Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
             Poll::Ready(Ok(())) | Poll::Pending => message.poll_write(cx, &mut Half(connection)),
         };
@@ -260,7 +266,7 @@ fn written(
         if written.is_err() && message.ends_with_connection() {
             connection.lock().io.reset(); // an end would look like the body's
         }
-        Poll::Ready(written.map_err(to_client))
+        Poll::Ready(written.map(|()| None).map_err(to_client))
     })
 }
 
@@ -374,7 +380,8 @@ impl Wait<'_> {
     }
 
     fn parse(&mut self, inbox: &mut Bytes) -> Result<Option<RequestHead>, Error> {
-        if inbox.is_empty() || (self.seen > 0 && !head::may_end(inbox, self.seen)) {
+        let seen = std::mem::replace(&mut self.seen, inbox.len());
+        if inbox.is_empty() || (seen > 0 && !head::may_end(inbox, seen)) {
             return self.within_limit(inbox.len()).map(|()| None);
         }
         let before = inbox.len();
@@ -382,7 +389,6 @@ impl Wait<'_> {
             BadHead::TooLong => self.too_long(),
             BadHead::Wrong(what) => Error::BadRequest(what),
         })?;
-        self.seen = inbox.len();
         let used = if head.is_some() { before - inbox.len() } else { before };
         self.within_limit(used).map(|()| head)
     }

@@ -51,8 +51,16 @@ impl Default for Params {
             max_concurrent_streams: None,
             max_send_buffer: None,
             max_pending_resets: None,
-            max_header_list: 64 << 10,
+            max_header_list: Self::list_of(64 << 10),
         }
+    }
+}
+
+impl Params {
+    /// The header list that a head of HTTP/1 may become, of so many bytes. Each header counts 32 bytes more than its name and
+    /// value have (RFC 9113, section 10.5.1), and in HTTP/1 it takes 4 more, so that lines of 11 bytes and more have room.
+    pub(crate) fn list_of(head: usize) -> u32 {
+        u32::try_from(head.saturating_mul(4)).unwrap_or(u32::MAX)
     }
 }
 
