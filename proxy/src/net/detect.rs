@@ -58,6 +58,11 @@ fn has_small_letters(line: &[u8]) -> bool {
     word.iter().any(u8::is_ascii_lowercase)
 }
 
+/// Whether what may become a request of HTTP/1 has at least its method.
+pub(crate) fn has_method(bytes: &[u8]) -> bool {
+    classify(bytes) == Verdict::Incomplete && first_line(bytes).contains(&b' ') && !H2_PREFACE.starts_with(bytes)
+}
+
 /// The first line that is not empty, or its beginning.
 pub(crate) fn first_line(bytes: &[u8]) -> &[u8] {
     let n_empty = bytes.iter().take_while(|byte| b"\r\n".contains(byte)).count();
@@ -171,6 +176,20 @@ mod tests {
         let _open = sending.await.unwrap();
         let mut bytes = BytesMut::new();
         assert_eq!(look(&mut b, &mut bytes, limit).await.unwrap(), Look::TimedOut);
+    }
+
+    #[test]
+    fn a_method_is_known_by_the_space_after_it() {
+        for (bytes, has) in [
+            (&b"GET /"[..], true),
+            (b"\r\nGET ", true),
+            (b"GET", false),
+            (b"get /", false),
+            (b"PRI * HT", false),
+            (b"", false),
+        ] {
+            assert_eq!(has_method(bytes), has, "{:?}", String::from_utf8_lossy(bytes));
+        }
     }
 
     proptest! {

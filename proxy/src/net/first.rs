@@ -147,6 +147,8 @@ impl Learned {
         let verdict = match look {
             Look::Seen(verdict) => verdict,
             Look::Closed => return First::Closed,
+            // A client that takes its time: its server will not wait for ever, and says so.
+            Look::TimedOut if detect::has_method(&seen) => Verdict::Http1,
             Look::TimedOut => Verdict::NotHttp,
         };
         // Only HTTP proves who speaks first: other clients may have answered a greeting that we have not seen.

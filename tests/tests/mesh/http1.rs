@@ -115,6 +115,27 @@ fn a_head_that_does_not_come_is_waited_for_only_so_long() {
 }
 
 #[test]
+fn a_request_line_that_does_not_come_is_one_all_the_same() {
+    let mut mesh = mesh().workload("client").workload("web");
+    for direction in ["INBOUND", "OUTBOUND"] {
+        mesh = mesh.env(&format!("TULLE_PROXY_{direction}_HTTP1_HEAD_TIMEOUT"), "200ms");
+        mesh = mesh.env(&format!("{direction}_DETECT_TIMEOUT"), "200ms");
+    }
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        for way in ["through the client's sidecar", "from a stranger"] {
+            let mut client = match way {
+                "from a stranger" => mesh.arrive(STRANGER, "web", HTTP).await,
+                _ => dial(mesh).await,
+            };
+            client.write_all(b"GET /").await.unwrap();
+            let rsp = rest(&mut client).await;
+            assert!(rsp.starts_with("HTTP/1.1 408 "), "{way}: {rsp}");
+        }
+    });
+}
+
+#[test]
 fn clients_whose_heads_come_byte_by_byte_are_told_so_and_keep_nobody_waiting() {
     const CLIENTS: usize = 100;
     let mesh = mesh().workload("client").workload("web");

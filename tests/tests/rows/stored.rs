@@ -287,7 +287,8 @@ fn complete_pod(pod: &mut Value) {
 }
 
 async fn delete(api: &Api<DynamicObject>, name: &str) -> anyhow::Result<()> {
-    let now = DeleteParams::default().grace_period(0);
+    // In the background, because jobs would otherwise wait for a collector of garbage, which there is none of.
+    let now = DeleteParams::background().grace_period(0);
     // What was deleted before waits for its finalizer only.
     let held = api.get(name).await?.metadata.finalizers.is_some();
     if held {
