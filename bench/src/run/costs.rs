@@ -9,7 +9,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, ensure};
 use serde::{Deserialize, Serialize};
 
+use super::bounds;
 use super::callgrind::{self, Counts};
+use super::drive::Metric;
 use super::generators;
 use super::peer::{Peer, Side, Sidecars};
 use super::rows::{Build, Row, Setup};
@@ -58,9 +60,11 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     let before: Costs =
         serde_json::from_slice(&json).with_context(|| format!("reading {}", args.baseline.display()))?;
     let (mut text, mut dearer) = (String::new(), Vec::new());
-    for (side, before, now, most) in [
-        ("client", &before.client, &costs.client, 12.0),
-        ("server", &before.server, &costs.server, 7.0),
+    let limits = bounds::parse(bounds::COMMITTED)?;
+    let mut exceeded = Vec::new();
+    for (side, before, now, metric) in [
+        ("client", &before.client, &costs.client, Metric::ClientAllocations),
+        ("server", &before.server, &costs.server, Metric::ServerAllocations),
     ] {
         let _ = writeln!(
             text,
@@ -71,15 +75,17 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
             percent(before.allocations, now.allocations)
         );
         dearer.extend(compare(before, now).map(|why| format!("in the {side}'s sidecar {why}")));
-        // Whatever the baseline is.
-        if now.allocations > most + 0.05 {
-            dearer.push(format!(
-                "in the {side}'s sidecar a request makes {:.1} allocations, at most {most} are allowed",
-                now.allocations
+        // Whatever the baseline is, and to a tenth: what is not a request's own is spread over them.
+        let limit = limits.iter().find(|bound| bound.metric == metric);
+        if let Some(bound) = limit.filter(|bound| !bound.holds((now.allocations * 10.0).round() / 10.0, None)) {
+            exceeded.push(format!(
+                "in the {side}'s sidecar a request makes {:.1} allocations; bench/budgets.toml says {}",
+                now.allocations, bound.text
             ));
         }
     }
     tools::print(&text)?;
+    ensure!(exceeded.is_empty(), "{}", [exceeded, dearer].concat().join("\n"));
     ensure!(
         dearer.is_empty(),
         "{}\nif it is worth that, \"tulle-bench costs --write\" notes it down",

@@ -48,7 +48,7 @@ pub struct DocumentArgs {
 /// Whom to try the table of HTTP/1 with.
 #[derive(clap::Args, Clone, Debug)]
 pub struct ConformanceArgs {
-    /// Which sidecars to try.
+    /// Which sidecars to try, with commas between them.
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Peer::Tulle, Peer::Haproxy, Peer::Nginx, Peer::Envoy])]
     peers: Vec<Peer>,
     /// Where the document goes; default: standard output.
@@ -73,10 +73,10 @@ pub fn document(args: &DocumentArgs) -> anyhow::Result<()> {
 /// What to compare, and for how long.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Args {
-    /// Which sidecars to measure.
+    /// Which sidecars to measure, with commas between them.
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = Peer::value_variants().to_vec())]
     peers: Vec<Peer>,
-    /// Which rows to measure.
+    /// Which rows to measure, with commas between them.
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = Row::value_variants().to_vec())]
     rows: Vec<Row>,
     /// How often each row is measured for each peer.

@@ -6,11 +6,12 @@ use std::os::unix::fs::chown;
 use std::path::PathBuf;
 use std::process::Command;
 
+use anyhow::Context as _;
+
 use super::peer::{Side, Sidecars};
 use super::process::Process;
 use super::rows::{Path, Setup, Traffic};
 use super::scene::{self, HTTP_PORT, PROXY_UID, SERVER, Scene, TCP_PORT};
-use anyhow::Context as _;
 
 /// nginx, one process a side.
 pub(super) fn nginx(scene: &Scene, setup: &Setup) -> anyhow::Result<Sidecars> {

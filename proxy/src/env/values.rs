@@ -12,6 +12,7 @@ use tulle_core::telemetry::Format;
 use crate::api::destination::Suffixes;
 use crate::config::{AccessLog, Balancing, DefaultPolicy};
 use crate::identity::Anchors;
+use crate::policy::endpoint::{FRAME_SIZES, MAX_WINDOW};
 use crate::tls::creds::TrustAnchors;
 
 /// What is wrong with a value, ending in what would be accepted.
@@ -43,15 +44,15 @@ pub(super) fn number<T: FromStr>(value: &str) -> Result<T, Reason> {
 /// A flow-control window: RFC 9113 allows up to 2^31 - 1 bytes.
 pub(super) fn window(value: &str) -> Result<u32, Reason> {
     match number(value)? {
-        size @ 1..=WINDOW_LIMIT => Ok(size),
-        _ => Err(format!("expected a window of 1 to {WINDOW_LIMIT} bytes")),
+        size @ 1..=MAX_WINDOW => Ok(size),
+        _ => Err(format!("expected a window of 1 to {MAX_WINDOW} bytes")),
     }
 }
 
 /// The largest frame a peer may send (RFC 9113 section 6.5.2).
 pub(super) fn frame_size(value: &str) -> Result<u32, Reason> {
     match number(value)? {
-        size @ 16_384..=16_777_215 => Ok(size),
+        size if FRAME_SIZES.contains(&size) => Ok(size),
         _ => Err("expected a frame size of 16384 to 16777215 bytes".to_owned()),
     }
 }
@@ -187,5 +188,3 @@ fn one_of<T: Copy>(value: &str, accepted: &[(&str, T)]) -> Result<T, Reason> {
 fn list(value: &str) -> impl Iterator<Item = &str> {
     value.split(',').map(str::trim).filter(|part| !part.is_empty())
 }
-
-const WINDOW_LIMIT: u32 = (1 << 31) - 1;

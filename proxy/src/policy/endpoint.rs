@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::num::NonZeroU16;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -55,6 +56,11 @@ pub(crate) enum Locality {
     Local,
     Remote,
 }
+
+/// The largest flow-control window that HTTP/2 allows, in bytes (RFC 9113, section 6.9.1).
+pub(crate) const MAX_WINDOW: u32 = (1 << 31) - 1;
+/// What HTTP/2 allows as the bytes of the largest frame (RFC 9113, section 6.5.2).
+pub(crate) const FRAME_SIZES: RangeInclusive<u32> = 1 << 14..=(1 << 24) - 1;
 
 /// HTTP/2 settings for one endpoint; what is absent is the client's own default.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]

@@ -50,9 +50,19 @@ pub(super) fn verify_own(
     anchors: &RootCertStore,
     provider: &CryptoProvider,
 ) -> Result<(), Error> {
+    let algorithms = &provider.signature_verification_algorithms;
+    verify_server(end_entity, intermediates, anchors, UnixTime::now(), algorithms)
+}
+
+fn verify_server(
+    end_entity: &CertificateDer<'_>,
+    intermediates: &[CertificateDer<'_>],
+    anchors: &RootCertStore,
+    now: UnixTime,
+    algorithms: &WebPkiSupportedAlgorithms,
+) -> Result<(), Error> {
     let parsed = ParsedCertificate::try_from(end_entity)?;
-    let algorithms = provider.signature_verification_algorithms.all;
-    verify_server_cert_signed_by_trust_anchor(&parsed, anchors, intermediates, UnixTime::now(), algorithms)
+    verify_server_cert_signed_by_trust_anchor(&parsed, anchors, intermediates, now, algorithms.all)
 }
 
 /// The chains last verified against one set of anchors, the newest last.
@@ -179,13 +189,7 @@ impl ServerCertVerifier for ServerChain {
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
         self.known.or(end_entity, intermediates, now, || {
-            verify_server_cert_signed_by_trust_anchor(
-                &ParsedCertificate::try_from(end_entity)?,
-                &self.anchors,
-                intermediates,
-                now,
-                self.algorithms.all,
-            )
+            verify_server(end_entity, intermediates, &self.anchors, now, &self.algorithms)
         })?;
         Ok(ServerCertVerified::assertion())
     }

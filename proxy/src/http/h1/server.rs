@@ -149,8 +149,8 @@ where
     }
 }
 
-/// Tells a client that it is not understood, or has no answer, and leaves it. A function of its own, because what it needs would otherwise be kept
-/// beside what an exchange needs, for as long as the connection.
+/// Tells a client that it is not understood, or has no answer, and leaves it. A function of its own, because what it needs
+/// would otherwise be kept beside what an exchange needs, for as long as the connection.
 async fn refuse(connection: Shared, rsp: Response<Body>) -> Result<(), Error> {
     connection.lock().receiving = Receiving::Abandoned;
     let (mut message, _) = write::response(rsp, UNREAD, Afterwards::Closed);

@@ -11,7 +11,7 @@ use tulle_proto::net::TcpAddress;
 
 use crate::policy::decode::{DecodeError, client_meta, optional_duration};
 use crate::policy::endpoint::{
-    EndpointSpec, EndpointTls, EndpointUpdate, Http2Params, KeepAlive, Locality, ProtocolHint,
+    EndpointSpec, EndpointTls, EndpointUpdate, FRAME_SIZES, Http2Params, KeepAlive, Locality, MAX_WINDOW, ProtocolHint,
 };
 
 /// Reads a change to a set of endpoints; those that nobody could dial are left out.
@@ -139,7 +139,7 @@ fn http2_params(message: proto::Http2ClientParams) -> Http2Params {
         adaptive_window: flow_control.adaptive_flow_control,
         keep_alive: message.keep_alive.and_then(keep_alive),
         max_concurrent_reset_streams: set(internals.max_concurrent_reset_streams),
-        max_frame_size: set(internals.max_frame_size).map(|size| size.clamp(MIN_FRAME, MAX_FRAME)),
+        max_frame_size: set(internals.max_frame_size).map(|size| size.clamp(*FRAME_SIZES.start(), *FRAME_SIZES.end())),
         max_send_buf_size: set(internals.max_send_buf_size),
     }
 }
@@ -152,11 +152,6 @@ fn keep_alive(message: proto::http2_client_params::KeepAlive) -> Option<KeepAliv
         while_idle: message.while_idle,
     })
 }
-
-/// Bounds of RFC 9113, section 6.5.2.
-const MAX_WINDOW: u32 = (1 << 31) - 1;
-const MIN_FRAME: u32 = 1 << 14;
-const MAX_FRAME: u32 = (1 << 24) - 1;
 
 #[cfg(test)]
 mod tests {
