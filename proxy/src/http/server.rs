@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use futures_util::future::Either;
 use http::{Request, Response};
 use tokio::sync::Notify;
 use tower::Service;
@@ -30,21 +31,21 @@ pub(crate) struct Config {
 ///
 /// # Errors
 /// The connection broke, or its client left amid a request.
-pub(crate) async fn serve<S>(
+pub(crate) fn serve<S>(
     io: Io,
     protocol: Protocol,
     service: Rescued<S>,
     config: &Config,
     closer: Closer,
     drain: &drain::Watch,
-) -> Result<(), Error>
+) -> impl Future<Output = Result<(), Error>>
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error> + Clone + Send + 'static,
     S::Future: Send,
 {
     match protocol {
-        Protocol::Http1 => h1::server::serve(io, service, &config.http1, drain).await,
+        Protocol::Http1 => Either::Left(h1::server::serve(io, service, &config.http1, drain)),
         // Boxed: clients that keep a connection idle speak HTTP/1, and need not pay for what HTTP/2 holds.
-        Protocol::Http2 => Box::pin(h2::server::serve(io, service, &config.http2, &closer, drain)).await,
+        Protocol::Http2 => Either::Right(Box::pin(h2::server::serve(io, service, &config.http2, closer, drain))),
     }
 }

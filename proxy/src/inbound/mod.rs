@@ -18,6 +18,7 @@ use std::{
 
 use ::http::HeaderValue;
 use bytes::{Bytes, BytesMut};
+use futures_util::FutureExt as _;
 use parking_lot::Mutex;
 use tokio::net::TcpStream;
 use tulle_core::{
@@ -132,13 +133,12 @@ impl Inbound {
             connection.redirected(stream, Peer { client, target }).await
         };
         // Not from within: idle connections are at this point, and should hold nothing of how they got here.
-        match start? {
-            Start::Http(start) => {
-                connection.http(start).await;
-                None
-            }
-            Start::Bytes(start) => Some(Box::pin(connection.bytes(start))),
-        }
+        let serving = match start? {
+            Start::Http(start) => connection.http(start),
+            Start::Bytes(start) => return Some(Box::pin(connection.bytes(start))),
+        };
+        serving.await;
+        None
     }
 
     /// The application's client of one worker.
@@ -529,7 +529,7 @@ impl Connection {
     }
 
     /// Serves HTTP, request by request.
-    async fn http(&self, start: HttpStart) {
+    fn http(&self, start: HttpStart) -> impl Future<Output = ()> {
         let HttpStart {
             io,
             protocol,
@@ -560,8 +560,10 @@ impl Connection {
             async move { connection.serve(&mut req).await }
         };
         let service = inbound.wrappers.around(serve, reasons, closer.clone());
-        if let Err(error) = server::serve(io, protocol, service, &inbound.server, closer, &self.drain).await {
-            tracing::debug!(client = %peer.client.0, %error, "HTTP connection ended");
-        }
+        server::serve(io, protocol, service, &inbound.server, closer, &self.drain).map(move |served| {
+            if let Err(error) = served {
+                tracing::debug!(client = %peer.client.0, %error, "HTTP connection ended");
+            }
+        })
     }
 }

@@ -18,6 +18,7 @@ mod reach;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use bytes::{Bytes, BytesMut};
+use futures_util::FutureExt as _;
 use tokio::net::TcpStream;
 use tulle_core::{
     addr::{ClientAddr, OrigDst},
@@ -117,13 +118,29 @@ struct Connection {
     drain: drain::Watch,
 }
 
+/// What a connection is for, once that is known.
+enum Start {
+    Http(Io, Protocol),
+    Bytes(Carrying),
+}
+
 impl Connection {
-    async fn serve(self, mut io: Io) -> Option<Carrying> {
+    async fn serve(self, io: Io) -> Option<Carrying> {
+        // Idle connections are at the end of this, and should hold nothing of how they got there.
+        let serving = match self.start(io).await? {
+            Start::Http(io, protocol) => self.http(io, protocol),
+            Start::Bytes(carrying) => return Some(carrying),
+        };
+        serving.await;
+        None
+    }
+
+    async fn start(&self, mut io: Io) -> Option<Start> {
         let plan = self.destination.plan.load_full();
         match &*plan {
-            Plan::Http1(_) => self.http(io, Protocol::Http1).await,
-            Plan::Http2(_) => self.http(io, Protocol::Http2).await,
-            Plan::Opaque(opaque) => return self.opaque(io, opaque, None, Bytes::new()).await,
+            Plan::Http1(_) => Some(Start::Http(io, Protocol::Http1)),
+            Plan::Http2(_) => Some(Start::Http(io, Protocol::Http2)),
+            Plan::Opaque(opaque) => self.opaque(io, opaque, None, Bytes::new()).await,
             Plan::Tls(routes) => {
                 let sni = tokio::time::timeout(self.outbound.detect_timeout, server_name(&mut io)).await;
                 let Ok(Some((sni, seen))) = sni else {
@@ -134,8 +151,11 @@ impl Connection {
                 let found =
                     client::find_tls(&list, &sni).and_then(|found| list.iter().position(|route| route == found));
                 match found {
-                    Some(index) => return self.opaque(io, &routes[index].1, None, seen).await,
-                    None => self.outbound.families.tcp_failed(self.dst.0, "no route"),
+                    Some(index) => self.opaque(io, &routes[index].1, None, seen).await,
+                    None => {
+                        self.outbound.families.tcp_failed(self.dst.0, "no route");
+                        None
+                    }
                 }
             }
             Plan::Detect { timeout, opaque, .. } => {
@@ -149,19 +169,18 @@ impl Connection {
                     }
                 };
                 match first {
-                    First::Closed => {}
-                    First::Client(seen, Verdict::Http1, _) => self.http(io.unread(seen), Protocol::Http1).await,
-                    First::Client(seen, Verdict::Http2, _) => self.http(io.unread(seen), Protocol::Http2).await,
-                    First::Client(seen, _, server) => return self.opaque(io, opaque, server, seen).await,
-                    First::Server { server, client } => return self.opaque(io, opaque, Some(server), client).await,
+                    First::Closed => None,
+                    First::Client(seen, Verdict::Http1, _) => Some(Start::Http(io.unread(seen), Protocol::Http1)),
+                    First::Client(seen, Verdict::Http2, _) => Some(Start::Http(io.unread(seen), Protocol::Http2)),
+                    First::Client(seen, _, server) => self.opaque(io, opaque, server, seen).await,
+                    First::Server { server, client } => self.opaque(io, opaque, Some(server), client).await,
                 }
             }
         }
-        None
     }
 
     /// Opens the way for bytes; `server` is the other side where it was dialled before.
-    async fn opaque(&self, io: Io, plan: &Arc<OpaquePlan>, server: Option<Io>, first: Bytes) -> Option<Carrying> {
+    async fn opaque(&self, io: Io, plan: &Arc<OpaquePlan>, server: Option<Io>, first: Bytes) -> Option<Start> {
         let server = match server {
             Some(server) => server,
             None => match opaque::open(plan).await {
@@ -178,14 +197,14 @@ impl Connection {
             },
         };
         let destination = self.destination.clone();
-        Some(Box::pin(async move {
+        Some(Start::Bytes(Box::pin(async move {
             opaque::join(io, server, first).await;
             drop(destination); // known for as long as somebody uses it
-        }))
+        })))
     }
 
     /// Serves HTTP, request by request.
-    async fn http(&self, io: Io, protocol: Protocol) {
+    fn http(&self, io: Io, protocol: Protocol) -> impl Future<Output = ()> {
         let outbound = &self.outbound;
         let closer = Closer::default();
         let connection = Arc::new(HttpConnection {
@@ -199,9 +218,11 @@ impl Connection {
             async move { connection.serve(&mut req).await }
         };
         let service = outbound.wrappers.around(serve, outbound.reasons, closer.clone());
-        if let Err(error) = server::serve(io, protocol, service, &outbound.server, closer, &self.drain).await {
-            tracing::debug!(dst = %self.dst.0, %error, "HTTP connection ended");
-        }
+        server::serve(io, protocol, service, &outbound.server, closer, &self.drain).map(|served| {
+            if let Err(error) = served {
+                tracing::debug!(dst = %self.dst.0, %error, "HTTP connection ended");
+            }
+        })
     }
 }
 

@@ -89,20 +89,26 @@ enum Receiving {
 enum End {
     /// The client is done, or idle for too long, or we are ending.
     Quiet,
+    /// It hears why.
     Refused(Error),
-    Broken(io::Error),
+    Failed(Error),
+    /// The connection goes to who asked for it.
+    Upgraded(oneshot::Sender<Io>),
 }
 
 /// Serves one connection until it ends, gracefully once `drain` is signaled.
 ///
+/// Idle connections are what there is most of, and a future is as large as the most that it ever holds: so nothing stays in
+/// this one that is over, and what it is made of is not kept beside what becomes of it.
+///
 /// # Errors
 /// The connection broke, or the client left amid a request.
-pub(in crate::http) async fn serve<S>(
+pub(in crate::http) fn serve<S>(
     io: Io,
     mut service: Rescued<S>,
     config: &Config,
     drain: &drain::Watch,
-) -> Result<(), Error>
+) -> impl Future<Output = Result<(), Error>>
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
 {
@@ -113,10 +119,10 @@ where
         receiving: Receiving::Nothing,
         server: None,
     }));
-    let mut timer = Timer::default();
-    let mut ending = pin!(drain.signaled());
-    loop {
-        let head = {
+    async move {
+        let mut timer = Timer::default();
+        let mut ending = pin!(drain.signaled());
+        let end = loop {
             let mut wait = Wait {
                 config,
                 timer: &mut timer,
@@ -124,26 +130,35 @@ where
                 head_until: None,
                 seen: 0,
             };
-            poll_fn(|cx| wait.poll_head(cx, &mut connection.lock(), ending.as_mut())).await
+            let head = match poll_fn(|cx| wait.poll_head(cx, &mut connection.lock(), ending.as_mut())).await {
+                Ok(head) => head,
+                Err(end) => break end,
+            };
+            let (asked, answering) = ask(&connection, head, &mut service);
+            let answered = {
+                let mut answering = pin!(answering);
+                poll_fn(|cx| asked.poll_answered(cx, &connection, answering.as_mut())).await
+            };
+            let passed_on = match answered {
+                Ok(rsp) => asked.answer(&connection, rsp, drain).await,
+                Err(error) => Err(End::Failed(error)),
+            };
+            if let Err(end) = passed_on {
+                break end;
+            }
         };
-        let head = match head {
-            Ok(head) => head,
-            Err(End::Quiet) => return close(connection).await,
-            Err(End::Broken(error)) => return Err(Error::Client(error)),
-            Err(End::Refused(error)) => return refuse(connection, service.refuse(&error)).await,
-        };
-        match exchange(&connection, head, &mut service, drain).await? {
-            Next::Request => {}
-            Next::Close => return close(connection).await,
-            Next::Refuse(error) => return refuse(connection, service.refuse(&error)).await,
-            Next::Upgrade(client) => {
+        match end {
+            End::Quiet => close(connection).await,
+            End::Refused(error) => refuse(connection, service.refuse(&error)).await,
+            End::Failed(error) => Err(error),
+            End::Upgraded(client) => {
                 // There was no body, so nobody else has a hold on it.
                 if let Some(connection) = Arc::into_inner(connection) {
                     let Connection { io, inbox, .. } = connection.into_inner();
                     // Whoever joins the two ends may be gone.
                     let _ = client.send(io.unread(inbox));
                 }
-                return Ok(());
+                Ok(())
             }
         }
     }
@@ -159,23 +174,21 @@ async fn refuse(connection: Shared, rsp: Response<Body>) -> Result<(), Error> {
     close(connection).await
 }
 
-/// What happens to a connection after a response.
-enum Next {
-    Request,
-    Close,
-    /// There was none.
-    Refuse(Error),
-    /// It goes to who asked for it.
-    Upgrade(oneshot::Sender<Io>),
+/// A request that the service has.
+struct Asked {
+    version: Version,
+    method: Method,
+    keep_alive: bool,
+    /// Who gets the connection if it is upgraded.
+    upgrade: Option<oneshot::Sender<Io>>,
 }
 
-/// Has one request answered, and writes its response.
-async fn exchange<S>(
+/// Hands a request to the service.
+fn ask<S>(
     connection: &Shared,
     head: RequestHead,
     service: &mut Rescued<S>,
-    drain: &drain::Watch,
-) -> Result<Next, Error>
+) -> (Asked, <Rescued<S> as Service<Request<Body>>>::Future)
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
 {
@@ -187,67 +200,84 @@ where
     } = head;
     let (version, method) = (request.version(), request.method().clone());
     let (request, upgrade) = with_body(request, connection, framing, expects);
-    // Who asks for no other request may have closed its side, and waits for the response all the same.
-    let may_have_left = keep_alive;
-    let answered = {
-        let mut answering = pin!(service.call(request));
-        poll_fn(|cx| {
-            let (polled, interims) = interim::collect(|| answering.as_mut().poll(cx));
-            for rsp in interims {
-                connection.lock().pass_interim(cx, &rsp, version);
-            }
-            match polled {
-                Poll::Ready(answered) => Poll::Ready(answered),
-                Poll::Pending => connection.lock().poll_left(cx, may_have_left).map(Err),
-            }
-        })
-        .await
-    };
-    let rsp = answered?;
-    let upgrades = head::switches(rsp.status(), &method);
-    let asks_to_close = rsp
-        .headers()
-        .get(header::CONNECTION)
-        .is_some_and(|value| value == "close");
-    let closes = {
-        let mut connection = connection.lock();
-        if connection.receiving == Receiving::Permission {
-            // An application that answers well may do so while it reads; otherwise it does without the body, which then
-            // does not come, or would be taken for a request.
-            match rsp.status().is_success() {
-                true => connection.permit(),
-                false => connection.receiving = Receiving::Abandoned,
-            }
-        }
-        let is_lost = matches!(connection.receiving, Receiving::Abandoned | Receiving::Gone);
-        !upgrades && (!keep_alive || asks_to_close || is_lost || drain.is_signaled())
-    };
-    let afterwards = if closes { Afterwards::Closed } else { Afterwards::Kept };
-    let answered = Answered {
+    let asked = Asked {
         version,
-        method: &method,
+        method,
+        keep_alive,
+        upgrade,
     };
-    let (message, afterwards) = write::response(rsp, answered, afterwards);
-    if let Some(error) = written(connection, message, may_have_left, afterwards == Afterwards::Closed).await? {
-        return Ok(Next::Refuse(error));
-    }
-    if upgrades {
-        return Ok(upgrade.map_or(Next::Close, Next::Upgrade));
-    }
-    poll_fn(|cx| connection.lock().poll_received(cx)).await;
-    Ok(match (afterwards, connection.lock().receiving) {
-        (Afterwards::Kept, Receiving::Nothing) => Next::Request,
-        _ => Next::Close,
-    })
+    (asked, service.call(request))
 }
 
-/// Writes a response, while its client is there. If its body breaks off before any of it has left, that is the outcome.
+impl Asked {
+    /// Who asks for no other request may have closed its side, and waits for the response all the same.
+    fn may_have_left(&self) -> bool {
+        self.keep_alive
+    }
+
+    /// Ready with the response, or when the client does not wait for it any more; passes on what goes before it.
+    fn poll_answered(
+        &self,
+        cx: &mut Context<'_>,
+        connection: &Shared,
+        answering: Pin<&mut impl Future<Output = Result<Response<Body>, Error>>>,
+    ) -> Poll<Result<Response<Body>, Error>> {
+        let (polled, interims) = interim::collect(|| answering.poll(cx));
+        for rsp in interims {
+            connection.lock().pass_interim(cx, &rsp, self.version);
+        }
+        match polled {
+            Poll::Ready(answered) => Poll::Ready(answered),
+            Poll::Pending => connection.lock().poll_left(cx, self.may_have_left()).map(Err),
+        }
+    }
+
+    /// Writes the response, and waits until the whole request has come.
+    async fn answer(self, connection: &Shared, rsp: Response<Body>, drain: &drain::Watch) -> Result<(), End> {
+        let upgrades = head::switches(rsp.status(), &self.method);
+        let asks_to_close = rsp
+            .headers()
+            .get(header::CONNECTION)
+            .is_some_and(|value| value == "close");
+        let closes = {
+            let mut connection = connection.lock();
+            if connection.receiving == Receiving::Permission {
+                // An application that answers well may do so while it reads; otherwise it does without the body, which
+                // then does not come, or would be taken for a request.
+                match rsp.status().is_success() {
+                    true => connection.permit(),
+                    false => connection.receiving = Receiving::Abandoned,
+                }
+            }
+            let is_lost = matches!(connection.receiving, Receiving::Abandoned | Receiving::Gone);
+            !upgrades && (!self.keep_alive || asks_to_close || is_lost || drain.is_signaled())
+        };
+        let afterwards = if closes { Afterwards::Closed } else { Afterwards::Kept };
+        let answered = Answered {
+            version: self.version,
+            method: &self.method,
+        };
+        let (message, afterwards) = write::response(rsp, answered, afterwards);
+        let is_last = afterwards == Afterwards::Closed;
+        written(connection, message, self.may_have_left(), is_last).await?;
+        if upgrades {
+            return Err(self.upgrade.map_or(End::Quiet, End::Upgraded));
+        }
+        poll_fn(|cx| connection.lock().poll_received(cx)).await;
+        match (afterwards, connection.lock().receiving) {
+            (Afterwards::Kept, Receiving::Nothing) => Ok(()),
+            _ => Err(End::Quiet),
+        }
+    }
+}
+
+/// Writes a response, while its client is there. If its body breaks off before any of it has left, the client hears of that.
 fn written(
     connection: &Shared,
     mut message: Message<Body>,
     may_have_left: bool,
     mut is_last: bool,
-) -> impl Future<Output = Result<Option<Error>, Error>> {
+) -> impl Future<Output = Result<(), End>> {
     poll_fn(move |cx| {
         let encoded = message.poll_encode(cx);
         if is_last && message.is_encoded() {
@@ -255,7 +285,7 @@ fn written(
             is_last = false;
         }
         let polled = match encoded {
-            Poll::Ready(Err(error)) if !message.has_begun() => return Poll::Ready(Ok(Some(error))),
+            Poll::Ready(Err(error)) if !message.has_begun() => return Poll::Ready(Err(End::Refused(error))),
             Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
             Poll::Ready(Ok(())) | Poll::Pending => message.poll_write(cx, &mut Half(connection)),
         };
@@ -266,7 +296,7 @@ fn written(
         if written.is_err() && message.ends_with_connection() {
             connection.lock().io.reset(); // an end would look like the body's
         }
-        Poll::Ready(written.map(|()| None).map_err(to_client))
+        Poll::Ready(written.map_err(|error| End::Failed(to_client(error))))
     })
 }
 
@@ -347,6 +377,7 @@ impl Wait<'_> {
         ending: Pin<&mut impl Future<Output = ()>>,
     ) -> Poll<Result<RequestHead, End>> {
         let Connection { io, inbox, .. } = connection;
+        let broken = |error| End::Failed(Error::Client(error));
         loop {
             // Some clients end a body with an empty line that is not part of it.
             while self.seen == 0 && inbox.starts_with(b"\r\n") {
@@ -357,9 +388,9 @@ impl Wait<'_> {
             }
             match read::poll_more(cx, io, inbox) {
                 Poll::Ready(Ok(0)) if inbox.is_empty() => return Poll::Ready(Err(End::Quiet)),
-                Poll::Ready(Ok(0)) => return Poll::Ready(Err(End::Broken(io::ErrorKind::UnexpectedEof.into()))),
+                Poll::Ready(Ok(0)) => return Poll::Ready(Err(broken(io::ErrorKind::UnexpectedEof.into()))),
                 Poll::Ready(Ok(_)) => {}
-                Poll::Ready(Err(error)) => return Poll::Ready(Err(End::Broken(error))),
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(broken(error))),
                 Poll::Pending => break,
             }
         }

@@ -50,7 +50,7 @@ pub(in crate::http) async fn serve<S>(
     io: Io,
     service: Rescued<S>,
     params: &Params,
-    closer: &Closer,
+    closer: Closer,
     drain: &drain::Watch,
 ) -> Result<(), Error>
 where
@@ -76,14 +76,14 @@ where
     }
     let io = tokio::select! {
         greeted = greeted(io) => greeted?,
-        () = asked_to_end(closer, drain) => return Ok(()),
+        () = asked_to_end(&closer, drain) => return Ok(()),
         () = sleep(PREFACE_TIMEOUT) => return Err(Error::HeadTimeout(PREFACE_TIMEOUT)),
     };
     let (io, batch) = batched(io);
     let mut connection = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
     let clerks = Clerks::new(service);
     let mut silent = pin!(unanswered(params.keep_alive, connection.ping_pong()));
-    let mut ending = pin!(asked_to_end(closer, drain));
+    let mut ending = pin!(asked_to_end(&closer, drain));
     let mut is_ending = false;
     let mut rounds = interval_at(Instant::now() + ROUND, ROUND);
     poll_fn(|cx| {
