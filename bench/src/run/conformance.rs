@@ -8,18 +8,18 @@ use anyhow::Context as _;
 use super::peer::Peer;
 use super::report::name;
 use super::rows::Row;
-use super::scene::{HTTP_PORT, SERVER, SERVICE, Scene};
+use super::scene::{self, HTTP_PORT, SERVER, SERVICE, Scene};
 use crate::conformance::cases::CASES;
 use crate::conformance::{App, Outcome};
 
 /// Tries the table with each peer, and says in Markdown what came of it.
 pub(super) fn document(peers: &[Peer]) -> anyhow::Result<String> {
-    let scene = Scene::without_app(peers)?;
+    scene::prepare(peers, &[])?;
     let columns = peers
         .iter()
         .map(|peer| {
             eprintln!("trying {peer:?}");
-            let outcomes = try_all(&scene, *peer).with_context(|| format!("trying {peer:?}"))?;
+            let outcomes = try_all(*peer).with_context(|| format!("trying {peer:?}"))?;
             for outcome in outcomes.iter().filter(|outcome| outcome.instead.is_some()) {
                 eprintln!("{outcome}");
             }
@@ -41,7 +41,8 @@ struct Column {
     outcomes: Vec<Outcome>,
 }
 
-fn try_all(scene: &Scene, peer: Peer) -> anyhow::Result<Vec<Outcome>> {
+fn try_all(peer: Peer) -> anyhow::Result<Vec<Outcome>> {
+    let scene = Scene::without_app()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.context("starting a runtime")?.block_on(async {
         let listening = || -> std::io::Result<TcpListener> {
@@ -51,12 +52,12 @@ fn try_all(scene: &Scene, peer: Peer) -> anyhow::Result<Vec<Outcome>> {
         let listener = scene.server.run(listening)?.context("opening the application's port")?;
         let app = App::start(tokio::net::TcpListener::from_std(listener)?);
         let setup = Row::HttpC1.setup();
-        let _sidecars = peer.start(scene, &setup).context("starting")?;
+        let _sidecars = peer.start(&scene, &setup).context("starting")?;
         // What everybody's rows begin with is tried until the sidecars know each other.
         let outcomes = app
-            .try_all(async || dial(scene).await.expect("the sidecar listens"))
+            .try_all(async || dial(&scene).await.expect("the sidecar listens"))
             .await;
-        peer.verify(scene, &setup).context("checking").map(|()| outcomes)
+        peer.verify(&scene, &setup).context("checking").map(|()| outcomes)
     })
 }
 

@@ -127,7 +127,8 @@ fn compare(before: &Cost, now: &Cost) -> Option<String> {
 }
 
 fn measure(dumps: Option<&Path>) -> anyhow::Result<Costs> {
-    let scene = Scene::build(&[Peer::Tulle], &["valgrind", "callgrind_control", "h2load"])?;
+    scene::prepare(&[Peer::Tulle], &["valgrind", "callgrind_control", "h2load"])?;
+    let scene = Scene::build()?;
     let setup = Setup {
         build: Build::Callgrind,
         ..Row::HttpC1.setup()

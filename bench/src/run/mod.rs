@@ -1,7 +1,7 @@
 //! The reference scenario: two sidecars with mutual TLS between a client and a server, in namespaces of one machine.
 //!
-//! Peers take turns within each repeat and group of rows, so that whatever else the machine does hits all of them; medians are
-//! reported. Each group gets fresh sidecars.
+//! Each peer has such a stage of its own. Rows that need the same sidecars share a start of them, and peers take turns with
+//! each row, so that whatever else the machine does hits all of them; medians are reported.
 //! The client, both sidecars and the application share the machine's cores: trust the ratios, not the absolutes.
 
 mod bounds;
@@ -30,9 +30,9 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::ValueEnum as _;
 
-use self::peer::Peer;
+use self::peer::{Peer, Sidecars};
 use self::report::{Report, Results};
-use self::rows::Row;
+use self::rows::{Row, Setup};
 use self::scene::Scene;
 
 /// Renders what `run --json` wrote.
@@ -93,25 +93,18 @@ pub struct Args {
 /// Measures, prints the table, writes the JSON, and fails when a bound is broken.
 pub fn main(args: &Args) -> anyhow::Result<()> {
     tools::raise_descriptor_limit()?;
-    let scene = Scene::build(&args.peers, &["wrk", "ghz", "h2load"])?;
+    scene::prepare(&args.peers, &["wrk", "ghz", "h2load"])?;
+    let stages = args.peers.iter().map(|peer| Ok((*peer, Scene::build()?)));
+    let mut stages = stages.collect::<anyhow::Result<Vec<_>>>()?;
     let mut results = Results::new(tools::versions(&args.peers)?);
     let mut left_out = 0;
     for repeat in 1..=args.repeats {
         for group in rows::groups(&args.rows) {
-            for peer in &args.peers {
-                eprintln!("repeat {repeat} of {}: {peer:?} {group:?}", args.repeats);
-                let measured = measure(&scene, *peer, &group, args.duration, &mut results)
-                    .with_context(|| format!("measuring {group:?} of {peer:?}"));
-                match measured {
-                    // Another that serves nothing any more has no figure, and costs no others theirs.
-                    Err(error) if !matches!(peer, Peer::Tulle | Peer::None) => {
-                        eprintln!("left out: {error:#}");
-                        left_out += 1;
-                    }
-                    measured => measured?,
-                }
-            }
+            eprintln!("repeat {repeat} of {}: {group:?}", args.repeats);
+            left_out += measure(&stages, &group, args.duration, &mut results)?;
         }
+        // Whatever it means to be the first or the last, each is.
+        stages.rotate_left(1);
         // Also after each repeat: a long run that fails at its end has not been for nothing.
         if let Some(path) = &args.json {
             results.report(bounds::COMMITTED)?.write(path)?;
@@ -127,22 +120,57 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Starts the sidecars of one peer, and measures one row after the other.
-fn measure(scene: &Scene, peer: Peer, rows: &[Row], duration: Duration, results: &mut Results) -> anyhow::Result<()> {
-    let rows: Vec<Row> = rows.iter().copied().filter(|row| row.applies_to(peer)).collect();
+/// Starts the sidecars of all peers, and measures one row after the other. Says how many were left out on the way: another
+/// that serves nothing any more has no figure, and costs no others theirs.
+fn measure(stages: &[(Peer, Scene)], rows: &[Row], duration: Duration, results: &mut Results) -> anyhow::Result<u32> {
     let Some(setup) = rows.first().map(|row| row.setup()) else {
-        return Ok(());
+        return Ok(0);
     };
     if setup.throttle.is_some() && !throttle::available() {
         eprintln!("left out: only the cpu controller of cgroup v1 can hold single threads to a share of a core");
-        return Ok(());
+        return Ok(0);
     }
-    let sidecars = peer.start(scene, &setup).context("starting")?;
-    drive::warm_up(scene, sidecars.as_ref(), &setup).context("warming up")?;
-    peer.verify(scene, &setup).context("checking")?;
+    let mut left_out = 0;
+    let mut unless_left_out = |peer: Peer, failed: anyhow::Error| {
+        let error = failed.context(format!("measuring {rows:?} of {peer:?}"));
+        if matches!(peer, Peer::Tulle | Peer::None) {
+            return Err(error);
+        }
+        eprintln!("left out: {error:#}");
+        left_out += 1;
+        Ok(())
+    };
+    let mut running = Vec::new();
+    for (peer, scene) in stages {
+        if rows.iter().any(|row| row.applies_to(*peer)) {
+            match start(scene, *peer, &setup) {
+                Ok(sidecars) => running.push(Some((*peer, scene, sidecars))),
+                Err(error) => unless_left_out(*peer, error)?,
+            }
+        }
+    }
     for row in rows {
-        let sample = drive::measure(row, scene, sidecars.as_ref(), duration);
-        results.add(row, peer, sample.with_context(|| format!("measuring {row:?}"))?);
+        eprintln!("  {}", row.name());
+        for place in &mut running {
+            let Some((peer, scene, sidecars)) = place.take_if(|(peer, ..)| row.applies_to(*peer)) else {
+                continue;
+            };
+            match drive::measure(*row, scene, sidecars.as_ref(), duration) {
+                Ok(sample) => {
+                    results.add(*row, peer, sample);
+                    *place = Some((peer, scene, sidecars));
+                }
+                Err(error) => unless_left_out(peer, error.context(format!("measuring {row:?}")))?,
+            }
+        }
     }
-    Ok(())
+    Ok(left_out)
+}
+
+/// Starts the sidecars of one peer, and sees that traffic takes their way.
+fn start(scene: &Scene, peer: Peer, setup: &Setup) -> anyhow::Result<Option<Sidecars>> {
+    let sidecars = peer.start(scene, setup).context("starting")?;
+    drive::warm_up(scene, sidecars.as_ref(), setup).context("warming up")?;
+    peer.verify(scene, setup).context("checking")?;
+    Ok(sidecars)
 }

@@ -1,4 +1,5 @@
-//! The stage: namespaces, redirect rules, the application, certificates; the same for every peer.
+//! The stage: namespaces, redirect rules, the application, certificates; the same for every peer, but one for each, so that
+//! all of them can be there at once.
 
 use std::ffi::OsStr;
 use std::fs::Permissions;
@@ -30,11 +31,19 @@ pub(super) struct Scene {
     _lab: Lab,
 }
 
+/// Checks that all that `peers` need is there, and the programs that drive them, and clears what an earlier run left behind.
+pub(super) fn prepare(peers: &[Peer], programs: &[&str]) -> anyhow::Result<()> {
+    programs.iter().try_for_each(|program| tools::installed(program))?;
+    peers.iter().try_for_each(|peer| peer.check())?;
+    tools::beside(INIT)?;
+    tulle_core::netns::sweep(PREFIX).context("removing what an earlier run left behind")?;
+    Ok(())
+}
+
 impl Scene {
-    /// Checks that all that `peers` need is there, and the programs that drive them, and builds the stage.
-    pub(super) fn build(peers: &[Peer], programs: &[&str]) -> anyhow::Result<Self> {
-        programs.iter().try_for_each(|program| tools::installed(program))?;
-        let mut scene = Self::without_app(peers)?;
+    /// Builds the stage.
+    pub(super) fn build() -> anyhow::Result<Self> {
+        let mut scene = Self::without_app()?;
         let mut command = scene
             .server
             .command(std::env::current_exe().context("finding this program")?);
@@ -52,11 +61,7 @@ impl Scene {
     }
 
     /// The stage for an application of the caller's.
-    pub(super) fn without_app(peers: &[Peer]) -> anyhow::Result<Self> {
-        for peer in peers {
-            peer.check()?;
-        }
-        tools::beside(INIT)?;
+    pub(super) fn without_app() -> anyhow::Result<Self> {
         let dir = tempfile::tempdir().context("making a directory")?;
         // The sidecars run as a user of their own and have to read what is in it.
         std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).context("opening the directory to all")?;
@@ -64,7 +69,6 @@ impl Scene {
         for (name, text) in FILES {
             std::fs::write(dir.path().join(name), text).with_context(|| format!("writing {name}"))?;
         }
-        tulle_core::netns::sweep(PREFIX).context("removing what an earlier run left behind")?;
         let mut lab = Lab::new(PREFIX)?;
         let client = lab.host("client", &format!("{CLIENT}/24"), None)?;
         let server = lab.host("server", &format!("{SERVER}/24"), None)?;
