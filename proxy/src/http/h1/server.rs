@@ -134,9 +134,9 @@ where
                 Ok(head) => head,
                 Err(end) => break end,
             };
-            let (asked, answering) = ask(&connection, head, &mut service);
+            let (asked, request) = Asked::of(head, &connection);
             let answered = {
-                let mut answering = pin!(answering);
+                let mut answering = pin!(service.call(request));
                 poll_fn(|cx| asked.poll_answered(cx, &connection, answering.as_mut())).await
             };
             let passed_on = match answered {
@@ -183,33 +183,26 @@ struct Asked {
     upgrade: Option<oneshot::Sender<Io>>,
 }
 
-/// Hands a request to the service.
-fn ask<S>(
-    connection: &Shared,
-    head: RequestHead,
-    service: &mut Rescued<S>,
-) -> (Asked, <Rescued<S> as Service<Request<Body>>>::Future)
-where
-    S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
-{
-    let RequestHead {
-        request,
-        framing,
-        keep_alive,
-        expects,
-    } = head;
-    let (version, method) = (request.version(), request.method().clone());
-    let (request, upgrade) = with_body(request, connection, framing, expects);
-    let asked = Asked {
-        version,
-        method,
-        keep_alive,
-        upgrade,
-    };
-    (asked, service.call(request))
-}
-
 impl Asked {
+    /// What of a request stays here, and the request as it goes to the service.
+    fn of(head: RequestHead, connection: &Shared) -> (Self, Request<Body>) {
+        let RequestHead {
+            request,
+            framing,
+            keep_alive,
+            expects,
+        } = head;
+        let (version, method) = (request.version(), request.method().clone());
+        let (request, upgrade) = with_body(request, connection, framing, expects);
+        let asked = Self {
+            version,
+            method,
+            keep_alive,
+            upgrade,
+        };
+        (asked, request)
+    }
+
     /// Who asks for no other request may have closed its side, and waits for the response all the same.
     fn may_have_left(&self) -> bool {
         self.keep_alive
