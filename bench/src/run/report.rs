@@ -249,14 +249,14 @@ impl fmt::Display for Report {
             )?;
         }
         writeln!(f)?;
-        write!(f, "{:<12}{:<8}", "row", "peer")?;
+        write!(f, "{:<14}{:<8}", "row", "peer")?;
         for (_, title, _) in COLUMNS {
             write!(f, "{title:>16}")?;
         }
         writeln!(f)?;
         let (loads, others): (Vec<&Line>, Vec<&Line>) = self.lines.iter().partition(|line| line.is_load());
         for line in loads {
-            write!(f, "{:<12}{:<8}", name(line.row), name(line.peer))?;
+            write!(f, "{:<14}{:<8}", name(line.row), name(line.peer))?;
             for (metric, _, decimals) in COLUMNS {
                 write!(f, "{:>16}", line.text(metric, decimals))?;
             }
