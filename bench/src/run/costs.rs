@@ -76,8 +76,9 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
         );
         dearer.extend(compare(before, now).map(|why| format!("in the {side}'s sidecar {why}")));
         // Whatever the baseline is, and to a tenth: what is not a request's own is spread over them.
-        let limit = limits.iter().find(|bound| bound.metric == metric);
-        if let Some(bound) = limit.filter(|bound| !bound.holds((now.allocations * 10.0).round() / 10.0, None)) {
+        let bound = limits.iter().find(|bound| bound.metric == metric);
+        let bound = bound.with_context(|| format!("bench/budgets.toml has no bound of the {side}'s allocations"))?;
+        if !bound.holds((now.allocations * 10.0).round() / 10.0, None) {
             exceeded.push(format!(
                 "in the {side}'s sidecar a request makes {:.1} allocations; bench/budgets.toml says {}",
                 now.allocations, bound.text

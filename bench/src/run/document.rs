@@ -1,5 +1,6 @@
 //! `docs/benchmarks.md` and its plots, from the JSON of a run.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::Path;
 
@@ -123,14 +124,9 @@ fn markdown(report: &Report) -> String {
         machine.load,
         machine.command
     );
-    let n = || {
-        report
-            .lines
-            .iter()
-            .flat_map(|line| line.metrics.values())
-            .map(|cell| cell.n)
-    };
-    let (least, most) = (n().min().unwrap_or(0), n().max().unwrap_or(0));
+    let cells = report.lines.iter().flat_map(|line| line.metrics.values());
+    let n: BTreeSet<usize> = cells.map(|cell| cell.n).collect();
+    let (least, most) = (n.first().unwrap_or(&0), n.last().unwrap_or(&0));
     let turns = if least == most {
         most.to_string()
     } else {
