@@ -17,4 +17,5 @@ pub mod netns;
 pub mod nets;
 pub mod ports;
 pub mod ready;
+pub mod retry;
 pub mod telemetry;

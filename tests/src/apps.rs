@@ -5,7 +5,11 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
+use futures_util::stream;
 use http::{Request, Response};
+use http_body::Frame;
+use http_body_util::StreamBody;
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -14,7 +18,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{JoinHandle, JoinSet};
 use tulle_bench::serve;
 
-use crate::client::AnyBody;
+use crate::client::{AnyBody, any};
 use crate::mesh::{HTTP, Mesh, OPAQUE, TCP};
 
 /// An application; ends, and cuts its connections, when it is dropped.
@@ -113,4 +117,19 @@ where
                 .await;
         }
     })
+}
+
+/// A response in pieces of one byte, with so long between them, and an end or none.
+pub fn dripping(pieces: usize, each: Duration, end: bool) -> Response<AnyBody> {
+    let frames = stream::unfold(0, move |n| async move {
+        if n < pieces {
+            tokio::time::sleep(if n == 0 { Duration::ZERO } else { each }).await;
+            return Some((Ok::<_, Infallible>(Frame::data(Bytes::from_static(b"x"))), n + 1));
+        }
+        if !end {
+            std::future::pending::<()>().await;
+        }
+        None
+    });
+    Response::new(any(StreamBody::new(Box::pin(frames))))
 }

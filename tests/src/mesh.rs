@@ -45,6 +45,8 @@ pub struct Builder {
     transport: Transport,
     flags: Vec<String>,
     env: Vec<(String, String)>,
+    /// Of services, by their app, between commas.
+    annotations: BTreeMap<String, String>,
 }
 
 /// How proxies reach one another.
@@ -104,6 +106,7 @@ pub fn mesh() -> Builder {
         transport: Transport::Header,
         flags: Vec::new(),
         env: Vec::new(),
+        annotations: BTreeMap::new(),
     }
 }
 
@@ -173,6 +176,12 @@ impl Builder {
         self
     }
 
+    /// Annotates the service of an app: `key: value`, between commas.
+    pub fn annotated(mut self, app: &str, annotations: &str) -> Self {
+        self.annotations.insert(app.into(), annotations.into());
+        self
+    }
+
     /// Starts with a manifest besides those of workloads and services.
     pub fn manifest(mut self, name: &str, yaml: &str) -> Self {
         self.manifests.push((name.into(), yaml.into()));
@@ -224,7 +233,8 @@ impl Builder {
                 .or_insert_with(|| Ipv4Addr::new(10, 66, 1, last));
         }
         for (app, ip) in &services {
-            files.write(&format!("service-{app}"), &service(app, *ip))?;
+            let annotations = self.annotations.get(app).map_or("", String::as_str);
+            files.write(&format!("service-{app}"), &service(app, *ip, annotations))?;
         }
         for (name, yaml) in &self.manifests {
             files.write(name, yaml)?;
@@ -562,7 +572,7 @@ fn start_logs() {
     });
 }
 
-fn service(app: &str, ip: Ipv4Addr) -> String {
+fn service(app: &str, ip: Ipv4Addr, annotations: &str) -> String {
     format!(
         "\
 apiVersion: v1
@@ -570,7 +580,7 @@ kind: Service
 metadata:
   name: {app}
   namespace: {NS}
-  annotations: {{config.linkerd.io/opaque-ports: \"{OPAQUE}\"}}
+  annotations: {{config.linkerd.io/opaque-ports: \"{OPAQUE}\", {annotations}}}
 spec:
   clusterIP: {ip}
   selector: {{app: {app}}}

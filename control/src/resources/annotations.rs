@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use tulle_core::duration;
 use tulle_core::names::annotation;
+use tulle_core::{duration, retry};
 
 /// Annotations of one object.
 pub type Annotations = BTreeMap<String, String>;
@@ -73,53 +73,26 @@ pub fn http_retry(annotations: &Annotations) -> Result<Option<Retry<HttpConditio
     let Some(text) = annotations.get(annotation::RETRY_HTTP) else {
         return Ok(None);
     };
-    let mut conditions = Vec::new();
-    for condition in text.split(',').map(str::trim) {
-        conditions.push(status_range(condition).ok_or_else(|| {
-            format!(
-                "{}: {condition:?} is none of: 5xx, gateway-error, a status code, a range of them",
-                annotation::RETRY_HTTP
-            )
-        })?);
-    }
-    retry(annotations, conditions).map(Some)
-}
-
-fn status_range(text: &str) -> Option<RangeInclusive<u16>> {
-    match text {
-        "5xx" => return Some(500..=599),
-        "gateway-error" => return Some(502..=504),
-        _ => {}
-    }
-    let (start, end) = text.split_once('-').unwrap_or((text, text));
-    let (start, end) = (start.parse::<u16>().ok()?, end.parse::<u16>().ok()?);
-    (100 <= start && start <= end && end <= 599).then_some(start..=end)
+    let conditions = retry::statuses(text).map_err(|error| format!("{}: {error}", annotation::RETRY_HTTP))?;
+    retry_of(annotations, conditions).map(Some)
 }
 
 pub fn grpc_retry(annotations: &Annotations) -> Result<Option<Retry<GrpcConditions>>, String> {
     let Some(text) = annotations.get(annotation::RETRY_GRPC) else {
         return Ok(None);
     };
-    let mut conditions = GrpcConditions::default();
-    for condition in text.split(',').map(str::trim) {
-        match condition {
-            "cancelled" => conditions.cancelled = true,
-            "deadline-exceeded" => conditions.deadline_exceeded = true,
-            "internal" => conditions.internal = true,
-            "resource-exhausted" => conditions.resource_exhausted = true,
-            "unavailable" => conditions.unavailable = true,
-            _ => {
-                return Err(format!(
-                    "{}: {condition:?} is none of: cancelled, deadline-exceeded, internal, resource-exhausted, unavailable",
-                    annotation::RETRY_GRPC
-                ));
-            }
-        }
-    }
-    retry(annotations, conditions).map(Some)
+    let codes = retry::codes(text).map_err(|error| format!("{}: {error}", annotation::RETRY_GRPC))?;
+    let conditions = GrpcConditions {
+        cancelled: codes.contains(&retry::CANCELLED),
+        deadline_exceeded: codes.contains(&retry::DEADLINE_EXCEEDED),
+        internal: codes.contains(&retry::INTERNAL),
+        resource_exhausted: codes.contains(&retry::RESOURCE_EXHAUSTED),
+        unavailable: codes.contains(&retry::UNAVAILABLE),
+    };
+    retry_of(annotations, conditions).map(Some)
 }
 
-fn retry<C>(annotations: &Annotations, conditions: C) -> Result<Retry<C>, String> {
+fn retry_of<C>(annotations: &Annotations, conditions: C) -> Result<Retry<C>, String> {
     let limit: u16 = parse(annotations, annotation::RETRY_LIMIT, "a number up to 65535", |text| {
         text.parse().ok()
     })?

@@ -136,6 +136,7 @@ impl Parts<'_> {
                 Balancing::RoundRobin => Strategy::RoundRobin,
             },
             balanced: Mutex::default(),
+            forwards: Mutex::default(),
         };
         let queue = Queue {
             capacity: direction.http_queue_capacity,

@@ -7,7 +7,7 @@ use std::time::Duration;
 use arc_swap::ArcSwap;
 use tokio::time::{Instant, sleep_until};
 
-use crate::balance::breaker::{Breaker, Wake};
+use crate::balance::breaker::{Breaker, Fleet};
 use crate::balance::load::Load;
 use crate::balance::p2c;
 use crate::policy::client::Queue;
@@ -58,7 +58,7 @@ pub(crate) struct Balancer<E> {
     strategy: Strategy,
     queue: Queue,
     snapshot: ArcSwap<Discovered<E>>,
-    wake: Wake,
+    fleet: Fleet,
     /// Where round robin goes on.
     cursor: AtomicUsize,
     waiting: AtomicUsize,
@@ -72,22 +72,26 @@ impl<E: Candidate> Balancer<E> {
             strategy,
             queue,
             snapshot: ArcSwap::from_pointee(Discovered::Unknown),
-            wake: Wake::default(),
+            fleet: Fleet::default(),
             cursor: AtomicUsize::new(0),
             waiting: AtomicUsize::new(0),
             is_failing_fast: AtomicBool::new(false),
         }
     }
 
-    /// For the breakers of this balancer's endpoints, so that one that opens is noticed by those who wait.
-    pub(crate) fn wake(&self) -> Wake {
-        self.wake.clone()
+    /// For the breakers of this balancer's endpoints: one that opens is noticed by those who wait.
+    pub(crate) fn fleet(&self) -> Fleet {
+        self.fleet.clone()
     }
 
     /// Publishes what discovery has learnt.
     pub(crate) fn update(&self, discovered: Discovered<E>) {
+        self.fleet.resize(match &discovered {
+            Discovered::Endpoints(endpoints) => endpoints.len(),
+            Discovered::Unknown | Discovered::NoEndpoints => 0,
+        });
         self.snapshot.store(Arc::new(discovered));
-        self.wake.wake();
+        self.fleet.wake();
     }
 
     /// Whether a request would get an endpoint at once.
@@ -142,11 +146,16 @@ impl<E: Candidate> Balancer<E> {
         if self.is_failing_fast.load(Ordering::Relaxed) {
             return Err(PickError::Unavailable);
         }
-        let _place = Place::take(&self.waiting, self.queue.capacity)?;
+        // Before discovery has answered, all who come wait for the same answer.
+        let capacity = match &**self.snapshot.load() {
+            Discovered::Unknown => usize::MAX,
+            Discovered::Endpoints(_) | Discovered::NoEndpoints => self.queue.capacity,
+        };
+        let _place = Place::take(&self.waiting, capacity)?;
         let deadline = Instant::now() + self.queue.failfast_timeout;
         loop {
             // Listening starts before looking, so that nothing that happens between the two is missed.
-            let mut woken = std::pin::pin!(self.wake.woken());
+            let mut woken = std::pin::pin!(self.fleet.woken());
             woken.as_mut().enable();
             let now = Instant::now();
             if let Some(endpoint) = self.pick_now(now, tried) {
@@ -155,6 +164,9 @@ impl<E: Candidate> Balancer<E> {
             self.refuse_if_empty()?;
             if now >= deadline {
                 self.is_failing_fast.store(true, Ordering::Relaxed);
+                self.fleet.wake(); // who came later would wait in vain as well
+            }
+            if self.is_failing_fast.load(Ordering::Relaxed) {
                 return Err(PickError::FailFast(self.queue.failfast_timeout));
             }
             let next = self.available_at().map_or(deadline, |at| at.min(deadline));
@@ -287,7 +299,7 @@ mod tests {
         let peer = |number| Peer {
             number,
             load: Load::new(params, now),
-            breaker: Breaker::new(None, balancer.wake(), now),
+            breaker: Breaker::new(None, balancer.fleet(), now),
         };
         let peers: Vec<_> = (0..count).map(|number| Arc::new(peer(number))).collect();
         balancer.update(Discovered::Endpoints(peers.iter().cloned().collect()));
@@ -449,6 +461,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_queue_is_bounded() {
         let balancer = balancer(Strategy::PeakEwma);
+        balancer.update(Discovered::Endpoints(Box::new([])));
         let waiters: Vec<_> = (0..2)
             .map(|_| {
                 let balancer = balancer.clone();

@@ -13,7 +13,7 @@ use tokio::sync::futures::Notified;
 use tokio::time::Instant;
 use tulle_core::backoff::{Backoff, Steps};
 
-use crate::policy::client::FailureAccrual;
+use crate::policy::client::{AccrualKind, FailureAccrual};
 
 /// How a request to an endpoint ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,15 +25,25 @@ pub(crate) enum Outcome {
     Overloaded,
 }
 
-/// Wakes those who wait for an endpoint when one opens or appears.
+/// What the breakers of one balancer's endpoints share.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Wake(Arc<Notify>);
+pub(crate) struct Fleet(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    /// Wakes those who wait for an endpoint when one opens or appears.
+    woken: Notify,
+    endpoints: AtomicU32,
+    /// Those that were taken out for failing, and those that could not be reached; who is both counts twice, which lets others
+    /// stay.
+    out: AtomicU32,
+}
 
 /// The gates of one endpoint, shared by all workers.
 #[derive(Debug)]
 pub(crate) struct Breaker {
     start: Instant,
-    wake: Wake,
+    fleet: Fleet,
     dial: Gate,
     accrual: Option<Accrual>,
 }
@@ -69,19 +79,16 @@ enum Phase {
 }
 
 impl Breaker {
-    pub(crate) fn new(accrual: Option<FailureAccrual>, wake: Wake, now: Instant) -> Self {
-        let accrual = accrual.map(|policy| {
-            let (FailureAccrual::Consecutive { backoff, .. } | FailureAccrual::Unified { backoff, .. }) = policy;
-            Accrual {
-                policy,
-                gate: Gate::new(backoff),
-                consecutive: AtomicU32::new(0),
-                window: Mutex::default(),
-            }
+    pub(crate) fn new(accrual: Option<FailureAccrual>, fleet: Fleet, now: Instant) -> Self {
+        let accrual = accrual.map(|policy| Accrual {
+            gate: Gate::new(policy.backoff.steps),
+            policy,
+            consecutive: AtomicU32::new(0),
+            window: Mutex::default(),
         });
         Self {
             start: now,
-            wake,
+            fleet,
             dial: Gate::new(DIAL_BACKOFF),
             accrual,
         }
@@ -93,7 +100,12 @@ impl Breaker {
             && self
                 .accrual
                 .as_ref()
-                .is_none_or(|accrual| accrual.gate.is_passable(|| self.at(now)))
+                .is_none_or(|accrual| accrual.gate.is_passable(|| self.at(now)) || self.is_needed(accrual))
+    }
+
+    /// Whether too few are left without this endpoint, however it does: others have gone since it was taken out.
+    fn is_needed(&self, accrual: &Accrual) -> bool {
+        self.fleet.ready() < accrual.policy.min_ready_endpoints
     }
 
     /// Lets one request go to this endpoint, perhaps as the probe that decides whether others may follow.
@@ -106,7 +118,7 @@ impl Breaker {
             && self
                 .accrual
                 .as_ref()
-                .is_none_or(|accrual| accrual.gate.pass(|| self.at(now)))
+                .is_none_or(|accrual| accrual.gate.pass(|| self.at(now)) || self.is_needed(accrual))
     }
 
     /// When an unavailable endpoint may be tried again.
@@ -115,38 +127,45 @@ impl Breaker {
         (until > 0).then(|| self.start + Duration::from_nanos(until - 1))
     }
 
-    /// Notes how a request ended.
+    /// Notes how a request ended, and for how long the endpoint asks to be left alone.
     ///
     /// What was sent before the gate shut does not count; what answers while a probe is out counts as the probe.
-    pub(crate) fn record(&self, outcome: Outcome, now: Instant) {
+    pub(crate) fn record(&self, outcome: Outcome, retry_after: Option<Duration>, now: Instant) {
         let Some(accrual) = &self.accrual else { return };
-        let change = match accrual.gate.phase() {
+        let verdict = match accrual.gate.phase() {
             Phase::Open => accrual.judge(outcome, self.at(now)),
             Phase::Shut => Verdict::Keep,
             Phase::Probing if accrual.is_failure(outcome) => Verdict::Shut,
             Phase::Probing => Verdict::Open,
         };
-        match change {
+        let Backoff { max, .. } = accrual.policy.backoff.steps;
+        let asked = retry_after.filter(|_| accrual.policy.backoff.heeds_hints);
+        let (least, stay) = (asked.unwrap_or_default().min(max), accrual.policy.min_ready_endpoints);
+        match verdict {
             Verdict::Keep => {}
-            Verdict::Shut => accrual.gate.shut(self.at(now)),
+            Verdict::Shut => {
+                if !accrual.gate.shut(self.at(now), least, || self.fleet.take_out(stay)) {
+                    accrual.forget(); // the others are too few
+                }
+            }
             Verdict::Open => {
                 accrual.forget();
-                accrual.gate.open();
-                self.wake.wake();
+                accrual.gate.open(|| self.fleet.take_back());
+                self.fleet.wake();
             }
         }
     }
 
     /// Notes that the endpoint could not be reached; others are preferred until a backoff from 100 ms to 10 s is over.
     pub(crate) fn connect_failed(&self, now: Instant) {
-        self.dial.shut(self.at(now));
+        self.dial.shut(self.at(now), Duration::ZERO, || self.fleet.take_out(0));
     }
 
     /// Notes that the endpoint can be reached.
     pub(crate) fn connected(&self) {
         if self.dial.phase() != Phase::Open {
-            self.dial.open();
-            self.wake.wake();
+            self.dial.open(|| self.fleet.take_back());
+            self.fleet.wake();
         }
     }
 
@@ -157,6 +176,14 @@ impl Breaker {
     fn at(&self, now: Instant) -> u64 {
         let nanos = now.saturating_duration_since(self.start).as_nanos();
         u64::try_from(nanos).unwrap_or(u64::MAX).saturating_add(1)
+    }
+}
+
+impl Drop for Breaker {
+    fn drop(&mut self) {
+        for gate in self.gates() {
+            gate.open(|| self.fleet.take_back());
+        }
     }
 }
 
@@ -177,14 +204,13 @@ impl Accrual {
                 0
             }
         };
-        let trips = match self.policy {
-            FailureAccrual::Consecutive { max_failures, .. } => is_failure && consecutive >= max_failures,
-            FailureAccrual::Unified {
+        let trips = match self.policy.kind {
+            AccrualKind::Consecutive { max_failures } => is_failure && consecutive >= max_failures,
+            AccrualKind::Unified {
                 success_rate,
                 window,
                 min_requests,
                 max_consecutive_failures,
-                ..
             } => {
                 let rate = self.window.lock().record(outcome == Outcome::Success, now, window);
                 let too_many = max_consecutive_failures > 0 && is_failure && consecutive >= max_consecutive_failures;
@@ -195,9 +221,9 @@ impl Accrual {
     }
 
     fn is_failure(&self, outcome: Outcome) -> bool {
-        match self.policy {
-            FailureAccrual::Consecutive { .. } => outcome == Outcome::Failure,
-            FailureAccrual::Unified { .. } => outcome != Outcome::Success,
+        match self.policy.kind {
+            AccrualKind::Consecutive { .. } => outcome == Outcome::Failure,
+            AccrualKind::Unified { .. } => outcome != Outcome::Success,
         }
     }
 
@@ -251,20 +277,29 @@ impl Gate {
         true
     }
 
-    fn shut(&self, now: u64) {
+    /// Shuts for as long as the next step of the backoff says, and for `least` at least; `false` if `may` forbids it, which is
+    /// asked where the gate was open.
+    fn shut(&self, now: u64, least: Duration, may: impl FnOnce() -> bool) -> bool {
         let mut state = self.state.lock();
         // Several workers may see the same failure: one lengthens the backoff.
         if state.phase == Phase::Shut {
-            return;
+            return true;
+        }
+        if state.phase == Phase::Open && !may() {
+            return false;
         }
         state.phase = Phase::Shut;
-        state.delay = state.steps.next_delay();
+        state.delay = state.steps.next_delay().max(least);
         self.set_until(now, state.delay);
+        true
     }
 
-    fn open(&self) {
+    /// Opens; `then` is called if it was not open.
+    fn open(&self, then: impl FnOnce()) {
         let mut state = self.state.lock();
-        state.phase = Phase::Open;
+        if std::mem::replace(&mut state.phase, Phase::Open) != Phase::Open {
+            then();
+        }
         state.steps.reset();
         self.until.store(0, Ordering::Relaxed);
     }
@@ -275,13 +310,37 @@ impl Gate {
     }
 }
 
-impl Wake {
+impl Fleet {
     pub(crate) fn wake(&self) {
-        self.0.notify_waiters();
+        self.0.woken.notify_waiters();
     }
 
     pub(super) fn woken(&self) -> Notified<'_> {
-        self.0.notified()
+        self.0.woken.notified()
+    }
+
+    /// Notes how many endpoints there are.
+    pub(super) fn resize(&self, endpoints: usize) {
+        let endpoints = u32::try_from(endpoints).unwrap_or(u32::MAX);
+        self.0.endpoints.store(endpoints, Ordering::Relaxed);
+    }
+
+    /// Endpoints that are not out.
+    fn ready(&self) -> u32 {
+        let endpoints = self.0.endpoints.load(Ordering::Relaxed);
+        endpoints.saturating_sub(self.0.out.load(Ordering::Relaxed))
+    }
+
+    /// Takes one out, if as many as `stay` others are ready.
+    fn take_out(&self, stay: u32) -> bool {
+        let endpoints = self.0.endpoints.load(Ordering::Relaxed);
+        let one_more = |out: u32| (stay == 0 || out + 1 + stay <= endpoints).then_some(out + 1);
+        let update = self.0.out.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more);
+        update.is_ok()
+    }
+
+    fn take_back(&self) {
+        self.0.out.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -338,42 +397,94 @@ const SLOTS: u32 = 10;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::policy::client::HintedBackoff;
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    const BACKOFF: Backoff = Backoff {
-        min: SECOND,
-        max: Duration::from_secs(3),
-        jitter: 0.0,
-    };
-
-    fn consecutive(max_failures: u32) -> FailureAccrual {
-        FailureAccrual::Consecutive {
-            max_failures,
-            backoff: BACKOFF,
+    fn accrual(kind: AccrualKind) -> FailureAccrual {
+        FailureAccrual {
+            kind,
+            backoff: HintedBackoff {
+                steps: Backoff {
+                    min: SECOND,
+                    max: Duration::from_secs(3),
+                    jitter: 0.0,
+                },
+                heeds_hints: false,
+            },
+            min_ready_endpoints: 0,
         }
     }
 
+    fn consecutive(max_failures: u32) -> FailureAccrual {
+        accrual(AccrualKind::Consecutive { max_failures })
+    }
+
     fn unified(max_consecutive_failures: u32) -> FailureAccrual {
-        FailureAccrual::Unified {
+        accrual(AccrualKind::Unified {
             success_rate: 0.8,
             window: 10 * SECOND,
             min_requests: 10,
             max_consecutive_failures,
-            backoff: BACKOFF,
-        }
+        })
     }
 
     fn breaker(policy: Option<FailureAccrual>) -> (Breaker, Instant) {
         let now = Instant::now();
-        (Breaker::new(policy, Wake::default(), now), now)
+        (Breaker::new(policy, Fleet::default(), now), now)
+    }
+
+    /// Breakers of as many endpoints, of which so many are to stay.
+    fn fleet(endpoints: usize, min_ready_endpoints: u32) -> (Fleet, Vec<Breaker>, Instant) {
+        let (fleet, now) = (Fleet::default(), Instant::now());
+        fleet.resize(endpoints);
+        let policy = FailureAccrual {
+            min_ready_endpoints,
+            ..consecutive(1)
+        };
+        let breakers = (0..endpoints).map(|_| Breaker::new(Some(policy), fleet.clone(), now));
+        (fleet.clone(), breakers.collect(), now)
+    }
+
+    #[test]
+    fn some_endpoints_stay_however_many_fail() {
+        let (fleet, mut breakers, now) = fleet(4, 2);
+        for breaker in &breakers {
+            breaker.record(Outcome::Failure, None, now);
+        }
+        let available = |breakers: &[Breaker]| breakers.iter().filter(|breaker| breaker.available(now)).count();
+        assert_eq!(available(&breakers), 2);
+        let later = now + SECOND;
+        assert!(breakers[0].admit(later));
+        breakers[0].record(Outcome::Success, None, later);
+        assert_eq!(available(&breakers), 3);
+        breakers[3].record(Outcome::Failure, None, now);
+        breakers[2].record(Outcome::Failure, None, now);
+        assert_eq!(available(&breakers), 2, "as one has come back, another may go");
+        breakers.truncate(3);
+        fleet.resize(3);
+        assert_eq!(available(&breakers), 2);
+        breakers.remove(0);
+        fleet.resize(2);
+        assert_eq!(available(&breakers), 2, "one that was taken out is needed now");
+    }
+
+    #[test]
+    fn who_asks_to_be_left_alone_is_left_alone_where_the_policy_says_so() {
+        for (heeds_hints, seconds) in [(true, 2), (false, 1)] {
+            let mut policy = consecutive(1);
+            policy.backoff.heeds_hints = heeds_hints;
+            let (breaker, now) = breaker(Some(policy));
+            breaker.record(Outcome::Failure, Some(2 * SECOND), now);
+            assert_eq!(breaker.available_at(), Some(now + seconds * SECOND));
+        }
     }
 
     #[test]
     fn without_a_policy_no_failure_counts() {
         let (breaker, now) = breaker(None);
         for _ in 0..100 {
-            breaker.record(Outcome::Failure, now);
+            breaker.record(Outcome::Failure, None, now);
         }
         assert!(breaker.admit(now));
     }
@@ -385,10 +496,10 @@ mod tests {
         for outcome in [
             Failure, Failure, Success, Failure, Failure, Overloaded, Failure, Failure,
         ] {
-            breaker.record(outcome, now);
+            breaker.record(outcome, None, now);
             assert!(breaker.available(now));
         }
-        breaker.record(Failure, now);
+        breaker.record(Failure, None, now);
         assert!(!breaker.available(now));
         assert_eq!(breaker.available_at(), Some(now + SECOND));
     }
@@ -396,27 +507,27 @@ mod tests {
     #[test]
     fn one_probe_passes_after_the_backoff_and_its_success_opens() {
         let (breaker, now) = breaker(Some(consecutive(1)));
-        breaker.record(Outcome::Failure, now);
-        breaker.record(Outcome::Success, now);
+        breaker.record(Outcome::Failure, None, now);
+        breaker.record(Outcome::Success, None, now);
         assert!(!breaker.available(now), "an answer from before it shut opens nothing");
         let later = now + SECOND;
         assert!(breaker.available(later));
         assert!(breaker.admit(later));
         assert!(!breaker.admit(later), "only one");
-        breaker.record(Outcome::Success, later);
+        breaker.record(Outcome::Success, None, later);
         assert!(breaker.admit(later) && breaker.admit(later));
     }
 
     #[test]
     fn failed_probes_lengthen_the_backoff_up_to_its_maximum() {
         let (breaker, mut now) = breaker(Some(consecutive(1)));
-        breaker.record(Outcome::Failure, now);
+        breaker.record(Outcome::Failure, None, now);
         for seconds in [1, 2, 3, 3] {
             let due = now + SECOND * seconds;
             assert!(!breaker.available(due - Duration::from_millis(1)));
             assert!(breaker.admit(due), "after {seconds} s");
-            breaker.record(Outcome::Failure, due);
-            breaker.record(Outcome::Failure, due);
+            breaker.record(Outcome::Failure, None, due);
+            breaker.record(Outcome::Failure, None, due);
             now = due;
         }
     }
@@ -424,7 +535,7 @@ mod tests {
     #[test]
     fn a_probe_without_a_report_is_replaced() {
         let (breaker, now) = breaker(Some(consecutive(1)));
-        breaker.record(Outcome::Failure, now);
+        breaker.record(Outcome::Failure, None, now);
         assert!(breaker.admit(now + SECOND));
         assert!(!breaker.admit(now + SECOND + SECOND / 2));
         assert!(breaker.admit(now + 2 * SECOND));
@@ -439,13 +550,13 @@ mod tests {
             } else {
                 Outcome::Success
             };
-            breaker.record(outcome, now);
+            breaker.record(outcome, None, now);
             assert!(breaker.available(now), "{index}");
         }
-        breaker.record(Outcome::Overloaded, now);
+        breaker.record(Outcome::Overloaded, None, now);
         assert!(!breaker.available(now));
         assert!(breaker.admit(now + SECOND));
-        breaker.record(Outcome::Overloaded, now + SECOND);
+        breaker.record(Outcome::Overloaded, None, now + SECOND);
         assert!(!breaker.available(now + 2 * SECOND), "turning a probe away fails it");
     }
 
@@ -453,13 +564,13 @@ mod tests {
     fn old_failures_leave_the_window() {
         let (breaker, now) = breaker(Some(unified(0)));
         for _ in 0..9 {
-            breaker.record(Outcome::Failure, now);
+            breaker.record(Outcome::Failure, None, now);
         }
         let later = now + 11 * SECOND;
         for _ in 0..9 {
-            breaker.record(Outcome::Success, later);
+            breaker.record(Outcome::Success, None, later);
         }
-        breaker.record(Outcome::Failure, later);
+        breaker.record(Outcome::Failure, None, later);
         assert!(breaker.available(later));
     }
 
@@ -467,10 +578,10 @@ mod tests {
     fn the_unified_policy_limits_failures_in_a_row_too() {
         let (breaker, now) = breaker(Some(unified(4)));
         for _ in 0..3 {
-            breaker.record(Outcome::Failure, now);
+            breaker.record(Outcome::Failure, None, now);
         }
         assert!(breaker.available(now));
-        breaker.record(Outcome::Failure, now);
+        breaker.record(Outcome::Failure, None, now);
         assert!(!breaker.available(now));
     }
 
@@ -494,10 +605,10 @@ mod tests {
     #[tokio::test]
     async fn opening_wakes_those_who_wait() {
         let now = Instant::now();
-        let wake = Wake::default();
-        let breaker = Breaker::new(None, wake.clone(), now);
+        let fleet = Fleet::default();
+        let breaker = Breaker::new(None, fleet.clone(), now);
         breaker.connect_failed(now);
-        let mut woken = std::pin::pin!(wake.woken());
+        let mut woken = std::pin::pin!(fleet.woken());
         assert!(!woken.as_mut().enable());
         breaker.connected();
         woken.await;

@@ -218,7 +218,7 @@ const RTT_FLOOR: f32 = 0.001;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::balance::breaker::{Breaker, Wake};
+    use crate::balance::breaker::{Breaker, Fleet};
 
     const MS: Duration = Duration::from_millis(1);
 
@@ -335,7 +335,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_pending_request_counts_until_it_ends() {
         let now = Instant::now();
-        let breaker = Breaker::new(None, Wake::default(), now);
+        let breaker = Breaker::new(None, Fleet::default(), now);
         let peer = Arc::new(Peer {
             load: Load::new(peak_ewma(), now),
             breaker,

@@ -2,6 +2,7 @@
 //! hears of every frame and of the end.
 
 use std::{
+    collections::VecDeque,
     pin::Pin,
     task::{Context, Poll, ready},
 };
@@ -12,7 +13,7 @@ use http_body::{Body as _, Frame, SizeHint};
 use tokio::sync::oneshot;
 
 use crate::{
-    http::{error::Error, h1, h2, layers::Slot, replay::Keeping},
+    http::{error::Error, h1, h2, layers::Slot, limits::Limited, replay::Keeping},
     net::io::Io,
 };
 
@@ -42,12 +43,16 @@ enum Source {
     Replayed(Box<Replayed>),
     /// Kept while it passes.
     Keeping(Box<Keeping>),
+    /// Given up when its time is over.
+    Limited(Box<Limited>),
 }
 
 /// A body of which the first part was kept.
-pub(crate) struct Replayed {
-    pub(crate) kept: std::collections::VecDeque<Bytes>,
-    pub(crate) rest: Body,
+struct Replayed {
+    kept: VecDeque<Bytes>,
+    /// What came after `kept`; then there is no rest.
+    trailers: Option<HeaderMap>,
+    rest: Body,
 }
 
 /// Hears how a body went. Dropping it before `end` means that the receiver went away.
@@ -112,8 +117,19 @@ impl Body {
         self.upgraded.take()
     }
 
-    pub(crate) fn replayed(kept: std::collections::VecDeque<Bytes>, rest: Self) -> Self {
-        Self::of(Source::Replayed(Box::new(Replayed { kept, rest })))
+    pub(crate) fn replayed(kept: VecDeque<Bytes>, rest: Self) -> Self {
+        let trailers = None;
+        Self::of(Source::Replayed(Box::new(Replayed { kept, trailers, rest })))
+    }
+
+    /// A body that has been received to its end.
+    pub(crate) fn received(kept: VecDeque<Bytes>, trailers: Option<HeaderMap>) -> Self {
+        let rest = Self::empty();
+        Self::of(Source::Replayed(Box::new(Replayed { kept, trailers, rest })))
+    }
+
+    pub(crate) fn limited(limited: Box<Limited>) -> Self {
+        Self::of(Source::Limited(limited))
     }
 
     /// The connection behind the answer to an upgrade; once.
@@ -155,6 +171,19 @@ impl Body {
         self
     }
 
+    /// Drops a body before its end; observers hear that it ended so.
+    pub(crate) fn end_with(mut self, result: Result<(), &Error>) {
+        self.ended(result);
+        let inner = match self.source {
+            Source::Replayed(replayed) => Some(replayed.rest),
+            Source::Limited(limited) => limited.into_inner(),
+            _ => None,
+        };
+        if let Some(inner) = inner {
+            inner.end_with(result);
+        }
+    }
+
     fn ended(&mut self, result: Result<(), &Error>) {
         if let Some(mut observer) = self.observer.take() {
             observer.end(result);
@@ -173,9 +202,14 @@ impl Body {
             Source::H1Request(received) => received.poll_frame(cx),
             Source::H1Response(received) => received.poll_frame(cx),
             Source::Keeping(keeping) => keeping.poll_frame(cx),
-            Source::Replayed(replayed) => match replayed.kept.pop_front() {
-                Some(bytes) => Poll::Ready(Some(Ok(Frame::data(bytes)))),
-                None => Pin::new(&mut replayed.rest).poll_frame(cx),
+            Source::Limited(limited) => limited.poll_frame(cx),
+            Source::Replayed(replayed) => match (replayed.kept.pop_front(), replayed.trailers.take()) {
+                (Some(bytes), trailers) => {
+                    replayed.trailers = trailers;
+                    Poll::Ready(Some(Ok(Frame::data(bytes))))
+                }
+                (None, Some(trailers)) => Poll::Ready(Some(Ok(Frame::trailers(trailers)))),
+                (None, None) => Pin::new(&mut replayed.rest).poll_frame(cx),
             },
         }
     }
@@ -228,7 +262,10 @@ impl http_body::Body for Body {
             Source::H1Request(received) => received.is_end_stream(),
             Source::H1Response(received) => received.is_end_stream(),
             Source::Keeping(keeping) => keeping.is_end_stream(),
-            Source::Replayed(replayed) => replayed.kept.is_empty() && replayed.rest.is_end_stream(),
+            Source::Limited(limited) => limited.is_end_stream(),
+            Source::Replayed(replayed) => {
+                replayed.kept.is_empty() && replayed.trailers.is_none() && replayed.rest.is_end_stream()
+            }
         }
     }
 
@@ -240,6 +277,7 @@ impl http_body::Body for Body {
             Source::H1Request(received) => received.size_hint(),
             Source::H1Response(received) => received.size_hint(),
             Source::Keeping(keeping) => keeping.size_hint(),
+            Source::Limited(limited) => limited.size_hint(),
             Source::Replayed(replayed) => {
                 let kept: u64 = replayed.kept.iter().map(|bytes| bytes.len() as u64).sum();
                 match replayed.rest.size_hint().exact() {

@@ -10,13 +10,15 @@ use crate::{
         body::{Body, Observe},
         error::{Error, grpc},
     },
-    metrics::http::{Outcome, Series},
+    metrics::http::{End, Outcome, Series},
 };
 
 /// Told once, when a response has ended or its receiver went away.
 pub(crate) trait Ended: Send + 'static {
     /// The first byte of the body arrived, or there is none.
     fn first_data(&mut self);
+    /// A piece of the body passed.
+    fn data(&mut self, _len: usize) {}
     /// Whether the response counts as a success.
     fn class(&self, outcome: &Outcome) -> bool {
         outcome.success
@@ -32,7 +34,7 @@ impl Ended for () {
 
 /// Watches a response body to its end and tells `series` and `also`.
 struct Classify<E: Ended> {
-    series: Arc<Series>,
+    series: Option<Arc<Series>>,
     also: E,
     started: Instant,
     status: StatusCode,
@@ -48,6 +50,15 @@ pub(crate) fn observe(
     started: Instant,
     also: impl Ended,
 ) -> Response<Body> {
+    watch(response, Some(series), started, also)
+}
+
+/// Tells `also` how `response` went, and nobody else.
+pub(crate) fn tell(response: Response<Body>, also: impl Ended) -> Response<Body> {
+    watch(response, None, Instant::now(), also)
+}
+
+fn watch(response: Response<Body>, series: Option<Arc<Series>>, started: Instant, also: impl Ended) -> Response<Body> {
     let status = response.status();
     let grpc = grpc_status(response.headers());
     let watch = Classify {
@@ -62,9 +73,20 @@ pub(crate) fn observe(
     response.map(|body| body.observed(Box::new(watch)))
 }
 
-/// The code of `grpc-status`, in headers or trailers.
+/// The code of `grpc-status`, in headers or trailers; one that is none of gRPC's means that nobody knows.
 pub(crate) fn grpc_status(headers: &HeaderMap) -> Option<i32> {
-    headers.get("grpc-status")?.to_str().ok()?.parse().ok()
+    let code: i32 = headers.get("grpc-status")?.to_str().ok()?.parse().ok()?;
+    Some(if (0..=16).contains(&code) { code } else { grpc::UNKNOWN })
+}
+
+/// A request that brought no response.
+pub(crate) fn failed(error: &Error) -> Outcome {
+    Outcome {
+        status: error.answer().status,
+        grpc: None,
+        success: false,
+        end: End::Failed(error.fault()),
+    }
 }
 
 /// Whether a response counts as a success.
@@ -73,7 +95,7 @@ pub(crate) fn grpc_status(headers: &HeaderMap) -> Option<i32> {
 /// are failures.
 pub(crate) fn is_success(status: StatusCode, grpc_status: Option<i32>) -> bool {
     const FAILURES: [i32; 6] = [
-        2,
+        grpc::UNKNOWN,
         grpc::DEADLINE_EXCEEDED,
         grpc::PERMISSION_DENIED,
         grpc::INTERNAL,
@@ -90,30 +112,34 @@ impl<E: Ended> Classify<E> {
     fn first(&mut self) {
         if self.first {
             self.first = false;
-            self.series.latency(self.status, self.started.elapsed());
+            if let Some(series) = &self.series {
+                series.latency(self.status, self.started.elapsed());
+            }
             self.also.first_data();
         }
     }
 
-    fn report(&mut self, error: bool) {
+    fn report(&mut self, end: End) {
         self.first();
-        let success = !error && is_success(self.status, self.grpc);
         let mut outcome = Outcome {
             status: self.status,
             grpc: self.grpc,
-            success,
-            error,
+            success: end == End::Complete && is_success(self.status, self.grpc),
+            end,
         };
         outcome.success = self.also.class(&outcome);
-        self.series.response(outcome);
+        if let Some(series) = &self.series {
+            series.response(outcome);
+        }
         self.also.ended(outcome);
         self.reported = true;
     }
 }
 
 impl<E: Ended> Observe for Classify<E> {
-    fn data(&mut self, _: usize) {
+    fn data(&mut self, len: usize) {
         self.first();
+        self.also.data(len);
     }
 
     fn trailers(&mut self, trailers: &HeaderMap) {
@@ -123,14 +149,17 @@ impl<E: Ended> Observe for Classify<E> {
     }
 
     fn end(&mut self, result: Result<(), &Error>) {
-        self.report(result.is_err());
+        self.report(match result {
+            Ok(()) => End::Complete,
+            Err(error) => End::Broken(error.fault()),
+        });
     }
 }
 
 impl<E: Ended> Drop for Classify<E> {
     fn drop(&mut self) {
         if !self.reported {
-            self.report(true); // the client went away
+            self.report(End::Abandoned);
         }
     }
 }

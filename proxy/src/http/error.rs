@@ -1,11 +1,12 @@
 //! Why a request failed: whose fault it is, whether it may be tried again, and what the client is told.
 
-use std::net::SocketAddr;
+use std::{net::SocketAddr, time::Duration};
 
+use ::h2::Reason;
 use http::{HeaderValue, StatusCode};
 use tulle_core::identity::Identity;
 
-use crate::{http::h1::head::MAX_LINES, net::connect::ConnectError};
+use crate::{http::h1::head::MAX_LINES, metrics::http::Fault, net::connect::ConnectError};
 
 /// Whose fault a failed request is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +57,7 @@ pub(crate) enum Error {
     BadResponse(&'static str),
     #[error("receiving the request body")]
     RequestBody(#[source] Box<dyn std::error::Error + Send + Sync>),
-    #[error("the request is sent to another endpoint")]
+    #[error("the request is given up here, or sent to another endpoint")]
     TakenBack,
     #[error("a body is not as long as its content-length")]
     Miscounted,
@@ -65,7 +66,7 @@ pub(crate) enum Error {
     #[error("the request's head has more than {limit} bytes, or more than {MAX_LINES} lines")]
     HeadTooLong { limit: usize },
     #[error("the request's head did not come within {0:?}")]
-    HeadTimeout(std::time::Duration),
+    HeadTimeout(Duration),
     #[error("the client left before its response")]
     Left,
     #[error("the client's connection broke")]
@@ -73,9 +74,11 @@ pub(crate) enum Error {
     #[error("no endpoints")]
     NoEndpoints,
     #[error("no endpoint became available within {0:?}")]
-    FailFast(std::time::Duration),
+    FailFast(Duration),
     #[error("no endpoint is available")]
     Unavailable,
+    #[error("the route has no backends")]
+    NoBackends,
     #[error("too many requests wait for an endpoint")]
     QueueFull,
     #[error("too many requests in flight")]
@@ -98,14 +101,34 @@ pub(crate) enum Error {
     InjectedGrpc { code: i32, message: String },
     #[error("endpoint is not {required}")]
     RequireId { required: String, actual: Option<Identity> },
-    #[error("no response within {0:?}")]
-    RequestTimeout(std::time::Duration),
+    #[error(transparent)]
+    Late(Late),
     #[error("the discovery of {0} did not answer in time")]
     Undiscovered(SocketAddr),
 }
 
+/// Which time of a request is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Late {
+    /// Of the request, with all that was tried.
+    #[error("request timeout: not answered within {0:?}")]
+    Request(Duration),
+    /// Of one try, to the head of its response.
+    #[error("response headers timeout: none within {0:?}")]
+    Head(Duration),
+    /// Of the response, to its end.
+    #[error("response timeout: not complete within {0:?}")]
+    Response(Duration),
+    #[error("idle timeout: no data for {0:?}")]
+    Idle(Duration),
+    /// Of the response, by a ServiceProfile.
+    #[error("response timeout: no response within {0:?}")]
+    Profile(Duration),
+}
+
 /// Code `Unavailable` and its siblings of gRPC.
 pub(crate) mod grpc {
+    pub(crate) const UNKNOWN: i32 = 2;
     pub(crate) const INVALID_ARGUMENT: i32 = 3;
     pub(crate) const DEADLINE_EXCEEDED: i32 = 4;
     pub(crate) const NOT_FOUND: i32 = 5;
@@ -169,12 +192,13 @@ impl Error {
             | Self::BadResponse(_)
             | Self::Miscounted
             | Self::RequireId { .. }
-            | Self::RequestTimeout(_) => Side::Peer,
+            | Self::Late(_) => Side::Peer,
             Self::TakenBack | Self::Shed | Self::QueueFull | Self::Undiscovered(_) => Side::Us,
             Self::NoEndpoints
             | Self::FailFast(_)
             | Self::Unavailable
             | Self::RouteNotFound
+            | Self::NoBackends
             | Self::NoBackend(_)
             | Self::InvalidPolicy(_)
             | Self::Unauthorized { .. }
@@ -203,7 +227,11 @@ impl Error {
             Self::ConnectTimeout(_) | Self::FailFast(_) => {
                 answer(StatusCode::GATEWAY_TIMEOUT, grpc::DEADLINE_EXCEEDED, true)
             }
-            Self::RequestTimeout(_) => answer(StatusCode::GATEWAY_TIMEOUT, grpc::DEADLINE_EXCEEDED, false),
+            Self::Late(late) => answer(
+                StatusCode::GATEWAY_TIMEOUT,
+                grpc::DEADLINE_EXCEEDED,
+                matches!(late, Late::Profile(_)),
+            ),
             Self::Connect(_)
             | Self::DialFailed { .. }
             | Self::Tls { .. }
@@ -215,9 +243,12 @@ impl Error {
             | Self::RequireId { .. }
             | Self::TakenBack
             | Self::NoBackend(_) => answer(StatusCode::BAD_GATEWAY, grpc::UNAVAILABLE, true),
-            Self::NoEndpoints | Self::Unavailable | Self::QueueFull | Self::Shed | Self::Undiscovered(_) => {
-                answer(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true)
-            }
+            Self::NoEndpoints
+            | Self::NoBackends
+            | Self::Unavailable
+            | Self::QueueFull
+            | Self::Shed
+            | Self::Undiscovered(_) => answer(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true),
             Self::RequestBody(_) | Self::BadRequest(_) | Self::Left | Self::Client(_) => {
                 answer(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, true)
             }
@@ -240,10 +271,10 @@ impl Error {
     /// Label of `*_http_errors_total`.
     pub(crate) fn label(&self) -> &'static str {
         match self {
-            Self::Shed | Self::QueueFull | Self::Unavailable | Self::NoEndpoints => "loadshed",
+            Self::Shed | Self::QueueFull | Self::Unavailable | Self::NoEndpoints | Self::NoBackends => "loadshed",
             Self::FailFast(_) => "failfast",
             Self::RequireId { .. } => "identity required",
-            Self::RequestTimeout(_) => "response timeout",
+            Self::Late(_) => "response timeout",
             Self::ConnectTimeout(_)
             | Self::Connect(_)
             | Self::DialFailed { .. }
@@ -252,6 +283,42 @@ impl Error {
             | Self::H2(_)
             | Self::Response(_) => "i/o",
             _ => "unexpected",
+        }
+    }
+
+    /// What it is called in metrics.
+    pub(crate) fn fault(&self) -> Fault {
+        Fault {
+            cause: self.cause(),
+            stream: self.stream_label(),
+        }
+    }
+
+    /// The name of an error in the metrics of routes.
+    fn stream_label(&self) -> &'static str {
+        match self {
+            Self::FailFast(_) => "FAIL_FAST",
+            Self::Shed | Self::QueueFull | Self::Unavailable | Self::NoEndpoints | Self::NoBackends => "LOAD_SHED",
+            Self::Late(Late::Request(_)) => "REQUEST_TIMEOUT",
+            Self::Late(Late::Head(_) | Late::Profile(_)) => "RESPONSE_HEADERS_TIMEOUT",
+            Self::Late(Late::Response(_)) => "RESPONSE_STREAM_TIMEOUT",
+            Self::Late(Late::Idle(_)) => "IDLE_TIMEOUT",
+            Self::Left | Self::Client(_) | Self::RequestBody(_) => "CANCEL",
+            Self::H2(error) if error.is_go_away() => "GO_AWAY",
+            Self::H2(error) => match error.reason() {
+                Some(Reason::CANCEL) => "CANCEL",
+                Some(Reason::REFUSED_STREAM) => "REFUSED",
+                Some(Reason::ENHANCE_YOUR_CALM) => "ENHANCE_YOUR_CALM",
+                Some(_) => "RESET",
+                None => "IO",
+            },
+            Self::ConnectTimeout(_)
+            | Self::Connect(_)
+            | Self::DialFailed { .. }
+            | Self::Tls { .. }
+            | Self::Closed { .. }
+            | Self::Response(_) => "IO",
+            _ => "UNKNOWN",
         }
     }
 
@@ -273,14 +340,16 @@ impl Error {
             Self::QueueFull => "queue-full",
             Self::Shed => "overload",
             Self::RouteNotFound => "no-route",
-            Self::NoBackend(_) => "no-backend",
+            Self::NoBackend(_) | Self::NoBackends => "no-backend",
             Self::InvalidPolicy(_) => "invalid-policy",
             Self::Unauthorized { .. } => "policy-denied",
             Self::RateLimited => "rate-limited",
             Self::Redirect { .. } => "redirect",
             Self::Injected { .. } | Self::InjectedGrpc { .. } => "injected",
             Self::RequireId { .. } => "tls-identity-mismatch",
-            Self::RequestTimeout(_) => "deadline",
+            Self::Late(Late::Request(_) | Late::Profile(_)) => "deadline",
+            Self::Late(Late::Head(_) | Late::Response(_)) => "response-timeout",
+            Self::Late(Late::Idle(_)) => "idle-timeout",
             Self::Undiscovered(_) => "discovery-timeout",
         }
     }
@@ -288,6 +357,5 @@ impl Error {
 
 /// True when the peer says that it did not process the stream.
 fn refused(error: &::h2::Error) -> bool {
-    error.reason() == Some(::h2::Reason::REFUSED_STREAM)
-        || (error.is_go_away() && error.reason() == Some(::h2::Reason::NO_ERROR))
+    error.reason() == Some(Reason::REFUSED_STREAM) || (error.is_go_away() && error.reason() == Some(Reason::NO_ERROR))
 }

@@ -1,5 +1,7 @@
 //! Header hygiene: what concerns one hop only, who is addressed, and what proxies tell each other.
 
+use std::time::{Duration, SystemTime};
+
 use http::{
     HeaderMap, HeaderName, Method, Request, Version,
     header::{self, HeaderValue},
@@ -146,6 +148,22 @@ pub(crate) fn is_grpc(version: Version, headers: &HeaderMap) -> bool {
             .is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"))
 }
 
+/// How long a server asks not to be asked again: `retry-after` in seconds or as a date, or what gRPC has for it.
+pub(crate) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
+    if let Some(after) = headers.get(header::RETRY_AFTER) {
+        let after = after.to_str().ok()?.trim();
+        return match after.parse() {
+            Ok(seconds) => Some(Duration::from_secs(seconds)),
+            Err(_) => httpdate::parse_http_date(after)
+                .ok()?
+                .duration_since(SystemTime::now())
+                .ok(),
+        };
+    }
+    let millis = headers.get("grpc-retry-pushback-ms")?.to_str().ok()?.parse().ok()?;
+    Some(Duration::from_millis(millis))
+}
+
 /// Removes what only a peer's proxy may tell us from a response; returns its reasons for the log and for retries.
 pub(crate) fn strip_proxy_headers(headers: &mut HeaderMap) -> ProxyWords {
     let mut words = ProxyWords::default();
@@ -183,6 +201,25 @@ pub(crate) struct ProxyWords {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn servers_ask_for_peace_in_three_ways() {
+        let asked = |name: &'static str, value: &str| {
+            let value = HeaderValue::from_str(value).unwrap();
+            retry_after(&HeaderMap::from_iter([(HeaderName::from_static(name), value)]))
+        };
+        assert_eq!(asked("retry-after", "7"), Some(Duration::from_secs(7)));
+        assert_eq!(
+            asked("grpc-retry-pushback-ms", "1500"),
+            Some(Duration::from_millis(1500))
+        );
+        let date = httpdate::fmt_http_date(SystemTime::now() + Duration::from_secs(60));
+        let until = asked("retry-after", &date).unwrap();
+        assert!((50..=60).contains(&until.as_secs()), "{until:?}");
+        for (name, value) in [("retry-after", "soon"), ("grpc-retry-pushback-ms", "-1"), ("date", "7")] {
+            assert_eq!(asked(name, value), None, "{name}: {value}");
+        }
+    }
 
     fn headers(lines: &[(&'static str, &'static str)]) -> HeaderMap {
         let mut headers = HeaderMap::new();

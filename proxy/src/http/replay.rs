@@ -13,8 +13,8 @@ use parking_lot::Mutex;
 
 use crate::http::{body::Body, error::Error};
 
-/// Longest body that is kept, in bytes.
-const LIMIT: usize = 64 * 1024;
+/// Longest body that is kept where no policy says otherwise, in bytes.
+pub(crate) const LIMIT: usize = 64 * 1024;
 
 /// The way to get a body back, whether or not it is still being sent; none where it is too long from the start.
 pub(crate) struct Kept(Option<Arc<Mutex<State>>>);
@@ -25,6 +25,7 @@ struct State {
     rest: Option<Body>,
     frames: VecDeque<Bytes>,
     len: usize,
+    limit: usize,
     /// Too long, or its trailers have passed: the body cannot be repeated.
     spent: bool,
     /// Whoever waits for more to send.
@@ -34,19 +35,25 @@ struct State {
 /// A body that is kept while it is sent.
 pub(crate) struct Keeping(Arc<Mutex<State>>);
 
-/// Splits a body into what is sent and the way to get it back.
-pub(crate) fn keep(body: Body) -> (Body, Kept) {
-    if body.size_hint().lower() > LIMIT as u64 {
+/// Splits a body into what is sent and the way to get it back, if it has no more than `limit` bytes.
+pub(crate) fn keep(body: Body, limit: usize) -> (Body, Kept) {
+    if body.size_hint().lower() > limit as u64 {
         return (body, Kept(None));
     }
     let state = Arc::new(Mutex::new(State {
         rest: Some(body),
+        limit,
         ..State::default()
     }));
     (Body::keeping(Box::new(Keeping(state.clone()))), Kept(Some(state)))
 }
 
 impl Kept {
+    /// Whether the body could be kept so far.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.0.as_ref().is_some_and(|state| !state.lock().spent)
+    }
+
     /// The body from its start, where that is still possible. Who is still sending it finds that it has broken off.
     pub(crate) fn again(self) -> Option<Body> {
         let mut state = self.0.as_ref()?.lock();
@@ -76,7 +83,7 @@ impl Keeping {
                 Some(Ok(frame)) if let Some(data) = frame.data_ref() => {
                     state.len += data.len();
                     state.frames.push_back(data.clone());
-                    state.spent = state.len > LIMIT;
+                    state.spent = state.len > state.limit;
                 }
                 Some(_) => state.spent = true,
                 None => {}
@@ -106,7 +113,7 @@ mod tests {
     #[tokio::test]
     async fn a_body_sent_in_part_is_whole_again() {
         let pieces: VecDeque<_> = ["one", "two", "three"].map(|s| Bytes::from_static(s.as_bytes())).into();
-        let (mut sent, kept) = keep(Body::replayed(pieces, Body::empty()));
+        let (mut sent, kept) = keep(Body::replayed(pieces, Body::empty()), LIMIT);
         assert_eq!(sent.frame().await.unwrap().unwrap().into_data().unwrap(), "one");
         drop(sent);
         assert_eq!(kept.again().unwrap().collect().await.unwrap().to_bytes(), "onetwothree");
@@ -115,7 +122,7 @@ mod tests {
     #[tokio::test]
     async fn a_body_is_taken_from_who_still_sends_it() {
         let pieces: VecDeque<_> = ["one", "two"].map(|s| Bytes::from_static(s.as_bytes())).into();
-        let (mut sent, kept) = keep(Body::replayed(pieces, Body::empty()));
+        let (mut sent, kept) = keep(Body::replayed(pieces, Body::empty()), LIMIT);
         assert_eq!(sent.frame().await.unwrap().unwrap().into_data().unwrap(), "one");
         let again = kept.again().unwrap();
         assert!(
@@ -129,7 +136,7 @@ mod tests {
     #[tokio::test]
     async fn a_long_body_is_not_kept() {
         let pieces: VecDeque<_> = vec![Bytes::from(vec![0; LIMIT]), Bytes::from_static(b"x")].into();
-        let (sent, kept) = keep(Body::replayed(pieces, Body::empty()));
+        let (sent, kept) = keep(Body::replayed(pieces, Body::empty()), LIMIT);
         sent.collect().await.unwrap();
         assert!(kept.again().is_none());
     }

@@ -73,6 +73,14 @@ pub(crate) fn error(error: &Error, asker: Asker, reasons: Reasons) -> Response<B
     rsp
 }
 
+/// The end of a gRPC response that has begun.
+pub(crate) fn trailers(error: &Error) -> HeaderMap {
+    let mut trailers = HeaderMap::with_capacity(2);
+    trailers.insert(GRPC_STATUS, HeaderValue::from(error.answer().grpc));
+    trailers.insert(GRPC_MESSAGE, text(&error.to_string()));
+    trailers
+}
+
 fn headers_of<'a>(rsp: &'a mut Response<Body>, error: &Error, reasons: Reasons) -> &'a mut HeaderMap {
     let told = rsp.headers_mut();
     told.insert(header::CONTENT_LENGTH, HeaderValue::from_static("0"));

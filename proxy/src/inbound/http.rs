@@ -15,22 +15,23 @@ use tulle_core::{
 use crate::{
     http::{
         body::Body,
-        classify,
+        classify::{self, Ended},
         client::{Client, Protocol, Reuse},
         error::{Error, Retry},
         filters, headers, orig_proto, tunnel,
     },
     inbound::{
         Inbound, Peer,
-        metrics::{connection_labels, with_meta},
+        metrics::{Passage, RouteSeries, connection_labels, with_meta},
         policy::{Current, Port},
     },
-    metrics::http::Series,
+    metrics::{http::Series, routes::Kind},
     net::io::{Io, Tcp},
     policy::{
         authz::{self, Authorization},
         matches::Head,
         route,
+        server::ServerProtocol,
     },
     tls::status::ServerTls,
 };
@@ -56,6 +57,7 @@ pub(super) type Seen = SmallVec<[(Arc<Current>, usize, usize, Arc<Handles>); 1]>
 pub(super) struct Handles {
     allowed: Arc<Counter>,
     series: Arc<Series>,
+    route: Arc<RouteSeries>,
 }
 
 impl HttpConnection {
@@ -77,10 +79,17 @@ impl HttpConnection {
             }
         }
         let handles = self.authorize(req)?;
-        handles.allowed.inc();
-        handles.series.request();
-        let rsp = self.send(req, upgrade).await?;
-        let mut rsp = classify::observe(rsp, handles.series.clone(), started, ());
+        let mut passage = Passage::of(&handles.route, started, req);
+        let rsp = match self.send(req, upgrade).await {
+            Ok(rsp) => rsp,
+            Err(error) => {
+                let outcome = classify::failed(&error);
+                handles.series.response(outcome);
+                passage.ended(outcome);
+                return Err(error);
+            }
+        };
+        let mut rsp = classify::observe(rsp, handles.series.clone(), started, passage);
         if let Some(version) = restored {
             orig_proto::mark_response(&mut rsp, version);
         }
@@ -92,15 +101,14 @@ impl HttpConnection {
         let current = self.port.current();
         let policy = &current.policy;
         let labels = || connection_labels(self.peer.target, &self.tls, &policy.meta);
-        let refused = |error: Error| {
-            self.inbound.families.http_refused(&labels(), &error);
-            error
-        };
         let Some(http) = policy.protocol.http() else {
             return Err(Error::InvalidPolicy("this port does not speak HTTP any more".into()));
         };
         let head = Head::of(req.method(), req.uri(), req.headers());
-        let found = route::find(&http.routes, &head).ok_or_else(|| refused(Error::RouteNotFound))?;
+        let found = route::find(&http.routes, &head).ok_or_else(|| {
+            self.inbound.families.no_route(&labels());
+            Error::RouteNotFound
+        })?;
         let permitted = authz::authorize(&found.rule.payload, self.peer.client.0.ip(), self.tls.proven());
         let authorization = permitted.map_err(|denied| {
             let labels = with_meta(labels(), "route", &found.route.meta);
@@ -114,13 +122,20 @@ impl HttpConnection {
             tracing::info!(client = %self.peer.client.0, target = %self.peer.target, "request audited");
         }
         let handles = self.handles(&current, found.route, authorization);
+        handles.allowed.inc();
+        handles.series.request();
+        let refused = |error: Error| {
+            handles.series.response(classify::failed(&error));
+            error
+        };
         if !found.rule.filters.is_empty() {
             let (filters, prefix) = (&found.rule.filters, found.prefix);
-            filters::apply(filters, req, prefix)?;
+            filters::apply(filters, req, prefix).map_err(refused)?;
         }
-        if let Some(limiter) = &current.limiter
-            && limiter.check(self.tls.client_id(), Instant::now()).is_err()
+        if let (Some(limiter), Some(limit)) = (&current.limiter, &http.rate_limit)
+            && let Err(which) = limiter.check(self.tls.client_id(), Instant::now())
         {
+            self.inbound.families.over_limit(labels(), &limit.meta, which);
             return Err(refused(Error::RateLimited));
         }
         Ok(handles)
@@ -150,9 +165,14 @@ impl HttpConnection {
         let labels = with_meta(labels, "route", &route.meta);
         let labels: Labels = with_meta(labels, "authz", &authorization.meta);
         let families = &self.inbound.families;
+        let kind = match &current.policy.protocol {
+            ServerProtocol::Grpc(_) => Kind::Grpc,
+            _ => Kind::Http,
+        };
         let handles = Arc::new(Handles {
             allowed: families.http_allow.get(&labels),
             series: families.http.series(labels),
+            route: families.route(kind, &current.policy.meta, self.peer.target.port(), &route.meta),
         });
         seen.push((current.clone(), at_route, at_authorization, handles.clone()));
         handles

@@ -2,13 +2,18 @@
 
 use std::{net::SocketAddr, sync::Arc};
 
-use tulle_core::metrics::{Counter, Family, Labels, Registry};
+use http::Request;
+use tokio::time::Instant;
+use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 
 use crate::{
-    http::error::Error,
-    metrics::http as http_metrics,
+    http::{body::Body, classify::Ended, upload::Upload},
+    metrics::{
+        http::{self as http_metrics, Outcome},
+        routes::{self, Kind, StatusSeries, Statuses},
+    },
     net::counts,
-    policy::{authz::Denied, meta::Meta},
+    policy::{authz::Denied, meta::Meta, rate_limit::RateLimited},
     tls::{status::ServerTls, verify::HandshakeFailure},
 };
 
@@ -28,12 +33,99 @@ pub(crate) struct Families {
     handshake_failures: Family<Counter>,
     denied: Family<Counter>,
     pub(super) transport_header: Family<Counter>,
+    http_routes: RouteFamilies,
+    grpc_routes: RouteFamilies,
+}
+
+/// Families of the routes of one kind.
+#[derive(Clone)]
+struct RouteFamilies {
+    requests: Family<Counter>,
+    statuses: Statuses,
+    request_duration: Family<Histogram>,
+    response_duration: Family<Histogram>,
+    request_frames: Family<Histogram>,
+    response_frames: Family<Histogram>,
+}
+
+/// The series of one route.
+pub(super) struct RouteSeries {
+    requests: Arc<Counter>,
+    statuses: StatusSeries,
+    request_duration: Arc<Histogram>,
+    response_duration: Arc<Histogram>,
+    request_frames: Arc<Histogram>,
+    response_frames: Arc<Histogram>,
+}
+
+/// One request, as its route counts it.
+pub(super) struct Passage {
+    route: Arc<RouteSeries>,
+    upload: Upload,
+}
+
+impl RouteFamilies {
+    fn new(registry: &Registry, kind: Kind) -> Self {
+        let name = |name: &str| format!("inbound_{}_{name}", kind.name());
+        let histogram = |of, help, bounds| registry.histogram(&name(of), help, bounds);
+        Self {
+            requests: registry.counter(&name("requests_total"), "Requests permitted, by their route"),
+            statuses: Statuses::new(registry, &name("statuses_total"), kind, "status", false),
+            request_duration: histogram(
+                "request_duration_seconds",
+                "Seconds from a request's head to the end of its response",
+                routes::FINE,
+            ),
+            response_duration: histogram(
+                "response_duration_seconds",
+                "Seconds from the end of a request to the end of its response",
+                routes::COARSE,
+            ),
+            request_frames: histogram(
+                "request_frame_size_bytes",
+                "Sizes of the pieces of request bodies",
+                routes::FRAMES,
+            ),
+            response_frames: histogram(
+                "response_frame_size_bytes",
+                "Sizes of the pieces of response bodies",
+                routes::FRAMES,
+            ),
+        }
+    }
+}
+
+impl Passage {
+    /// Begins to count `req`.
+    pub(super) fn of(route: &Arc<RouteSeries>, started: Instant, req: &mut Request<Body>) -> Self {
+        route.requests.inc();
+        Self {
+            upload: Upload::of(req, started, &route.request_frames),
+            route: route.clone(),
+        }
+    }
+}
+
+impl Ended for Passage {
+    fn first_data(&mut self) {}
+
+    fn data(&mut self, len: usize) {
+        self.route.response_frames.observe(len as f64);
+    }
+
+    fn ended(&mut self, outcome: Outcome) {
+        routes::observe(&self.route.request_duration, self.upload.started().elapsed());
+        routes::observe(&self.route.response_duration, self.upload.ended().elapsed());
+        self.route.statuses.ended(&outcome);
+    }
 }
 
 impl Families {
     pub(crate) fn new(registry: &Registry, http: http_metrics::Families, tcp: counts::Families) -> Self {
         let counter = |name, help| registry.counter(name, help);
         Self {
+            http_routes: RouteFamilies::new(registry, Kind::Http),
+            grpc_routes: RouteFamilies::new(registry, Kind::Grpc),
             http,
             tcp,
             http_allow: counter(
@@ -74,6 +166,24 @@ impl Families {
         }
     }
 
+    /// What is counted of a route of the server at `port`.
+    pub(super) fn route(&self, kind: Kind, server: &Meta, port: u16, route: &Meta) -> Arc<RouteSeries> {
+        let families = match kind {
+            Kind::Http => &self.http_routes,
+            Kind::Grpc => &self.grpc_routes,
+        };
+        let labels = with_meta(Labels::new(), "parent", server).with("parent_port", port);
+        let labels = with_meta(labels, "route", route);
+        Arc::new(RouteSeries {
+            requests: families.requests.get(&labels),
+            request_duration: families.request_duration.get(&labels),
+            response_duration: families.response_duration.get(&labels),
+            request_frames: families.request_frames.get(&labels),
+            response_frames: families.response_frames.get(&labels),
+            statuses: families.statuses.series(labels),
+        })
+    }
+
     /// Counts a handshake that failed.
     pub(super) fn handshake_failed(&self, target: SocketAddr, failure: HandshakeFailure) {
         let labels = Labels::new().with("target_addr", target).with("reason", failure);
@@ -112,13 +222,18 @@ impl Families {
         self.denied.get(&labels.clone().with("reason", reason)).inc();
     }
 
-    /// Counts what stopped a request besides authorization.
-    pub(super) fn http_refused(&self, labels: &Labels, error: &Error) {
-        match error {
-            Error::RouteNotFound => self.route_not_found.get(labels).inc(),
-            Error::RateLimited => self.rate_limited.get(labels).inc(),
-            _ => {}
-        }
+    pub(super) fn no_route(&self, labels: &Labels) {
+        self.route_not_found.get(labels).inc();
+    }
+
+    /// Counts a request that went over a limit of `limit`.
+    pub(super) fn over_limit(&self, labels: Labels, limit: &Meta, which: RateLimited) {
+        let scope = match which {
+            RateLimited::Total => "total",
+            RateLimited::Identity | RateLimited::Override => "identity",
+        };
+        let labels = with_meta(labels, "ratelimit", limit).with("ratelimit_scope", scope);
+        self.rate_limited.get(&labels).inc();
     }
 }
 

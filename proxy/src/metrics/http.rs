@@ -22,7 +22,7 @@ pub(crate) struct Families {
 }
 
 /// Handles by what they count.
-type Few<K, M> = SmallVec<[(K, Arc<M>); 2]>;
+pub(super) type Few<K, M> = SmallVec<[(K, Arc<M>); 2]>;
 
 /// The series of requests that share their labels.
 pub(crate) struct Series {
@@ -40,8 +40,39 @@ pub(crate) struct Outcome {
     pub(crate) status: StatusCode,
     pub(crate) grpc: Option<i32>,
     pub(crate) success: bool,
-    /// Whether the body ended early.
-    pub(crate) error: bool,
+    pub(crate) end: End,
+}
+
+/// How a response came to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum End {
+    Complete,
+    /// It broke off.
+    Broken(Fault),
+    /// It never came.
+    Failed(Fault),
+    /// Its receiver went away, which says nothing of who sent it.
+    Abandoned,
+}
+
+/// What an error is called in labels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Fault {
+    /// Our name of it, as in `l5d-proxy-cause`.
+    pub(crate) cause: &'static str,
+    /// Its name in the metrics of routes.
+    pub(crate) stream: &'static str,
+}
+
+impl End {
+    /// Value of the label `error`.
+    fn label(self) -> Option<&'static str> {
+        match self {
+            Self::Complete => None,
+            Self::Broken(fault) | Self::Failed(fault) => Some(fault.cause),
+            Self::Abandoned => Some("client-left"),
+        }
+    }
 }
 
 impl Families {
@@ -103,8 +134,8 @@ impl Series {
         if let Some(code) = outcome.grpc {
             labels = labels.with("grpc_status", code);
         }
-        if outcome.error {
-            labels = labels.with("error", "unknown");
+        if let Some(error) = outcome.end.label() {
+            labels = labels.with("error", error);
         }
         let counter = self.families.responses.get(&labels);
         counter.inc();

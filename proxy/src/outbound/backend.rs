@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    net::SocketAddr,
     sync::{Arc, Weak},
 };
 
@@ -15,16 +16,21 @@ use crate::{
     },
     balance::{
         balancer::{Balancer, PickError, Strategy},
-        breaker::{Breaker, Wake},
+        breaker::{Breaker, Fleet},
         endpoints::Endpoints,
         load::Load,
         weighted::{self, Weights},
     },
     http::error::Error,
-    outbound::endpoint::{Common, Endpoint},
+    outbound::{
+        endpoint::{Common, Endpoint},
+        metrics::BackendSeries,
+    },
     policy::{
         client::{self, BackendTarget, Distribution, FailureAccrual, LoadParams, Queue},
         decode,
+        endpoint::EndpointSpec,
+        meta::Meta,
     },
 };
 
@@ -39,6 +45,8 @@ pub(crate) enum Backends<F> {
 pub(crate) struct Choice<F> {
     pub(super) filters: Vec<F>,
     pub(super) backend: Backend,
+    /// What the route counts of its requests.
+    pub(super) series: Option<Arc<BackendSeries>>,
 }
 
 #[derive(Clone)]
@@ -68,6 +76,25 @@ pub(crate) struct Factory {
     pub(crate) destinations: Destinations,
     pub(crate) strategy: Strategy,
     pub(crate) balanced: Mutex<HashMap<Arc<str>, Vec<Weak<Balanced>>>>,
+    pub(crate) forwards: Mutex<Forwards>,
+}
+
+/// Endpoints at fixed addresses, so that a new policy that says the same keeps their connections.
+#[derive(Default)]
+pub(crate) struct Forwards {
+    known: HashMap<SocketAddr, Vec<(Arc<EndpointSpec>, Weak<Endpoint>)>>,
+    /// As many addresses call for a look at which are still used.
+    full_at: usize,
+}
+
+impl Forwards {
+    fn sweep(&mut self) {
+        if self.known.len() > self.full_at {
+            let in_use = |(_, endpoint): &(_, Weak<Endpoint>)| endpoint.strong_count() > 0;
+            self.known.retain(|_, list| list.iter().any(in_use));
+            self.full_at = 2 * self.known.len();
+        }
+    }
 }
 
 impl Factory {
@@ -75,9 +102,11 @@ impl Factory {
         &self,
         distribution: &Distribution<F>,
         accrual: Option<FailureAccrual>,
+        series: impl Fn(&Meta) -> Option<Arc<BackendSeries>>,
     ) -> Backends<F> {
         let choice = |route: &client::RouteBackend<F>| Choice {
             filters: route.filters.clone(),
+            series: series(&route.backend.meta),
             backend: self.backend(&route.backend, accrual),
         };
         match distribution {
@@ -93,11 +122,7 @@ impl Factory {
     fn backend(&self, backend: &client::Backend, accrual: Option<FailureAccrual>) -> Backend {
         match &backend.target {
             BackendTarget::Fail => Backend::Fail,
-            BackendTarget::Forward(spec) => {
-                let load = Load::new(UNMEASURED, Instant::now());
-                let breaker = Breaker::new(None, Wake::default(), Instant::now());
-                Backend::Forward(Arc::new(Endpoint::new(&self.common, None, spec.clone(), load, breaker)))
-            }
+            BackendTarget::Forward(spec) => Backend::Forward(self.forward(spec)),
             BackendTarget::Balance { path, load } => Backend::Balanced(self.balanced(
                 path,
                 Params {
@@ -109,14 +134,31 @@ impl Factory {
         }
     }
 
-    /// The balancer of a service by its name, with the settings that services have without a policy.
-    pub(super) fn service(&self, path: &Arc<str>, queue: Queue) -> Backend {
+    /// The endpoint at a fixed address, with the connections that it has if somebody uses it already.
+    pub(super) fn forward(&self, spec: &Arc<EndpointSpec>) -> Arc<Endpoint> {
+        let mut forwards = self.forwards.lock();
+        let list = forwards.known.entry(spec.addr).or_default();
+        list.retain(|(_, endpoint)| endpoint.strong_count() > 0);
+        let same = list.iter().find(|(of, _)| of == spec);
+        if let Some(endpoint) = same.and_then(|(_, endpoint)| endpoint.upgrade()) {
+            return endpoint;
+        }
+        let load = Load::new(UNMEASURED, Instant::now());
+        let breaker = Breaker::new(None, Fleet::default(), Instant::now());
+        let endpoint = Arc::new(Endpoint::new(&self.common, None, spec.clone(), load, breaker));
+        list.push((spec.clone(), Arc::downgrade(&endpoint)));
+        forwards.sweep();
+        endpoint
+    }
+
+    /// The balancer of a service by its name, with the load parameters that services have without a policy.
+    pub(super) fn service(&self, path: &Arc<str>, queue: Queue, accrual: Option<FailureAccrual>) -> Backend {
         Backend::Balanced(self.balanced(
             path,
             Params {
                 load: UNMEASURED,
                 queue,
-                accrual: None,
+                accrual,
             },
         ))
     }
@@ -151,7 +193,7 @@ impl Factory {
             let changed = decode::endpoint::endpoint_update(update).map(|update| {
                 endpoints.apply(update, |spec| {
                     let now = Instant::now();
-                    let breaker = Breaker::new(params.accrual, fed.wake(), now);
+                    let breaker = Breaker::new(params.accrual, fed.fleet(), now);
                     let load = Load::new(params.load, now);
                     Arc::new(Endpoint::new(&common, Some(&authority), spec.clone(), load, breaker))
                 })
@@ -171,6 +213,15 @@ impl Factory {
 }
 
 impl<F> Backends<F> {
+    /// Everything to one.
+    pub(super) fn only(backend: Backend) -> Self {
+        Self::FirstAvailable(vec![Choice {
+            filters: Vec::new(),
+            backend,
+            series: None,
+        }])
+    }
+
     /// The backend for a request or connection that comes now.
     ///
     /// # Errors
@@ -191,7 +242,19 @@ impl<F> Backends<F> {
                 list.get(available.unwrap_or_else(|| weights.choose(random)))
             }
         };
-        chosen.ok_or(Error::Unavailable)
+        chosen.ok_or(Error::NoBackends)
+    }
+
+    /// Whether one of them would take a request at once.
+    pub(super) fn is_available(&self, now: Instant) -> bool {
+        match self {
+            Self::None => false,
+            Self::FirstAvailable(list) => list.iter().any(|choice| choice.backend.is_available(now)),
+            Self::ByWeight(weights, list) => {
+                let is_available = |index: usize| list[index].backend.is_available(now);
+                weights.choose_available(0, is_available).is_some()
+            }
+        }
     }
 }
 
@@ -199,8 +262,8 @@ impl Backend {
     fn is_available(&self, now: Instant) -> bool {
         match self {
             Self::Balanced(balanced) => balanced.balancer.is_available(now),
-            Self::Forward(_) => true,
-            Self::Fail => false,
+            // Its share of requests fails, and goes to nobody else.
+            Self::Forward(_) | Self::Fail => true,
         }
     }
 

@@ -3,7 +3,6 @@
 use std::{
     net::SocketAddr,
     sync::{Arc, OnceLock},
-    time::Duration,
 };
 
 use arc_swap::ArcSwap;
@@ -12,14 +11,21 @@ use tokio::{sync::watch, time::Instant};
 
 use crate::{
     balance::weighted::Weights,
+    metrics::routes::Kind,
     net::{counts::Counts, first::Learned},
     outbound::{
-        backend::{Backends, Choice, Factory},
+        backend::{Backend, Backends, Choice, Factory},
+        metrics::RouteSeries,
         profile::ProfilePlan,
+        tries::Allowed,
     },
     policy::{
-        client::{ClientHttp, ClientPolicy, ClientProtocol, HttpTarget, OpaqueFilter, OpaqueRoute, Queue, TlsRoute},
+        client::{
+            ClientHttp, ClientPolicy, ClientProtocol, FailureAccrual, HttpTarget, OpaqueFilter, OpaqueRoute, Queue,
+            TlsRoute,
+        },
         filter::Filter,
+        meta::Meta,
         profile::Profile,
         route::Route,
     },
@@ -43,7 +49,6 @@ pub(crate) struct Destination {
 pub(crate) enum Plan {
     /// Look at the first bytes.
     Detect {
-        timeout: Duration,
         http1: Arc<Router>,
         http2: Arc<Router>,
         opaque: Arc<OpaquePlan>,
@@ -52,21 +57,26 @@ pub(crate) enum Plan {
     Http2(Arc<Router>),
     Opaque(Arc<OpaquePlan>),
     /// TLS that stays closed, by its server name.
-    Tls(Vec<(TlsRoute, Arc<OpaquePlan>)>),
+    Tls {
+        routes: Arc<[TlsRoute]>,
+        /// One for each route.
+        plans: Vec<Arc<OpaquePlan>>,
+    },
 }
 
-/// The routes of HTTP requests.
-pub(crate) struct Router {
-    /// What rules instead of the policy, where a ServiceProfile does.
-    pub(super) profile: Option<Arc<ProfilePlan>>,
-    pub(super) routes: Vec<Route<HttpPlan>>,
+/// Who says what happens to HTTP requests.
+pub(crate) enum Router {
+    /// Routes of a policy.
+    Routes(Vec<Route<HttpPlan>>),
+    Profile(ProfilePlan),
 }
 
 /// What happens to a request that a rule has chosen.
 pub(crate) struct HttpPlan {
     pub(super) backends: Backends<Filter>,
-    /// From the request's head to the response's.
-    pub(super) timeout: Option<Duration>,
+    /// Time and further tries, where a policy speaks of them.
+    pub(super) allowed: Option<Allowed>,
+    pub(super) series: Arc<RouteSeries>,
 }
 
 /// Where bytes go.
@@ -103,67 +113,82 @@ pub(super) fn compile(
 ) -> Plan {
     let opaque_of = |route: Option<&OpaqueRoute>| match profile {
         Some(profile) if profile.rules_opaque() => Arc::new(OpaquePlan {
-            refusal: None,
-            backends: profile_backends(factory, profile, queue),
+            refusal: route.and_then(|route| refusal(&route.filters)),
+            backends: profile_backends(factory, profile, queue, None),
         }),
         _ => Arc::new(opaque(factory, route)),
     };
-    if profile.is_some_and(|profile| profile.is_opaque) {
-        return Plan::Opaque(opaque_of(match &policy.protocol {
-            ClientProtocol::Opaque(route) | ClientProtocol::Detect { opaque: route, .. } => route.as_ref(),
-            _ => None,
-        }));
+    if let Some(profile) = profile.filter(|profile| profile.is_opaque) {
+        return Plan::Opaque(match &policy.protocol {
+            ClientProtocol::Opaque(route) | ClientProtocol::Detect { opaque: route, .. } => opaque_of(route.as_ref()),
+            // The policy says what the server speaks, and the profile that nobody should look.
+            _ if profile.rules_opaque() => opaque_of(None),
+            _ => Arc::new(OpaquePlan {
+                refusal: None,
+                backends: Backends::only(profile_target(factory, profile, queue, None, port)),
+            }),
+        });
     }
-    let profile_plan = profile.filter(|profile| profile.rules_http()).map(|profile| {
-        let overrides = profile
-            .rules_opaque()
-            .then(|| profile_backends(factory, profile, queue));
-        Arc::new(ProfilePlan::new(
-            &factory.common.families.profiles,
-            profile,
-            port,
-            overrides,
-        ))
-    });
-    let http = |http: &ClientHttp| Arc::new(router(factory, http, profile_plan.clone()));
+    let profile = profile.filter(|profile| profile.rules_http());
+    let router = |kind, http: &ClientHttp| {
+        Arc::new(match profile {
+            Some(profile) => profile_router(factory, profile, http.failure_accrual, queue, port),
+            None => router(factory, kind, &policy.meta, http),
+        })
+    };
+    let http = |routes| router(Kind::Http, routes);
     match &policy.protocol {
         ClientProtocol::Detect {
-            timeout,
-            http1,
-            http2,
-            opaque,
+            http1, http2, opaque, ..
         } => {
             let first = http(http1);
             Plan::Detect {
-                timeout: *timeout,
                 http2: if http1 == http2 { first.clone() } else { http(http2) },
                 http1: first,
                 opaque: opaque_of(opaque.as_ref()),
             }
         }
         ClientProtocol::Http1(routes) => Plan::Http1(http(routes)),
-        ClientProtocol::Http2(routes) | ClientProtocol::Grpc(routes) => Plan::Http2(http(routes)),
+        ClientProtocol::Http2(routes) => Plan::Http2(http(routes)),
+        ClientProtocol::Grpc(routes) => Plan::Http2(router(Kind::Grpc, routes)),
         ClientProtocol::Opaque(route) => Plan::Opaque(opaque_of(route.as_ref())),
-        ClientProtocol::Tls(routes) => Plan::Tls(
-            routes
-                .iter()
-                .map(|route| (route.clone(), opaque_of(Some(&route.route))))
-                .collect(),
-        ),
+        ClientProtocol::Tls(routes) => Plan::Tls {
+            routes: routes.clone(),
+            plans: routes.iter().map(|route| opaque_of(Some(&route.route))).collect(),
+        },
     }
 }
 
-fn router(factory: &Factory, http: &ClientHttp, profile: Option<Arc<ProfilePlan>>) -> Router {
+fn router(factory: &Factory, kind: Kind, parent: &Meta, http: &ClientHttp) -> Router {
     let compiled = |route: &Route<HttpTarget>| {
+        let series = factory.common.families.route(kind, parent, &route.meta);
         route.map(|rule| HttpPlan {
-            backends: factory.backends(&rule.payload.backends, http.failure_accrual),
-            timeout: rule.payload.timeouts.request,
+            backends: factory.backends(&rule.payload.backends, http.failure_accrual, |meta| {
+                Some(series.backend(meta))
+            }),
+            allowed: Allowed::of(&rule.payload),
+            series: series.clone(),
         })
     };
-    Router {
-        profile,
-        routes: http.routes.iter().map(compiled).collect(),
-    }
+    Router::Routes(http.routes.iter().map(compiled).collect())
+}
+
+/// What a ServiceProfile makes of a service: the routes of a policy do not count then, as their filters and backends would
+/// contradict it.
+fn profile_router(
+    factory: &Factory,
+    profile: &Profile,
+    accrual: Option<FailureAccrual>,
+    queue: Queue,
+    port: u16,
+) -> Router {
+    let dst = format!("{}:{port}", profile.name.as_deref().unwrap_or_default());
+    let backends = match profile.overrides.is_empty() {
+        true => Backends::only(profile_target(factory, profile, queue, accrual, port)),
+        false => profile_backends(factory, profile, queue, accrual),
+    };
+    let families = &factory.common.families.profiles;
+    Router::Profile(ProfilePlan::new(families, profile, &dst, backends))
 }
 
 fn opaque(factory: &Factory, route: Option<&OpaqueRoute>) -> OpaquePlan {
@@ -175,7 +200,7 @@ fn opaque(factory: &Factory, route: Option<&OpaqueRoute>) -> OpaquePlan {
     };
     OpaquePlan {
         refusal: refusal(&route.filters),
-        backends: factory.backends(&route.backends, None),
+        backends: factory.backends(&route.backends, None, |_| None),
     }
 }
 
@@ -187,11 +212,32 @@ pub(super) fn refusal(filters: &[OpaqueFilter]) -> Option<Refusal> {
     })
 }
 
+/// What a profile is for, where it says nothing of others: its service, or its one endpoint.
+fn profile_target(
+    factory: &Factory,
+    profile: &Profile,
+    queue: Queue,
+    accrual: Option<FailureAccrual>,
+    port: u16,
+) -> Backend {
+    match (&profile.name, &profile.endpoint) {
+        (Some(name), _) => factory.service(&format!("{name}:{port}").into(), queue, accrual),
+        (None, Some(endpoint)) => Backend::Forward(factory.forward(endpoint)),
+        (None, None) => Backend::Fail,
+    }
+}
+
 /// A profile's traffic split.
-fn profile_backends<F>(factory: &Factory, profile: &Profile, queue: Queue) -> Backends<F> {
+fn profile_backends<F>(
+    factory: &Factory,
+    profile: &Profile,
+    queue: Queue,
+    accrual: Option<FailureAccrual>,
+) -> Backends<F> {
     let choices = profile.overrides.iter().map(|destination| Choice {
         filters: Vec::new(),
-        backend: factory.service(&destination.destination.to_string().into(), queue),
+        series: None,
+        backend: factory.service(&destination.destination.to_string().into(), queue, accrual),
     });
     match Weights::new(profile.overrides.iter().map(|destination| destination.weight)) {
         Some(weights) => Backends::ByWeight(weights, choices.collect()),

@@ -12,17 +12,18 @@ use crate::{
         body::Body,
         classify::{self, Ended},
         client::{Protocol, Reuse},
-        error::{Error, Retry, grpc},
+        error::{Error, Retry, Side, grpc},
         headers, orig_proto,
         replay::{self, Kept},
         tunnel,
     },
-    metrics::http::Outcome,
+    metrics::http::{End, Outcome},
     net::io::Io,
     outbound::{
         backend::Backend,
         endpoint::Endpoint,
-        metrics::Families,
+        http::Last,
+        metrics::{BackendSeries, Families, Passage},
         reach::{MAX_TRIES, Tried},
     },
 };
@@ -35,6 +36,33 @@ pub(super) struct Dispatch<'a> {
     pub(super) required: Option<&'a str>,
     pub(super) families: &'a Families,
     pub(super) drain: &'a drain::Watch,
+    /// Endpoints that earlier tries were sent to.
+    pub(super) n_tried_before: usize,
+    /// What the request's route counts, where a policy speaks of routes.
+    pub(super) counted: Option<Counted>,
+}
+
+/// One attempt at a request, as its route counts it.
+#[derive(Clone)]
+pub(super) struct Counted {
+    pub(super) passage: Passage,
+    pub(super) backend: Arc<BackendSeries>,
+    pub(super) last: Last,
+}
+
+impl Counted {
+    /// The attempt brought no response.
+    pub(super) fn failed(&self, error: &Error) {
+        self.backend
+            .ended(self.passage.upload.ended(), &classify::failed(error));
+    }
+
+    fn ended(&self, outcome: &Outcome) {
+        self.backend.ended(self.passage.upload.ended(), outcome);
+        if self.last == Last::Certainly {
+            self.passage.route.ended(self.passage.upload.started(), outcome);
+        }
+    }
 }
 
 /// What a request needs of a connection.
@@ -61,10 +89,14 @@ struct Flight {
     endpoint: Arc<Endpoint>,
     /// Until the first data of the response.
     pending: Option<Pending<Endpoint>>,
+    /// How long it asks to be left alone.
+    retry_after: Option<Duration>,
+    counted: Option<Counted>,
 }
 
 impl Dispatch<'_> {
-    /// Sends what is in `req` to an endpoint of the backend and returns its response.
+    /// Sends what is in `req` to an endpoint of the backend and returns its response; all that it was sent to are then among
+    /// `tried`.
     ///
     /// # Errors
     /// No endpoint is available, or the last one that was tried failed.
@@ -72,12 +104,12 @@ impl Dispatch<'_> {
         &self,
         req: &mut Request<Body>,
         upgrade: Option<oneshot::Receiver<Io>>,
+        tried: &mut Tried,
     ) -> Result<Response<Body>, Error> {
         let started = Instant::now();
-        let mut tried = Tried::new();
         let needs = Needs::of(req, upgrade.is_some());
-        let (mut endpoint, mut ready) = self.reach(&mut tried, needs).await?;
-        let mut copy = if upgrade.is_none() { Copy::of(req) } else { None };
+        let (mut endpoint, mut ready) = self.reach(tried, needs).await?;
+        let mut copy = upgrade.is_none().then(|| Copy::of(req, replay::LIMIT));
         loop {
             let version = req.version();
             let protocol = needs.protocol(&endpoint);
@@ -96,41 +128,50 @@ impl Dispatch<'_> {
             match (again, sent) {
                 (None, Ok(mut rsp)) => {
                     flight.judge(&rsp);
+                    flight.counted = self.counted.clone();
                     finish(&mut rsp, protocol, version);
                     let upgraded = rsp.body_mut().take_upgraded();
                     if upgraded.is_some() && upgrade.is_none() {
-                        flight.failed();
-                        return Err(Error::BadResponse("it switched protocols unasked"));
+                        let error = Error::BadResponse("it switched protocols unasked");
+                        flight.failed(&error);
+                        return Err(error);
                     }
                     if endpoint.identity().is_none() {
                         headers::strip_forged(rsp.headers_mut());
                     }
                     let rsp = classify::observe(rsp, endpoint.series.clone(), started, flight);
+                    tried.push(endpoint);
                     if let (Some(client), Some(upstream)) = (upgrade, upgraded) {
                         tunnel::spawn(client, upstream, self.drain);
                     }
                     return Ok(rsp);
                 }
                 (None, Err(error)) => {
-                    flight.failed();
+                    flight.failed(&error);
+                    tried.push(endpoint);
                     return Err(error);
                 }
                 (Some((cause, again)), sent) => {
                     self.count_resent(cause);
-                    // A pooled connection that turned out to be closed says nothing against its endpoint.
-                    if !matches!(sent, Err(Error::Closed { reused: true, .. })) {
-                        flight.failed();
+                    match sent {
+                        Err(error) => flight.failed(&error),
+                        Ok(rsp) => {
+                            // Its end tells what the endpoint made of the request.
+                            flight.judge(&rsp);
+                            let rsp = classify::observe(rsp, endpoint.series.clone(), started, flight);
+                            rsp.into_body().end_with(Ok(()));
+                        }
                     }
                     *req = again;
                 }
             }
             tried.push(endpoint);
-            (endpoint, ready) = self.reach(&mut tried, needs).await?;
+            (endpoint, ready) = self.reach(tried, needs).await?;
         }
     }
 
     pub(super) fn may_try_another(&self, n_tried: usize) -> bool {
-        n_tried + 1 < MAX_TRIES && !matches!(self.backend, Backend::Forward(_))
+        n_tried + 1 < self.n_tried_before + MAX_TRIES && !matches!(self.backend, Backend::Forward(_))
     }
 
     fn resendable(&self, error: &Error, copy: Option<&Copy>, n_tried: usize) -> bool {
@@ -227,22 +268,27 @@ fn never_reached<B>(rsp: &Response<B>) -> Option<&'static str> {
 }
 
 impl Copy {
-    /// Keeps what is needed to send `req` once more; its body is kept as it passes.
-    pub(super) fn of(req: &mut Request<Body>) -> Option<Self> {
+    /// Keeps what is needed to send `req` once more; its body is kept as it passes, up to so many bytes.
+    pub(super) fn of(req: &mut Request<Body>, max_body: usize) -> Self {
         let body = if req.body().is_end_stream() {
             None
         } else {
-            let (sent, kept) = replay::keep(std::mem::take(req.body_mut()));
+            let (sent, kept) = replay::keep(std::mem::take(req.body_mut()), max_body);
             *req.body_mut() = sent;
             Some(kept)
         };
-        Some(Self {
+        Self {
             method: req.method().clone(),
             uri: req.uri().clone(),
             version: req.version(),
             headers: lines(req.headers()),
             body,
-        })
+        }
+    }
+
+    /// Whether the body could be kept so far.
+    pub(super) fn is_whole(&self) -> bool {
+        self.body.as_ref().is_none_or(Kept::is_whole)
     }
 
     /// The request again, if its body could be kept.
@@ -273,6 +319,8 @@ impl Flight {
         Self {
             endpoint: endpoint.clone(),
             pending: Some(Pending::new(endpoint.clone(), started)),
+            retry_after: None,
+            counted: None,
         }
     }
 
@@ -281,25 +329,33 @@ impl Flight {
         let status = rsp.status();
         let code = classify::grpc_status(rsp.headers());
         let overloaded = status == StatusCode::TOO_MANY_REQUESTS || code == Some(grpc::RESOURCE_EXHAUSTED);
-        if (overloaded || !classify::is_success(status, code))
-            && let Some(pending) = self.pending.take()
-        {
-            let retry_after = rsp
-                .headers()
-                .get(header::RETRY_AFTER)
-                .and_then(|after| after.to_str().ok()?.parse().ok());
-            pending.failed(retry_after.map(Duration::from_secs), Instant::now());
+        let away = overloaded || status == StatusCode::SERVICE_UNAVAILABLE || code == Some(grpc::UNAVAILABLE);
+        if away {
+            self.retry_after = headers::retry_after(rsp.headers());
+        }
+        if overloaded || (code != Some(grpc::PERMISSION_DENIED) && !classify::is_success(status, code)) {
+            if let Some(pending) = self.pending.take() {
+                pending.failed(self.retry_after, Instant::now());
+            }
         }
     }
 
     /// The attempt brought no response.
-    fn failed(mut self) {
-        if let Some(pending) = self.pending.take() {
-            pending.failed(None, Instant::now());
+    fn failed(mut self, error: &Error) {
+        self.endpoint.series.response(classify::failed(error));
+        let is_its_fault = match error {
+            // A pooled connection that turned out to be closed says nothing against its endpoint.
+            Error::Closed { reused: true, .. } => false,
+            error => error.side() == Side::Peer && !error.is_of_request_body(),
+        };
+        if !is_its_fault {
+            return;
         }
-        self.endpoint
-            .breaker()
-            .record(breaker::Outcome::Failure, Instant::now());
+        let now = Instant::now();
+        if let Some(pending) = self.pending.take() {
+            pending.failed(None, now);
+        }
+        self.endpoint.breaker().record(breaker::Outcome::Failure, None, now);
     }
 }
 
@@ -310,21 +366,33 @@ impl Ended for Flight {
         }
     }
 
+    fn data(&mut self, len: usize) {
+        if let Some(counted) = &self.counted {
+            counted.backend.frame(len);
+        }
+    }
+
     fn ended(&mut self, outcome: Outcome) {
         self.first_data();
+        if let Some(counted) = &self.counted {
+            counted.ended(&outcome);
+        }
+        let overloaded =
+            outcome.status == StatusCode::TOO_MANY_REQUESTS || outcome.grpc == Some(grpc::RESOURCE_EXHAUSTED);
         let verdict = match outcome {
-            Outcome { success: false, .. } => breaker::Outcome::Failure,
+            _ if overloaded => breaker::Outcome::Overloaded,
+            Outcome { success: true, .. } => breaker::Outcome::Success,
             Outcome {
-                status: StatusCode::TOO_MANY_REQUESTS,
+                end: End::Abandoned,
+                status,
+                grpc,
                 ..
-            } => breaker::Outcome::Overloaded,
-            Outcome {
-                grpc: Some(grpc::RESOURCE_EXHAUSTED),
-                ..
-            } => breaker::Outcome::Overloaded,
-            _ => breaker::Outcome::Success,
+            } if classify::is_success(status, grpc) => return,
+            _ => breaker::Outcome::Failure,
         };
-        self.endpoint.breaker().record(verdict, Instant::now());
+        self.endpoint
+            .breaker()
+            .record(verdict, self.retry_after, Instant::now());
     }
 }
 

@@ -73,9 +73,10 @@ impl Endpoint {
         let labels = endpoint_labels(authority, &spec, &tls);
         let counts = common.families.tcp.series(labels.clone().with("peer", "dst"));
         let creds = (!local).then_some(&common.creds);
-        let spec = if local && spec.hint != ProtocolHint::Unknown {
+        let spec = if local && (spec.hint != ProtocolHint::Unknown || spec.authority_override.is_some()) {
             Arc::new(EndpointSpec {
                 hint: ProtocolHint::Unknown,
+                authority_override: None,
                 ..EndpointSpec::clone(&spec)
             })
         } else {

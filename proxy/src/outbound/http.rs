@@ -3,19 +3,24 @@
 use std::sync::Arc;
 
 use http::{Request, Response, Version};
+use tokio::{sync::oneshot, time::Instant};
 use tulle_core::{drain, names::header as names};
 
 use crate::{
-    http::{body::Body, error::Error, filters, headers},
+    http::{body::Body, classify, error::Error, filters, headers},
+    net::io::Io,
     outbound::{
         Outbound,
+        backend::Backends,
         destination::{Destination, HttpPlan, Plan, Router},
-        dispatch::Dispatch,
+        dispatch::{Counted, Dispatch},
+        metrics::Passage,
+        reach::Tried,
     },
     policy::{
         filter::{self, Filter},
         matches::Head,
-        route::{self, Rule},
+        route,
     },
 };
 
@@ -37,30 +42,47 @@ impl HttpConnection {
         }
         let plan = self.destination.plan.load_full(); // one snapshot for the whole request
         let router = router(&plan, req.version())?;
-        let found = route::find(&router.routes, &Head::of(req.method(), req.uri(), req.headers()));
-        let found = found.ok_or(Error::RouteNotFound)?; // O6
-        let split = router.profile.as_ref().and_then(|profile| profile.overrides.as_ref());
-        let choice = split.unwrap_or(&found.rule.payload.backends).choose()?;
-        for filters in [&found.rule.filters, &choice.filters] {
-            filters::apply(filters, req, found.prefix)?;
-        }
         let required = self.required_identity(req);
-        let dispatch = Dispatch {
-            worker: self.worker,
-            backend: &choice.backend,
+        let to = |backends, prefix, passage| Attempt {
+            connection: self,
             required: required.as_deref(),
-            families: &self.outbound.families,
-            drain: &self.drain,
+            backends,
+            prefix,
+            passage,
         };
-        if let (Some(profile), None) = (&router.profile, &upgrade) {
-            return Box::pin(profile.send(&dispatch, req)).await; // a profile has its own timeouts and no filters
-        }
-        let sent = dispatch.run(req, upgrade); // O7–O11
-        let mut rsp = match found.rule.payload.timeout {
-            None => sent.await?,
-            Some(limit) => within(limit, sent).await?,
+        let routes = match router {
+            Router::Routes(routes) => routes,
+            Router::Profile(profile) => {
+                let attempt = to(&profile.backends, None, None);
+                return match upgrade {
+                    None => Box::pin(profile.send(&attempt, req)).await,
+                    Some(_) => attempt.send(req, upgrade, &mut Tried::new()).await,
+                };
+            }
         };
-        respond(found.rule, &choice.filters, &mut rsp); // O12
+        let found = route::find(routes, &Head::of(req.method(), req.uri(), req.headers()));
+        let found = found.ok_or(Error::RouteNotFound)?; // O6
+        filters::apply(&found.rule.filters, req, found.prefix)?;
+        let HttpPlan {
+            backends,
+            allowed,
+            series,
+        } = &found.rule.payload;
+        let passage = Passage::of(series, Instant::now(), req);
+        let sent = match allowed {
+            None => {
+                let attempt = to(backends, found.prefix, Some((&passage, Last::Certainly)));
+                attempt.send(req, upgrade, &mut Tried::new()).await // O7–O11
+            }
+            // Larger, as it has timers.
+            Some(allowed) => {
+                let attempt = to(backends, found.prefix, Some((&passage, Last::Perhaps)));
+                let sent = Box::pin(allowed.send(&attempt, req, upgrade, &**series)).await;
+                sent.map(|rsp| classify::tell(rsp, passage.clone()))
+            }
+        };
+        let mut rsp = sent.inspect_err(|error| series.ended(passage.upload.started(), &classify::failed(error)))?;
+        filter_response(&found.rule.filters, &mut rsp); // O12
         Ok(rsp)
     }
 
@@ -74,32 +96,87 @@ impl HttpConnection {
     }
 }
 
-/// Bounds the time to the response's head; the timer is only there where a policy asks for one.
-async fn within(
-    limit: std::time::Duration,
-    sent: impl Future<Output = Result<Response<Body>, Error>>,
-) -> Result<Response<Body>, Error> {
-    Box::pin(tokio::time::timeout(limit, sent))
-        .await
-        .unwrap_or(Err(Error::RequestTimeout(limit)))
-}
-
 fn router(plan: &Plan, version: Version) -> Result<&Router, Error> {
     match plan {
         Plan::Detect { http2, .. } if version == Version::HTTP_2 => Ok(http2),
         Plan::Detect { http1, .. } => Ok(http1),
         Plan::Http1(router) | Plan::Http2(router) => Ok(router),
-        Plan::Opaque(_) | Plan::Tls(_) => Err(Error::InvalidPolicy(
+        Plan::Opaque(_) | Plan::Tls { .. } => Err(Error::InvalidPolicy(
             "this destination does not speak HTTP any more".into(),
         )),
     }
 }
 
-/// Applies response filters, those of the backend first.
-fn respond(rule: &Rule<HttpPlan>, backend: &[Filter], rsp: &mut Response<Body>) {
-    for filters in [backend, &rule.filters] {
-        if !filters.is_empty() {
-            filter::apply_response(filters, rsp.headers_mut());
-        }
+fn filter_response(filters: &[Filter], rsp: &mut Response<Body>) {
+    if !filters.is_empty() {
+        filter::apply_response(filters, rsp.headers_mut());
+    }
+}
+
+/// How a request is sent, whenever it is: to a backend drawn anew.
+#[derive(Clone, Copy)]
+pub(super) struct Attempt<'a> {
+    connection: &'a HttpConnection,
+    /// The identity that the application demands of the endpoint.
+    required: Option<&'a str>,
+    backends: &'a Backends<Filter>,
+    /// Bytes of the path that the route's match covered.
+    prefix: Option<usize>,
+    passage: Option<(&'a Passage, Last)>,
+}
+
+/// Whether nothing follows an attempt, so that its response ends the request.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Last {
+    Certainly,
+    Perhaps,
+}
+
+impl Attempt<'_> {
+    /// Draws a backend and sends what is in `req` to it, rather to endpoints that are not among `tried`.
+    ///
+    /// # Errors
+    /// As [`Dispatch::run`], or a filter answers.
+    pub(super) async fn send(
+        &self,
+        req: &mut Request<Body>,
+        upgrade: Option<oneshot::Receiver<Io>>,
+        tried: &mut Tried,
+    ) -> Result<Response<Body>, Error> {
+        let choice = self.backends.choose()?;
+        filters::apply(&choice.filters, req, self.prefix)?;
+        let counted = self
+            .passage
+            .zip(choice.series.as_ref())
+            .map(|((passage, last), backend)| {
+                backend.request();
+                Counted {
+                    passage: passage.clone(),
+                    backend: backend.clone(),
+                    last,
+                }
+            });
+        let dispatch = Dispatch {
+            worker: self.connection.worker,
+            backend: &choice.backend,
+            required: self.required,
+            families: &self.connection.outbound.families,
+            drain: &self.connection.drain,
+            n_tried_before: tried.len(),
+            counted,
+        };
+        let sent = dispatch.run(req, upgrade, tried).await;
+        let mut rsp = sent.inspect_err(|error| {
+            if let Some(counted) = &dispatch.counted {
+                counted.failed(error);
+            }
+        })?;
+        filter_response(&choice.filters, &mut rsp);
+        Ok(rsp)
+    }
+
+    /// Whether a request would find an endpoint at once.
+    pub(super) fn is_available(&self) -> bool {
+        self.backends.is_available(Instant::now())
     }
 }

@@ -1,11 +1,20 @@
 //! Families of the outbound side, and their label sets.
 
-use std::net::SocketAddr;
+use std::{net::SocketAddr, sync::Arc};
 
-use tulle_core::metrics::{Counter, Family, Labels, Registry};
+use http::Request;
+use tokio::time::Instant;
+use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 
 use crate::{
-    metrics::http as http_metrics, net::counts, outbound::profile, policy::endpoint::EndpointSpec,
+    http::{body::Body, classify::Ended, upload::Upload},
+    metrics::{
+        http::{self as http_metrics, Outcome},
+        routes::{self, Kind, StatusSeries, Statuses},
+    },
+    net::counts,
+    outbound::{profile, tries::Tally},
+    policy::{endpoint::EndpointSpec, meta::Meta},
     tls::status::ClientTls,
 };
 
@@ -15,6 +24,8 @@ pub(crate) struct Families {
     pub(crate) http: http_metrics::Families,
     pub(crate) tcp: counts::Families,
     pub(crate) profiles: profile::Families,
+    http_routes: RouteFamilies,
+    grpc_routes: RouteFamilies,
     tcp_errors: Family<Counter>,
     pub(super) retries: Family<Counter>,
 }
@@ -25,6 +36,8 @@ impl Families {
             http,
             tcp,
             profiles: profile::Families::new(registry),
+            http_routes: RouteFamilies::new(registry, Kind::Http),
+            grpc_routes: RouteFamilies::new(registry, Kind::Grpc),
             tcp_errors: registry.counter("outbound_tcp_errors_total", "Connections that reached no endpoint"),
             retries: registry.counter(
                 "tulle_outbound_resent_total",
@@ -36,6 +49,210 @@ impl Families {
     pub(super) fn tcp_failed(&self, target: SocketAddr, error: &'static str) {
         self.tcp_errors.get(&target_labels(target).with("error", error)).inc();
     }
+}
+
+/// Families of the routes of one kind.
+#[derive(Clone)]
+struct RouteFamilies {
+    duration: Family<Histogram>,
+    statuses: Statuses,
+    frames: Family<Histogram>,
+    retries: Family<Counter>,
+    retry_successes: Family<Counter>,
+    retries_exhausted: Family<Counter>,
+    retries_refused: Family<Counter>,
+    backend_requests: Family<Counter>,
+    backend_duration: Family<Histogram>,
+    backend_statuses: Statuses,
+    backend_frames: Family<Histogram>,
+}
+
+/// The series of one route.
+pub(crate) struct RouteSeries {
+    families: RouteFamilies,
+    /// Of parent and route.
+    labels: Labels,
+    duration: Arc<Histogram>,
+    statuses: StatusSeries,
+    frames: Arc<Histogram>,
+    retries: Arc<Counter>,
+    retry_successes: Arc<Counter>,
+    retries_exhausted: Arc<Counter>,
+    retries_refused: Arc<Counter>,
+}
+
+/// The series of one backend of a route.
+pub(crate) struct BackendSeries {
+    requests: Arc<Counter>,
+    duration: Arc<Histogram>,
+    statuses: StatusSeries,
+    frames: Arc<Histogram>,
+}
+
+impl RouteFamilies {
+    fn new(registry: &Registry, kind: Kind) -> Self {
+        let name = |name: &str| format!("outbound_{}_route_{name}", kind.name());
+        let counter = |of, help| registry.counter(&name(of), help);
+        let seconds = |of, help, bounds| registry.histogram(&name(of), help, bounds);
+        let frames = |of, help| registry.histogram(&name(of), help, routes::FRAMES);
+        let label = match kind {
+            Kind::Http => "http_status",
+            Kind::Grpc => "grpc_status",
+        };
+        let statuses = |of| Statuses::new(registry, &name(of), kind, label, true);
+        Self {
+            duration: seconds(
+                "request_duration_seconds",
+                "Seconds from a request's head to the end of its response, all tries included",
+                routes::COARSE,
+            ),
+            statuses: statuses("request_statuses_total"),
+            frames: frames("request_frame_size_bytes", "Sizes of the pieces of request bodies"),
+            retries: counter("retry_requests_total", "Tries after the first"),
+            retry_successes: counter("retry_successes_total", "Requests that a further try has saved"),
+            retries_exhausted: counter(
+                "retry_limit_exceeded_total",
+                "Requests that failed with as many tries as they may have",
+            ),
+            retries_refused: counter(
+                "retry_overflow_total",
+                "Requests that were not tried again, for want of an endpoint or of budget",
+            ),
+            backend_requests: counter("backend_requests_total", "Requests that the route gave to a backend"),
+            backend_duration: seconds(
+                "backend_response_duration_seconds",
+                "Seconds from the end of a request to the end of its response, for each try",
+                routes::FINE,
+            ),
+            backend_statuses: statuses("backend_response_statuses_total"),
+            backend_frames: frames(
+                "backend_response_frame_size_bytes",
+                "Sizes of the pieces of response bodies",
+            ),
+        }
+    }
+}
+
+impl Families {
+    /// What is counted of a route of `parent`.
+    pub(super) fn route(&self, kind: Kind, parent: &Meta, route: &Meta) -> Arc<RouteSeries> {
+        let families = match kind {
+            Kind::Http => &self.http_routes,
+            Kind::Grpc => &self.grpc_routes,
+        };
+        let labels = with_meta(with_place(Labels::new(), "parent", parent), "route", route);
+        let of_requests = labels.clone().with("hostname", "");
+        Arc::new(RouteSeries {
+            duration: families.duration.get(&of_requests),
+            statuses: families.statuses.series(of_requests.clone()),
+            frames: families.frames.get(&of_requests),
+            retries: families.retries.get(&of_requests),
+            retry_successes: families.retry_successes.get(&of_requests),
+            retries_exhausted: families.retries_exhausted.get(&of_requests),
+            retries_refused: families.retries_refused.get(&of_requests),
+            families: families.clone(),
+            labels,
+        })
+    }
+}
+
+impl RouteSeries {
+    /// What is counted of a backend of this route.
+    pub(super) fn backend(&self, backend: &Meta) -> Arc<BackendSeries> {
+        let (families, labels) = (&self.families, with_place(self.labels.clone(), "backend", backend));
+        Arc::new(BackendSeries {
+            requests: families.backend_requests.get(&labels),
+            duration: families.backend_duration.get(&labels),
+            statuses: families.backend_statuses.series(labels.clone()),
+            frames: families.backend_frames.get(&labels),
+        })
+    }
+
+    /// A request has come to its end.
+    pub(super) fn ended(&self, started: Instant, outcome: &Outcome) {
+        routes::observe(&self.duration, started.elapsed());
+        self.statuses.ended(outcome);
+    }
+}
+
+impl Tally for RouteSeries {
+    fn retried(&self) {
+        self.retries.inc();
+    }
+
+    fn recovered(&self) {
+        self.retry_successes.inc();
+    }
+
+    fn exhausted(&self) {
+        self.retries_exhausted.inc();
+    }
+
+    fn no_budget(&self) {
+        self.retries_refused.inc();
+    }
+
+    fn no_endpoint(&self) {
+        self.retries_refused.inc();
+    }
+}
+
+impl BackendSeries {
+    pub(super) fn request(&self) {
+        self.requests.inc();
+    }
+
+    pub(super) fn frame(&self, len: usize) {
+        self.frames.observe(len as f64);
+    }
+
+    /// A response has come to its end, or failed to come.
+    pub(super) fn ended(&self, sent_at: Instant, outcome: &Outcome) {
+        routes::observe(&self.duration, sent_at.elapsed());
+        self.statuses.ended(outcome);
+    }
+}
+
+/// One request, as its route counts it.
+#[derive(Clone)]
+pub(crate) struct Passage {
+    pub(super) route: Arc<RouteSeries>,
+    pub(super) upload: Upload,
+}
+
+impl Passage {
+    /// Begins to count `req`.
+    pub(super) fn of(route: &Arc<RouteSeries>, started: Instant, req: &mut Request<Body>) -> Self {
+        Self {
+            upload: Upload::of(req, started, &route.frames),
+            route: route.clone(),
+        }
+    }
+}
+
+impl Ended for Passage {
+    fn first_data(&mut self) {}
+
+    fn ended(&mut self, outcome: Outcome) {
+        self.route.ended(self.upload.started(), &outcome);
+    }
+}
+
+/// Adds `<prefix>_group`, `_kind`, `_namespace` and `_name`.
+fn with_meta(labels: Labels, prefix: &str, meta: &Meta) -> Labels {
+    labels
+        .with(&format!("{prefix}_group"), meta.group())
+        .with(&format!("{prefix}_kind"), meta.kind())
+        .with(&format!("{prefix}_namespace"), meta.namespace())
+        .with(&format!("{prefix}_name"), meta.name())
+}
+
+/// The same, and port and section.
+fn with_place(labels: Labels, prefix: &str, meta: &Meta) -> Labels {
+    let port = meta.port().map(|port| port.to_string()).unwrap_or_default();
+    with_meta(labels, prefix, meta)
+        .with(&format!("{prefix}_port"), port)
+        .with(&format!("{prefix}_section_name"), meta.section())
 }
 
 /// Labels of a target address.

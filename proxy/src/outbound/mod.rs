@@ -14,6 +14,7 @@ pub(crate) mod metrics;
 mod opaque;
 mod profile;
 mod reach;
+mod tries;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -83,7 +84,7 @@ impl Outbound {
             tracing::info!(client = %client.0, dst = %dst.0, "refused: this proxy was dialled itself");
             return None;
         }
-        let destination = match self.discover.get(dst, self.detect_timeout).await {
+        let destination = match self.discover.get(dst, self.detect_timeout.min(MAX_DISCOVERY)).await {
             Ok(destination) => destination,
             Err(error) => {
                 self.families.tcp_failed(dst.0, "discovery timeout");
@@ -141,25 +142,23 @@ impl Connection {
             Plan::Http1(_) => Some(Start::Http(io, Protocol::Http1)),
             Plan::Http2(_) => Some(Start::Http(io, Protocol::Http2)),
             Plan::Opaque(opaque) => self.opaque(io, opaque, None, Bytes::new()).await,
-            Plan::Tls(routes) => {
+            Plan::Tls { routes, plans } => {
                 let sni = tokio::time::timeout(self.outbound.detect_timeout, server_name(&mut io)).await;
                 let Ok(Some((sni, seen))) = sni else {
                     self.outbound.families.tcp_failed(self.dst.0, "no server name");
                     return None;
                 };
-                let list: Vec<_> = routes.iter().map(|(route, _)| route.clone()).collect();
-                let found =
-                    client::find_tls(&list, &sni).and_then(|found| list.iter().position(|route| route == found));
-                match found {
-                    Some(index) => self.opaque(io, &routes[index].1, None, seen).await,
+                match client::find_tls(routes, &sni) {
+                    Some(index) => self.opaque(io, &plans[index], None, seen).await,
                     None => {
                         self.outbound.families.tcp_failed(self.dst.0, "no route");
                         None
                     }
                 }
             }
-            Plan::Detect { timeout, opaque, .. } => {
-                let limit = (*timeout).min(self.outbound.detect_timeout);
+            // Not the policy's timeout: who cannot be waited for is known where the proxy runs.
+            Plan::Detect { opaque, .. } => {
+                let limit = self.outbound.detect_timeout;
                 let dial = || async { opaque::open(opaque).await.ok() };
                 let first = match first::words(&mut io, &self.destination.learned, limit, dial).await {
                     Ok(first) => first,
@@ -225,6 +224,9 @@ impl Connection {
         })
     }
 }
+
+/// How long a connection waits for the control plane, whatever it may take to find out what it speaks.
+const MAX_DISCOVERY: Duration = Duration::from_secs(10);
 
 /// Whether a connection to `dst` would come back to the listener at `own`.
 fn is_listener(own: SocketAddr, dst: SocketAddr) -> bool {

@@ -13,12 +13,15 @@ use crate::{
     http::{
         body::Body,
         classify::{self, Ended},
-        error::Error,
+        error::{Error, Late},
+        limits::Terms,
+        replay,
     },
-    metrics::http::{self as http_metrics, Outcome, Series},
+    metrics::http::{self as http_metrics, End, Outcome, Series},
     outbound::{
         backend::Backends,
-        dispatch::{Copy, Dispatch},
+        http::Attempt,
+        tries::{self, After, Retries, Tally},
     },
     policy::{
         filter::Filter,
@@ -30,8 +33,8 @@ use crate::{
 /// A profile, compiled.
 pub(crate) struct ProfilePlan {
     profile: Profile,
-    /// The traffic split, where there is one.
-    pub(super) overrides: Option<Backends<Filter>>,
+    /// The traffic split, or the service itself.
+    pub(super) backends: Backends<Filter>,
     /// In the order of the profile's routes; the last one is for requests that no route matches.
     routes: Vec<RouteMetrics>,
     budget: Option<Budget>,
@@ -77,16 +80,15 @@ impl Families {
 }
 
 impl ProfilePlan {
-    /// `port` is the one that was dialled; it is part of the logical name.
-    pub(super) fn new(families: &Families, profile: &Profile, port: u16, overrides: Option<Backends<Filter>>) -> Self {
-        let dst = format!("{}:{port}", profile.name.as_deref().unwrap_or_default());
+    /// `dst` is the logical name, with the port that was dialled.
+    pub(super) fn new(families: &Families, profile: &Profile, dst: &str, backends: Backends<Filter>) -> Self {
         let routes = profile.routes.iter().map(Some).chain([None]);
         Self {
-            routes: routes.map(|route| families.route(&dst, route)).collect(),
+            routes: routes.map(|route| families.route(dst, route)).collect(),
             budget: profile.retry_budget.map(|terms| Budget::new(terms, Instant::now())),
-            canonical: HeaderValue::from_str(&dst).ok(),
+            canonical: HeaderValue::from_str(dst).ok(),
             profile: profile.clone(),
-            overrides,
+            backends,
         }
     }
 
@@ -94,7 +96,7 @@ impl ProfilePlan {
     ///
     /// # Errors
     /// The last try brought no response, or the route's time is over.
-    pub(super) async fn send(&self, dispatch: &Dispatch<'_>, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
+    pub(super) async fn send(&self, attempt: &Attempt<'_>, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
         let started = Instant::now();
         let head = Head::of(req.method(), req.uri(), req.headers());
         let index = profile::find(&self.profile.routes, &head);
@@ -107,16 +109,26 @@ impl ProfilePlan {
         if let Some(budget) = &self.budget {
             budget.deposit(started);
         }
-        let tries = self.attempts(dispatch, req, route, metrics);
+        let retryable = route.filter(|route| route.is_retryable).zip(self.budget.as_ref());
+        let retries = retryable.map(|(route, budget)| Retries {
+            after: After::Failures(route),
+            most: u16::MAX,
+            max_body: replay::LIMIT,
+            timeout: None,
+            backoff: None,
+            budget,
+        });
+        let tally = Attempts { route, metrics };
+        let tries = tries::run(attempt, req, Terms::default(), retries.as_ref(), &tally);
         let result = match route.and_then(|route| route.timeout) {
             None => tries.await,
             Some(limit) => Box::pin(tokio::time::timeout(limit, tries))
                 .await
-                .unwrap_or(Err(Error::RequestTimeout(limit))),
+                .unwrap_or(Err(Error::Late(Late::Profile(limit)))),
         };
         match result {
             Ok(rsp) => {
-                let class = route.map(|route| route.classify(rsp.status()));
+                let class = route.and_then(|route| route.classify(rsp.status()));
                 Ok(classify::observe(
                     rsp,
                     metrics.logical.clone(),
@@ -125,72 +137,45 @@ impl ProfilePlan {
                 ))
             }
             Err(error) => {
-                metrics.logical.response(failed(&error));
+                metrics.logical.response(classify::failed(&error));
                 Err(error)
-            }
-        }
-    }
-
-    async fn attempts(
-        &self,
-        dispatch: &Dispatch<'_>,
-        req: &mut Request<Body>,
-        route: Option<&ProfileRoute>,
-        metrics: &RouteMetrics,
-    ) -> Result<Response<Body>, Error> {
-        loop {
-            let copy = match route {
-                Some(route) if route.is_retryable && self.budget.is_some() => Copy::of(req),
-                _ => None,
-            };
-            metrics.attempts.request();
-            let result = dispatch.run(req, None).await;
-            let (outcome, failure) = match &result {
-                Ok(rsp) => {
-                    let grpc = classify::grpc_status(rsp.headers());
-                    let success = match route {
-                        Some(route) => route.classify(rsp.status()) == Class::Success,
-                        None => classify::is_success(rsp.status(), grpc),
-                    };
-                    (
-                        Outcome {
-                            status: rsp.status(),
-                            grpc,
-                            success,
-                            error: false,
-                        },
-                        !success,
-                    )
-                }
-                // Whatever was safe to repeat after an error has been repeated already.
-                Err(error) => (failed(error), false),
-            };
-            metrics.attempts.response(outcome);
-            let Some(copy) = copy.filter(|_| failure) else {
-                return result;
-            };
-            if !self
-                .budget
-                .as_ref()
-                .is_some_and(|budget| budget.withdraw(Instant::now()))
-            {
-                metrics.no_budget.inc();
-                return result;
-            }
-            match copy.request() {
-                Some(again) => *req = again,
-                None => return result, // its body was too long to be kept
             }
         }
     }
 }
 
-fn failed(error: &Error) -> Outcome {
-    Outcome {
-        status: error.answer().status,
-        grpc: None,
-        success: false,
-        error: true,
+/// The tries of one request, for metrics.
+struct Attempts<'a> {
+    route: Option<&'a ProfileRoute>,
+    metrics: &'a RouteMetrics,
+}
+
+impl Tally for Attempts<'_> {
+    fn begun(&self) {
+        self.metrics.attempts.request();
+    }
+
+    fn ended(&self, result: &Result<Response<Body>, Error>, grpc: Option<i32>) {
+        self.metrics.attempts.response(match result {
+            Ok(rsp) => {
+                let grpc = grpc.or_else(|| classify::grpc_status(rsp.headers()));
+                let class = self.route.and_then(|route| route.classify(rsp.status()));
+                Outcome {
+                    status: rsp.status(),
+                    grpc,
+                    success: class.map_or_else(
+                        || classify::is_success(rsp.status(), grpc),
+                        |class| class == Class::Success,
+                    ),
+                    end: End::Complete,
+                }
+            }
+            Err(error) => classify::failed(error),
+        });
+    }
+
+    fn no_budget(&self) {
+        self.metrics.no_budget.inc();
     }
 }
 
@@ -202,7 +187,7 @@ impl Ended for Classified {
 
     fn class(&self, outcome: &Outcome) -> bool {
         match self.0 {
-            Some(class) => class == Class::Success && !outcome.error,
+            Some(class) => class == Class::Success && outcome.end == End::Complete,
             None => outcome.success,
         }
     }

@@ -133,27 +133,44 @@ pub(crate) struct Timeouts {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Retry {
     pub(crate) max_retries: u16,
-    /// Longer bodies are not kept, so their requests are not retried.
+    /// Longer bodies are not kept, so their requests are not tried again.
     pub(crate) max_request_bytes: usize,
     pub(crate) conditions: RetryConditions,
     /// For the response head, for each try but the last.
     pub(crate) timeout: Option<Duration>,
-    pub(crate) backoff: Option<Backoff>,
+    pub(crate) backoff: Option<HintedBackoff>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum RetryConditions {
-    Http(Vec<RangeInclusive<u16>>),
-    /// gRPC status codes.
-    Grpc(Vec<u16>),
+/// Any of these calls for another try.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct RetryConditions {
+    pub(crate) http: Vec<RangeInclusive<u16>>,
+    /// Codes of gRPC, which count where a response has one.
+    pub(crate) grpc: Vec<i32>,
 }
 
-/// When an endpoint is taken out for failing.
+/// A backoff that may heed how long a server asks to be left alone.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum FailureAccrual {
+pub(crate) struct HintedBackoff {
+    pub(crate) steps: Backoff,
+    pub(crate) heeds_hints: bool,
+}
+
+/// When endpoints are taken out for failing.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct FailureAccrual {
+    pub(crate) kind: AccrualKind,
+    /// Until an endpoint that was taken out may be tried again.
+    pub(crate) backoff: HintedBackoff,
+    /// As many stay, whatever they do.
+    pub(crate) min_ready_endpoints: u32,
+}
+
+/// What takes an endpoint out.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum AccrualKind {
     Consecutive {
         max_failures: u32,
-        backoff: Backoff,
     },
     Unified {
         /// From 0 to 1.
@@ -162,7 +179,6 @@ pub(crate) enum FailureAccrual {
         min_requests: u32,
         /// 0: no limit.
         max_consecutive_failures: u32,
-        backoff: Backoff,
     },
 }
 
@@ -190,25 +206,24 @@ pub(crate) enum OpaqueFilter {
     Unknown,
 }
 
-/// The most specific TLS route for a server name, the first among equals.
-pub(crate) fn find_tls<'a>(routes: &'a [TlsRoute], sni: &str) -> Option<&'a TlsRoute> {
+/// The index of the most specific TLS route for a server name, the first among equals.
+pub(crate) fn find_tls(routes: &[TlsRoute], sni: &str) -> Option<usize> {
     let sni = sni.strip_suffix('.').unwrap_or(sni);
-    let mut best = None;
-    for route in routes {
+    let mut best: Option<(_, usize)> = None;
+    for (index, route) in routes.iter().enumerate() {
         let score = if route.snis.is_empty() {
             None
         } else {
-            Some(matches::best_host(&route.snis, sni))
+            let Some(score) = matches::best_host(&route.snis, sni) else {
+                continue;
+            };
+            Some(score)
         };
-        if score == Some(None) {
-            continue;
-        }
-        let score = score.flatten();
-        if best.as_ref().is_none_or(|(best_score, _)| score > *best_score) {
-            best = Some((score, route));
+        if best.as_ref().is_none_or(|(best, _)| score > *best) {
+            best = Some((score, index));
         }
     }
-    best.map(|(_, route)| route)
+    best.map(|(_, index)| index)
 }
 
 impl ClientPolicy {

@@ -51,6 +51,26 @@ impl Meta {
         }
     }
 
+    pub(crate) fn namespace(&self) -> &str {
+        self.resource().map_or("", |resource| &resource.namespace)
+    }
+
+    /// The part of the resource that decides; empty for all of it.
+    pub(crate) fn section(&self) -> &str {
+        self.resource().map_or("", |resource| &resource.section)
+    }
+
+    pub(crate) fn port(&self) -> Option<NonZeroU16> {
+        self.resource().and_then(|resource| resource.port)
+    }
+
+    fn resource(&self) -> Option<&Resource> {
+        match self {
+            Self::Default(_) => None,
+            Self::Resource(resource) => Some(resource),
+        }
+    }
+
     /// Whether this authorization lets everybody in and only writes down who came.
     pub(crate) fn is_audit(&self) -> bool {
         matches!(self, Self::Default(name) if &**name == AUDIT)

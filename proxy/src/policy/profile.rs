@@ -110,17 +110,13 @@ impl Profile {
 }
 
 impl ProfileRoute {
-    /// What a status means on this route; server errors are failures unless a class says otherwise.
-    pub(crate) fn classify(&self, status: StatusCode) -> Class {
+    /// What a status means on this route; `None` where no class says so.
+    pub(crate) fn classify(&self, status: StatusCode) -> Option<Class> {
         let class = self
             .response_classes
             .iter()
             .find(|class| class.condition.matches(status));
-        match class {
-            Some(class) => class.class,
-            None if status.is_server_error() => Class::Failure,
-            None => Class::Success,
-        }
+        class.map(|class| class.class)
     }
 }
 
@@ -277,11 +273,10 @@ mod tests {
             timeout: None,
         };
         for (status, expected) in [
-            (200, Class::Success),
-            (404, Class::Failure),
-            (410, Class::Success),
-            (500, Class::Failure),
-            (503, Class::Success),
+            (404, Some(Class::Failure)),
+            (410, None),
+            (500, None),
+            (503, Some(Class::Success)),
         ] {
             assert_eq!(
                 route.classify(StatusCode::from_u16(status).unwrap()),

@@ -6,6 +6,7 @@
 
 mod anchors;
 mod balancing;
+mod breakers;
 mod control_plane;
 mod drain;
 mod edges;
@@ -15,4 +16,6 @@ mod identity;
 mod invalid_policy;
 mod policy;
 mod routing;
+
 mod transparency;
+mod tries;

@@ -10,13 +10,15 @@ use bytes::Bytes;
 use h2::{Reason, SendStream};
 use http_body::Body as _;
 
-use crate::http::{body::Body, error::Error};
+use crate::http::{body::Body, error::Error, respond};
 
 /// A body on its way out.
 pub(super) struct Sending {
     body: Body,
     stream: SendStream<Bytes>,
     chunk: Bytes,
+    /// Whether it ends with a status where it cannot be sent to its end.
+    of_grpc: bool,
 }
 
 impl Sending {
@@ -25,7 +27,14 @@ impl Sending {
             body,
             stream,
             chunk: Bytes::new(),
+            of_grpc: false,
         }
+    }
+
+    /// The body of a response of gRPC, or of another.
+    pub(super) fn of_grpc(mut self, of_grpc: bool) -> Self {
+        self.of_grpc = of_grpc;
+        self
     }
 
     /// Sends what is left.
@@ -65,6 +74,13 @@ impl Sending {
                 None => {
                     self.stream.send_data(Bytes::new(), true).map_err(Error::H2)?;
                     return Poll::Ready(Ok(()));
+                }
+                // A stream that was reset is reset as it was: clients of gRPC know what that means.
+                Some(Err(error)) if self.of_grpc && !matches!(&error, Error::H2(error) if error.is_reset()) => {
+                    self.stream
+                        .send_trailers(respond::trailers(&error))
+                        .map_err(Error::H2)?;
+                    return Poll::Ready(Err(error));
                 }
                 Some(Err(error)) => {
                     self.stream.send_reset(reason(&error, Reason::CANCEL));

@@ -13,7 +13,7 @@ use h2::{
     Reason, RecvStream,
     server::{self, SendResponse},
 };
-use http::{Request, Response};
+use http::{Request, Response, Version};
 use http_body::Body as _;
 use parking_lot::Mutex;
 use tokio::{
@@ -289,9 +289,10 @@ where
     };
     let (parts, body) = rsp.into_parts();
     let ended = body.is_end_stream();
+    let of_grpc = headers::is_grpc(Version::HTTP_2, &parts.headers);
     match respond.send_response(Response::from_parts(parts, ()), ended) {
         Ok(_) if ended => {}
-        Ok(stream) => Sending::new(body, stream).rest().await,
+        Ok(stream) => Sending::new(body, stream).of_grpc(of_grpc).rest().await,
         Err(error) => {
             tracing::debug!(%error, "a response was not sent");
             respond.send_reset(Reason::INTERNAL_ERROR);

@@ -232,7 +232,7 @@ mod tests {
         });
         let route = &profile.routes[0];
         assert_eq!(route.response_classes.len(), 2);
-        for (status, expected) in [(200, Class::Success), (404, Class::Failure), (499, Class::Failure)] {
+        for (status, expected) in [(200, None), (404, Some(Class::Failure)), (499, Some(Class::Failure))] {
             assert_eq!(
                 route.classify(StatusCode::from_u16(status).unwrap()),
                 expected,

@@ -6,14 +6,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tulle_core::backoff::Backoff;
+use tulle_core::retry;
 use tulle_proto::http_route::{self, HostMatch};
 use tulle_proto::meta::Metadata;
 use tulle_proto::outbound as proto;
 
 use crate::policy::client::{
-    Backend, BackendTarget, ClientHttp, ClientPolicy, ClientProtocol, Distribution, FailureAccrual, HttpTarget,
-    LoadParams, OpaqueFilter, OpaqueRoute, Queue, RequestOverrides, Retry, RetryConditions, RouteBackend, Timeouts,
-    TlsRoute,
+    AccrualKind, Backend, BackendTarget, ClientHttp, ClientPolicy, ClientProtocol, Distribution, FailureAccrual,
+    HintedBackoff, HttpTarget, LoadParams, OpaqueFilter, OpaqueRoute, Queue, RequestOverrides, Retry, RetryConditions,
+    RouteBackend, Timeouts, TlsRoute,
 };
 use crate::policy::decode::endpoint::endpoint;
 use crate::policy::decode::{DecodeError, client_meta, duration, optional_duration, routes};
@@ -336,10 +337,9 @@ fn queue(message: proto::Queue) -> Result<Queue, DecodeError> {
 
 fn failure_accrual(message: proto::FailureAccrual) -> Result<FailureAccrual, DecodeError> {
     use proto::failure_accrual::{ConsecutiveFailures, Kind, Unified};
-    match message.kind.ok_or(DecodeError::Missing("failure accrual"))? {
+    let (kind, backoff) = match message.kind.ok_or(DecodeError::Missing("failure accrual"))? {
         Kind::ConsecutiveFailures(ConsecutiveFailures { max_failures, backoff }) => {
-            let backoff = exponential(backoff.ok_or(DecodeError::Missing("backoff of a failure accrual"))?)?;
-            Ok(FailureAccrual::Consecutive { max_failures, backoff })
+            (AccrualKind::Consecutive { max_failures }, backoff)
         }
         Kind::Unified(Unified {
             success_rate_threshold,
@@ -356,7 +356,8 @@ fn failure_accrual(message: proto::FailureAccrual) -> Result<FailureAccrual, Dec
                 ));
             }
             let window = optional_duration("decay of a failure accrual", decay)?.unwrap_or(Duration::from_secs(10));
-            if window < MIN_WINDOW {
+            // Without a threshold nobody looks at the window.
+            if window < MIN_WINDOW && success_rate_threshold > 0.0 {
                 return Err(DecodeError::invalid(
                     "decay of a failure accrual",
                     format!("{window:?}"),
@@ -366,19 +367,23 @@ fn failure_accrual(message: proto::FailureAccrual) -> Result<FailureAccrual, Dec
             if min_requests > MAX_MIN_REQUESTS {
                 return Err(DecodeError::invalid("min requests", min_requests, "1000000 at most"));
             }
-            let backoff = exponential(backoff.ok_or(DecodeError::Missing("backoff of a failure accrual"))?)?;
-            Ok(FailureAccrual::Unified {
+            let kind = AccrualKind::Unified {
                 success_rate: success_rate_threshold,
-                window,
+                window: window.max(MIN_WINDOW),
                 min_requests,
                 max_consecutive_failures,
-                backoff,
-            })
+            };
+            (kind, backoff)
         }
-    }
+    };
+    Ok(FailureAccrual {
+        kind,
+        backoff: exponential(backoff.ok_or(DecodeError::Missing("backoff of a failure accrual"))?)?,
+        min_ready_endpoints: message.ejection.map_or(0, |ejection| ejection.min_ready_endpoints),
+    })
 }
 
-fn exponential(message: proto::ExponentialBackoff) -> Result<Backoff, DecodeError> {
+fn exponential(message: proto::ExponentialBackoff) -> Result<HintedBackoff, DecodeError> {
     let min = duration("min backoff", message.min_backoff)?;
     let max = duration("max backoff", message.max_backoff)?;
     let jitter = f64::from(message.jitter_ratio);
@@ -392,7 +397,10 @@ fn exponential(message: proto::ExponentialBackoff) -> Result<Backoff, DecodeErro
     if !(0.0..=MAX_JITTER).contains(&jitter) {
         return Err(DecodeError::invalid("jitter ratio", jitter, "0 to 100"));
     }
-    Ok(Backoff { min, max, jitter })
+    Ok(HintedBackoff {
+        steps: Backoff { min, max, jitter },
+        heeds_hints: message.respect_retry_after_hint,
+    })
 }
 
 fn http_retry(message: proto::http_route::Retry) -> Result<Retry, DecodeError> {
@@ -413,8 +421,11 @@ fn http_retry(message: proto::http_route::Retry) -> Result<Retry, DecodeError> {
             }
         }
     });
-    let conditions = RetryConditions::Http(ranges.collect::<Result<_, _>>()?);
-    retry(
+    let conditions = RetryConditions {
+        http: ranges.collect::<Result<_, _>>()?,
+        grpc: Vec::new(),
+    };
+    retry_of(
         message.max_retries,
         message.max_request_bytes,
         conditions,
@@ -428,15 +439,18 @@ fn grpc_retry(message: proto::grpc_route::Retry) -> Result<Retry, DecodeError> {
         .conditions
         .ok_or(DecodeError::Missing("conditions of a retry"))?;
     let codes = [
-        (conditions.cancelled, 1),
-        (conditions.deadine_exceeded, 4),
-        (conditions.resource_exhausted, 8),
-        (conditions.internal, 13),
-        (conditions.unavailable, 14),
+        (conditions.cancelled, retry::CANCELLED),
+        (conditions.deadine_exceeded, retry::DEADLINE_EXCEEDED),
+        (conditions.resource_exhausted, retry::RESOURCE_EXHAUSTED),
+        (conditions.internal, retry::INTERNAL),
+        (conditions.unavailable, retry::UNAVAILABLE),
     ];
     let codes = codes.into_iter().filter(|(is_set, _)| *is_set).map(|(_, code)| code);
-    let conditions = RetryConditions::Grpc(codes.collect());
-    retry(
+    let conditions = RetryConditions {
+        http: Vec::new(),
+        grpc: codes.collect(),
+    };
+    retry_of(
         message.max_retries,
         message.max_request_bytes,
         conditions,
@@ -445,7 +459,7 @@ fn grpc_retry(message: proto::grpc_route::Retry) -> Result<Retry, DecodeError> {
     )
 }
 
-fn retry(
+fn retry_of(
     max_retries: u32,
     max_request_bytes: u32,
     conditions: RetryConditions,
@@ -457,7 +471,7 @@ fn retry(
             .map_err(|_| DecodeError::invalid("max retries", max_retries, "65535 at most"))?,
         max_request_bytes: usize::try_from(max_request_bytes).unwrap_or(usize::MAX),
         conditions,
-        timeout: optional_duration("timeout of a retry", timeout)?,
+        timeout: limit("timeout of a retry", timeout)?,
         backoff: backoff.map(exponential).transpose()?,
     })
 }
@@ -468,10 +482,15 @@ fn timeouts(
 ) -> Result<Timeouts, DecodeError> {
     let message = message.unwrap_or_default();
     Ok(Timeouts {
-        request: optional_duration("request timeout", message.request.or(legacy_request))?,
-        response: optional_duration("response timeout", message.response)?,
-        idle: optional_duration("idle timeout", message.idle)?,
+        request: limit("request timeout", message.request.or(legacy_request))?,
+        response: limit("response timeout", message.response)?,
+        idle: limit("idle timeout", message.idle)?,
     })
+}
+
+/// A timeout; 0 is none, as in all that is written of them.
+fn limit(field: &'static str, message: Option<prost_types::Duration>) -> Result<Option<Duration>, DecodeError> {
+    Ok(optional_duration(field, message)?.filter(|limit| !limit.is_zero()))
 }
 
 fn request_headers(allow: bool) -> RequestOverrides {

@@ -1,0 +1,366 @@
+//! How long a request and its response may take: the whole of it, the response alone, or a silence within.
+
+use std::{
+    future::poll_fn,
+    pin::{Pin, pin},
+    sync::Arc,
+    task::{Context, Poll, Waker, ready},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body::{Body as _, Frame, SizeHint};
+use parking_lot::Mutex;
+use tokio::time::{Instant, Sleep, sleep_until};
+
+use crate::http::{
+    body::Body,
+    error::{Error, Late},
+};
+
+/// When a request is given up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Terms {
+    /// For the end of the response, whatever is tried until then; and how long that was from the start.
+    pub(crate) deadline: Option<(Instant, Duration)>,
+    /// From the end of the request to the head of the response.
+    pub(crate) head: Option<Duration>,
+    /// From the end of the request to the end of the response.
+    pub(crate) response: Option<Duration>,
+    /// Without data in either direction, once the response has begun.
+    pub(crate) idle: Option<Duration>,
+}
+
+/// Watches over one try of a request.
+pub(crate) struct Limits {
+    terms: Terms,
+    pace: Arc<Mutex<Pace>>,
+    sleep: Pin<Box<Sleep>>,
+}
+
+/// How the two bodies of a stream move on.
+struct Pace {
+    /// When the request ended.
+    sent_at: Option<Instant>,
+    /// When data last passed.
+    moved_at: Instant,
+    /// Whether its time is over, so that nobody wants the rest of the request.
+    is_over: bool,
+    /// Who waits for the request to end.
+    waiter: Option<Waker>,
+    /// Who sends the request.
+    sender: Option<Waker>,
+}
+
+/// What of a stream is waited for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Head,
+    Body,
+}
+
+/// A body that is watched over.
+pub(crate) struct Limited(Role);
+
+enum Role {
+    Request {
+        body: Body,
+        pace: Arc<Mutex<Pace>>,
+    },
+    Response {
+        body: Body,
+        limits: Limits,
+    },
+    /// The end has been told.
+    Over,
+}
+
+impl Limits {
+    /// Begins to watch over `req`.
+    pub(crate) fn of(terms: Terms, req: &mut Request<Body>) -> Self {
+        let now = Instant::now();
+        let is_sent = req.body().is_end_stream();
+        let pace = Arc::new(Mutex::new(Pace {
+            sent_at: is_sent.then_some(now),
+            moved_at: now,
+            is_over: false,
+            waiter: None,
+            sender: None,
+        }));
+        if !is_sent {
+            let body = std::mem::take(req.body_mut());
+            let role = Role::Request {
+                body,
+                pace: pace.clone(),
+            };
+            *req.body_mut() = Body::limited(Box::new(Limited(role)));
+        }
+        Self {
+            terms,
+            pace,
+            sleep: Box::pin(sleep_until(now)),
+        }
+    }
+
+    /// Waits for the head of the response.
+    ///
+    /// # Errors
+    /// Those of `sent`, or it took too long.
+    pub(crate) async fn head<T>(&mut self, sent: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+        self.bound(Phase::Head, sent).await
+    }
+
+    /// Waits for something of the response's body.
+    ///
+    /// # Errors
+    /// As [`Limits::head`].
+    pub(crate) async fn body<T>(&mut self, read: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+        self.pace.lock().moved_at = Instant::now();
+        self.bound(Phase::Body, read).await
+    }
+
+    /// Whether the request has been sent to its end.
+    pub(crate) fn is_sent(&self) -> bool {
+        self.pace.lock().sent_at.is_some()
+    }
+
+    async fn bound<T>(&mut self, phase: Phase, awaited: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+        let mut awaited = pin!(awaited);
+        poll_fn(|cx| match awaited.as_mut().poll(cx) {
+            Poll::Ready(result) => Poll::Ready(result),
+            Poll::Pending => self.poll_over(cx, phase).map(|late| Err(Error::Late(late))),
+        })
+        .await
+    }
+
+    /// Watches over the response to its end.
+    pub(crate) fn response(self, rsp: Response<Body>) -> Response<Body> {
+        if rsp.body().is_end_stream() {
+            return rsp;
+        }
+        self.pace.lock().moved_at = Instant::now();
+        rsp.map(|body| Body::limited(Box::new(Limited(Role::Response { body, limits: self }))))
+    }
+
+    fn poll_over(&mut self, cx: &mut Context<'_>, phase: Phase) -> Poll<Late> {
+        loop {
+            let Some((at, late)) = self.next(cx, phase) else {
+                return Poll::Pending;
+            };
+            if self.sleep.deadline() != at {
+                self.sleep.as_mut().reset(at);
+            }
+            ready!(self.sleep.as_mut().poll(cx));
+            // Data that passed since has put it off.
+            if self.next(cx, phase).is_none_or(|(at, _)| at > Instant::now()) {
+                continue;
+            }
+            self.give_up();
+            return Poll::Ready(late);
+        }
+    }
+
+    /// Lets nobody send the rest of the request.
+    fn give_up(&self) {
+        let mut pace = self.pace.lock();
+        pace.is_over = true;
+        if let Some(sender) = pace.sender.take() {
+            sender.wake();
+        }
+    }
+
+    /// Notes that a piece of the response has passed; it may have come too late.
+    fn moved(&self) -> Option<Late> {
+        let now = Instant::now();
+        let mut pace = self.pace.lock();
+        pace.moved_at = now;
+        let Terms { deadline, response, .. } = self.terms;
+        if let Some((_, limit)) = deadline.filter(|(at, _)| *at <= now) {
+            return Some(Late::Request(limit));
+        }
+        let (sent_at, limit) = (pace.sent_at?, response?);
+        (sent_at + limit <= now).then_some(Late::Response(limit))
+    }
+
+    /// What is due first.
+    fn next(&self, cx: &Context<'_>, phase: Phase) -> Option<(Instant, Late)> {
+        let mut pace = self.pace.lock();
+        if pace.sent_at.is_none() {
+            pace.waiter = Some(cx.waker().clone());
+        }
+        let Terms {
+            deadline,
+            head,
+            response,
+            idle,
+        } = self.terms;
+        let since = |at: Option<Instant>, limit: Option<Duration>, late: fn(Duration) -> Late| {
+            let (at, limit) = (at?, limit?);
+            Some((at + limit, late(limit)))
+        };
+        let is = |wanted| phase == wanted;
+        [
+            deadline.map(|(at, limit)| (at, Late::Request(limit))),
+            since(pace.sent_at, head.filter(|_| is(Phase::Head)), Late::Head),
+            since(pace.sent_at, response, Late::Response),
+            since(Some(pace.moved_at), idle.filter(|_| is(Phase::Body)), Late::Idle),
+        ]
+        .into_iter()
+        .flatten()
+        .min_by_key(|(at, _)| *at)
+    }
+}
+
+impl Limited {
+    pub(crate) fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+        match &mut self.0 {
+            Role::Over => Poll::Ready(None),
+            Role::Request { body, pace } => {
+                if pace.lock().is_over {
+                    return Poll::Ready(Some(Err(Error::TakenBack)));
+                }
+                let polled = Pin::new(&mut *body).poll_frame(cx);
+                let is_end = match &polled {
+                    Poll::Ready(None) => true,
+                    Poll::Ready(Some(Ok(_))) => body.is_end_stream(),
+                    Poll::Ready(Some(Err(_))) | Poll::Pending => false,
+                };
+                let mut pace = pace.lock();
+                match polled {
+                    Poll::Pending => pace.sender = Some(cx.waker().clone()),
+                    Poll::Ready(_) => pace.moved(is_end),
+                }
+                polled
+            }
+            Role::Response { body, limits } => {
+                let late = match Pin::new(&mut *body).poll_frame(cx) {
+                    // What is never waited for would never be late.
+                    Poll::Ready(Some(Ok(frame))) if !body.is_end_stream() => match limits.moved() {
+                        None => return Poll::Ready(Some(Ok(frame))),
+                        Some(late) => late,
+                    },
+                    Poll::Ready(frame) => return Poll::Ready(frame),
+                    Poll::Pending => ready!(limits.poll_over(cx, Phase::Body)),
+                };
+                limits.give_up();
+                let late = Error::Late(late);
+                if let Role::Response { body, .. } = std::mem::replace(&mut self.0, Role::Over) {
+                    body.end_with(Err(&late));
+                }
+                Poll::Ready(Some(Err(late)))
+            }
+        }
+    }
+
+    /// The body that is watched over.
+    pub(crate) fn into_inner(self) -> Option<Body> {
+        match self.0 {
+            Role::Over => None,
+            Role::Request { body, .. } | Role::Response { body, .. } => Some(body),
+        }
+    }
+
+    pub(crate) fn is_end_stream(&self) -> bool {
+        match &self.0 {
+            Role::Over => true,
+            Role::Request { body, .. } | Role::Response { body, .. } => body.is_end_stream(),
+        }
+    }
+
+    pub(crate) fn size_hint(&self) -> SizeHint {
+        match &self.0 {
+            Role::Over => SizeHint::with_exact(0),
+            Role::Request { body, .. } | Role::Response { body, .. } => body.size_hint(),
+        }
+    }
+}
+
+impl Pace {
+    fn moved(&mut self, is_end: bool) {
+        let now = Instant::now();
+        self.moved_at = now;
+        if is_end && self.sent_at.is_none() {
+            self.sent_at = Some(now);
+            if let Some(waiter) = self.waiter.take() {
+                waiter.wake();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::pending;
+
+    use http_body_util::BodyExt as _;
+    use tokio::time::advance;
+
+    use super::*;
+
+    const S: Duration = Duration::from_secs(1);
+
+    /// Waits for a head that never comes.
+    async fn wait(limits: &mut Limits) -> Late {
+        match limits.head(pending::<Result<(), Error>>()).await {
+            Err(Error::Late(late)) => late,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_due_first_ends_the_wait() {
+        let start = Instant::now();
+        let terms = Terms {
+            deadline: Some((start + 3 * S, 3 * S)),
+            head: Some(S),
+            response: Some(2 * S),
+            idle: Some(S / 2),
+        };
+        let ended = async |terms| {
+            let start = Instant::now();
+            let late = wait(&mut Limits::of(terms, &mut Request::new(Body::empty()))).await;
+            (late, start.elapsed())
+        };
+        assert_eq!(ended(terms).await, (Late::Head(S), S));
+        let deadline = Some((Instant::now() + 3 * S, 3 * S));
+        let patient = Terms {
+            head: None,
+            deadline,
+            ..terms
+        };
+        assert_eq!(ended(patient).await, (Late::Response(2 * S), 2 * S));
+        let deadline = Some((Instant::now() + S, 3 * S));
+        let late = Terms { deadline, ..patient };
+        assert_eq!(ended(late).await, (Late::Request(3 * S), S));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_response_has_its_time_from_the_end_of_the_request() {
+        let start = Instant::now();
+        let mut req = Request::new(Body::full("hello"));
+        let terms = Terms {
+            response: Some(2 * S),
+            ..Terms::default()
+        };
+        let mut limits = Limits::of(terms, &mut req);
+        let (late, ()) = tokio::join!(wait(&mut limits), async {
+            advance(5 * S).await;
+            req.into_body().collect().await.unwrap();
+        });
+        assert_eq!((late, start.elapsed()), (Late::Response(2 * S), 7 * S));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn nobody_gets_the_rest_of_a_request_whose_time_is_over() {
+        let mut req = Request::new(Body::full("hello"));
+        let deadline = Some((Instant::now() + S, S));
+        let terms = Terms {
+            deadline,
+            ..Terms::default()
+        };
+        assert_eq!(wait(&mut Limits::of(terms, &mut req)).await, Late::Request(S));
+        let error = req.into_body().collect().await.unwrap_err();
+        assert!(error.is_of_request_body(), "{error}");
+    }
+}

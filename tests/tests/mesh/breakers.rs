@@ -1,0 +1,122 @@
+//! Endpoints that fail are left alone for a while, and come back.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use http::Response;
+use tulle_tests::apps::{self, App, dripping};
+use tulle_tests::client::{Http1, full, request};
+use tulle_tests::eventually::eventually;
+use tulle_tests::mesh::{Builder, HTTP, Mesh, mesh};
+
+/// A replica whose answers can be changed.
+struct Replica {
+    status: Arc<AtomicU16>,
+    asked: Arc<AtomicUsize>,
+    _app: App,
+}
+
+impl Replica {
+    async fn start(mesh: &Mesh, workload: &str, status: u16) -> Self {
+        let (status, asked) = (Arc::new(AtomicU16::new(status)), Arc::new(AtomicUsize::new(0)));
+        let (answer, count) = (status.clone(), asked.clone());
+        let app = apps::http(mesh.listen(workload, HTTP).await, move |_| {
+            count.fetch_add(1, Ordering::Relaxed);
+            let status = answer.load(Ordering::Relaxed);
+            async move { Response::builder().status(status).body(full("")).unwrap() }
+        });
+        Self {
+            status,
+            asked,
+            _app: app,
+        }
+    }
+
+    fn asked(&self) -> usize {
+        self.asked.load(Ordering::Relaxed)
+    }
+}
+
+/// `client` and two replicas of `web`, with a way to accrue failures.
+fn accruing(annotations: &str) -> Builder {
+    mesh()
+        .workload("client")
+        .replicas("web", 2)
+        .annotated("web", annotations)
+        .env("TULLE_PROXY_BALANCER", "round-robin")
+}
+
+async fn client(mesh: &Mesh) -> Http1 {
+    Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await
+}
+
+#[test]
+fn failures_in_a_row_take_an_endpoint_out_until_a_probe_succeeds() {
+    let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
+        balancer.linkerd.io/failure-accrual-consecutive-max-failures: '3', \
+        balancer.linkerd.io/failure-accrual-consecutive-min-penalty: 500ms";
+    accruing(annotations).run(async |mesh: &Mesh| {
+        let bad = Replica::start(mesh, "web-0", 500).await;
+        let good = Replica::start(mesh, "web-1", 200).await;
+        let mut client = client(mesh).await;
+        let mut n_failed = 0;
+        while good.asked() < 100 {
+            n_failed += usize::from(client.ask(request("/")).await.unwrap().status == 500);
+        }
+        assert_eq!(n_failed, bad.asked(), "each failure is the application's own");
+        // Three in a row, and a probe or two.
+        assert!((3..=5).contains(&n_failed), "{n_failed} of {}", 100 + n_failed);
+        bad.status.store(200, Ordering::Relaxed);
+        let before = bad.asked();
+        eventually("the endpoint is used again", async || {
+            client.ask(request("/")).await.unwrap();
+            (bad.asked() > before + 10).then_some(())
+        })
+        .await;
+    });
+}
+
+#[test]
+fn a_low_success_rate_takes_an_endpoint_out() {
+    let annotations = "balancer.linkerd.io/failure-accrual: unified, \
+        balancer.alpha.linkerd.io/failure-accrual-success-rate-threshold: '0.9', \
+        balancer.alpha.linkerd.io/failure-accrual-success-rate-min-requests: '10'";
+    accruing(annotations).run(async |mesh: &Mesh| {
+        // Turning away for load counts as well.
+        let bad = Replica::start(mesh, "web-0", 429).await;
+        let good = Replica::start(mesh, "web-1", 200).await;
+        let mut client = client(mesh).await;
+        while good.asked() < 200 {
+            client.ask(request("/")).await.unwrap();
+        }
+        assert!((10..=15).contains(&bad.asked()), "{}", bad.asked());
+    });
+}
+
+#[test]
+fn a_client_that_leaves_says_nothing_of_an_endpoint() {
+    let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
+        balancer.linkerd.io/failure-accrual-consecutive-max-failures: '1'";
+    mesh()
+        .workload("client")
+        .workload("web")
+        .annotated("web", annotations)
+        .run(async |mesh: &Mesh| {
+            let listener = mesh.listen("web", HTTP).await;
+            let _app = apps::http(listener, |_| async { dripping(1, Duration::ZERO, false) });
+            for _ in 0..5 {
+                let mut client = client(mesh).await;
+                let rsp = client.send(request("/")).await.unwrap();
+                assert_eq!(rsp.status(), 200);
+                drop((rsp, client));
+            }
+            let left = ["error=\"client-left\""];
+            eventually("the responses have ended", async || {
+                (mesh.metric("client", "response_total", &left).await >= 5.0).then_some(())
+            })
+            .await;
+            let rsp = client(mesh).await.send(request("/")).await.unwrap();
+            assert_eq!(rsp.status(), 200);
+        });
+}

@@ -1,0 +1,467 @@
+//! Timeouts and further tries, counted at the server that fails.
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::stream;
+use http::{HeaderMap, HeaderValue, Request, Response, Version};
+use http_body::Frame;
+use http_body_util::{BodyExt as _, StreamBody};
+use hyper::body::Incoming;
+use parking_lot::Mutex;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use tulle_tests::apps::{self, App, dripping};
+use tulle_tests::client::{Answer, AnyBody, Http1, Http2, any, empty, full};
+use tulle_tests::eventually::eventually;
+use tulle_tests::mesh::{Builder, HTTP, Mesh, mesh};
+
+/// A route of the service `web` with annotations, one a line, and all that its rule may have.
+fn route(kind: &str, annotations: &str, rule: &str) -> String {
+    let annotations: String = annotations.lines().map(|line| format!("    {line}\n")).collect();
+    format!(
+        "\
+apiVersion: gateway.networking.k8s.io/v1
+kind: {kind}
+metadata:
+  name: web
+  namespace: shop
+  annotations:
+{annotations}spec:
+  parentRefs: [{{group: core, kind: Service, name: web, port: {HTTP}}}]
+  rules:
+  - backendRefs: [{{name: web, port: {HTTP}}}]
+{rule}
+"
+    )
+}
+
+/// What reached a server, by the header `x-id` of the requests.
+#[derive(Clone, Default)]
+struct Seen(Arc<Mutex<HashMap<String, Vec<Bytes>>>>);
+
+impl Seen {
+    /// Notes a request; returns how many of its id came before.
+    async fn note(&self, req: Request<Incoming>) -> usize {
+        let id = req.headers()["x-id"].to_str().unwrap().to_owned();
+        let body = req
+            .into_body()
+            .collect()
+            .await
+            .map_or_else(|_| Bytes::new(), |body| body.to_bytes());
+        let mut seen = self.0.lock();
+        let bodies = seen.entry(id).or_default();
+        bodies.push(body);
+        bodies.len() - 1
+    }
+
+    fn count(&self, id: &str) -> usize {
+        self.0.lock().get(id).map_or(0, Vec::len)
+    }
+}
+
+/// A server at `workload` that answers the n-th try of each request by `answer`, counted from 0.
+async fn server<F>(
+    mesh: &Mesh,
+    workload: &str,
+    seen: &Seen,
+    answer: impl Fn(usize) -> F + Clone + Send + Sync + 'static,
+) -> App
+where
+    F: Future<Output = Response<AnyBody>> + Send + 'static,
+{
+    let seen = seen.clone();
+    apps::http(mesh.listen(workload, HTTP).await, move |req| {
+        let (seen, answer) = (seen.clone(), answer.clone());
+        async move { answer(seen.note(req).await).await }
+    })
+}
+
+fn status(status: u16) -> Response<AnyBody> {
+    Response::builder().status(status).body(full("hello")).unwrap()
+}
+
+fn get(id: &str) -> Request<AnyBody> {
+    Request::get("/")
+        .header("host", "web.test")
+        .header("x-id", id)
+        .body(empty())
+        .unwrap()
+}
+
+fn post(id: &str, body: impl Into<Bytes>) -> Request<AnyBody> {
+    Request::post("/")
+        .header("host", "web.test")
+        .header("x-id", id)
+        .body(full(body))
+        .unwrap()
+}
+
+/// `client` and `web`, with a route.
+fn routed(route: &str) -> Builder {
+    mesh().workload("client").workload("web").manifest("route", route)
+}
+
+async fn client(mesh: &Mesh) -> Http1 {
+    Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await
+}
+
+#[test]
+fn what_a_route_calls_for_is_tried_again_with_its_body() {
+    let route = route(
+        "HTTPRoute",
+        "retry.linkerd.io/http: 503\nretry.linkerd.io/limit: '2'",
+        "",
+    );
+    routed(&route).run(async |mesh: &Mesh| {
+        let seen = Seen::default();
+        let _app = server(mesh, "web", &seen, async |n| status(if n < 2 { 503 } else { 200 })).await;
+        let mut client = client(mesh).await;
+        assert_eq!(client.ask(get("twice")).await.unwrap().status, 200);
+        assert_eq!(seen.count("twice"), 3);
+        assert_eq!(client.ask(post("body", "all of it")).await.unwrap().status, 200);
+        assert_eq!(seen.0.lock()["body"], ["all of it"; 3]);
+        let answer = client.ask(post("long", vec![b'x'; 100_000])).await.unwrap();
+        assert_eq!(
+            (answer.status.as_u16(), seen.count("long")),
+            (503, 1),
+            "a long body is not kept"
+        );
+    });
+}
+
+#[test]
+fn nothing_else_is_tried_again_and_nothing_too_often() {
+    let route = route(
+        "HTTPRoute",
+        "retry.linkerd.io/http: 503\nretry.linkerd.io/limit: '2'",
+        "",
+    );
+    routed(&route).run(async |mesh: &Mesh| {
+        let seen = Seen::default();
+        let _app = server(mesh, "web", &seen, async |n| status(if n < 3 { 503 } else { 500 })).await;
+        let mut client = client(mesh).await;
+        assert_eq!(client.ask(get("limit")).await.unwrap().status, 503);
+        assert_eq!(seen.count("limit"), 3);
+        assert_eq!(client.ask(get("limit")).await.unwrap().status, 500);
+        assert_eq!(seen.count("limit"), 4);
+    });
+}
+
+#[test]
+fn a_further_try_goes_to_another_endpoint() {
+    let route = route("HTTPRoute", "retry.linkerd.io/http: 5xx", "");
+    let replicas = mesh().workload("client").replicas("web", 2).manifest("route", &route);
+    replicas.run(async |mesh: &Mesh| {
+        let (bad, good) = (Seen::default(), Seen::default());
+        let _bad = server(mesh, "web-0", &bad, async |_| status(500)).await;
+        let _good = server(mesh, "web-1", &good, async |_| status(200)).await;
+        let mut client = client(mesh).await;
+        for n in 0..100 {
+            assert_eq!(client.ask(get(&n.to_string())).await.unwrap().status, 200, "{n}");
+        }
+        let counts = |seen: &Seen| seen.0.lock().values().map(Vec::len).max();
+        assert_eq!(counts(&good), Some(1));
+        assert!(counts(&bad).is_none_or(|most| most == 1));
+    });
+}
+
+#[test]
+fn a_try_that_takes_too_long_is_followed_by_another() {
+    let annotations = "retry.linkerd.io/http: 5xx\nretry.linkerd.io/timeout: 200ms";
+    routed(&route("HTTPRoute", annotations, "")).run(async |mesh: &Mesh| {
+        let seen = Seen::default();
+        let _app = server(mesh, "web", &seen, async |n| match n {
+            0 => std::future::pending().await,
+            _ => {
+                tokio::time::sleep(Duration::from_millis(400)).await; // the last try may take longer
+                status(200)
+            }
+        })
+        .await;
+        assert_eq!(client(mesh).await.ask(get("slow")).await.unwrap().status, 200);
+        assert_eq!(seen.count("slow"), 2);
+    });
+}
+
+#[test]
+fn a_request_has_one_deadline_for_all_its_tries() {
+    let annotations = "retry.linkerd.io/http: 5xx\nretry.linkerd.io/limit: '1000'\ntimeout.linkerd.io/request: 500ms";
+    routed(&route("HTTPRoute", annotations, "")).run(async |mesh: &Mesh| {
+        let seen = Seen::default();
+        let _app = server(mesh, "web", &seen, async |_| {
+            tokio::time::sleep(Duration::from_millis(150)).await;
+            status(503)
+        })
+        .await;
+        let start = Instant::now();
+        let answer = client(mesh).await.ask(get("late")).await.unwrap();
+        assert_eq!(
+            (answer.status.as_u16(), answer.header("l5d-proxy-cause")),
+            (504, "deadline")
+        );
+        assert!(start.elapsed() >= Duration::from_millis(500), "{:?}", start.elapsed());
+        assert!((2..=4).contains(&seen.count("late")), "{}", seen.count("late"));
+    });
+}
+
+#[test]
+fn the_deadline_covers_the_body_of_the_response() {
+    for (annotation, version) in [
+        ("timeout.linkerd.io/request: 300ms", Version::HTTP_11),
+        ("timeout.linkerd.io/response: 300ms", Version::HTTP_2),
+        ("timeout.linkerd.io/idle: 300ms", Version::HTTP_11),
+    ] {
+        routed(&route("HTTPRoute", annotation, "")).run(async |mesh: &Mesh| {
+            let seen = Seen::default();
+            let _app = server(mesh, "web", &seen, async |_| dripping(1, Duration::ZERO, false)).await;
+            let stream = mesh.dial("client", mesh.service("web", HTTP)).await;
+            let start = Instant::now();
+            let result = match version {
+                Version::HTTP_2 => Http2::over(stream).await.ask(get2("x")).await,
+                _ => Http1::over(stream).await.ask(get("x")).await,
+            };
+            let error = result.expect_err("the body has no end");
+            assert!(!error.is_timeout(), "{error}");
+            assert!(
+                start.elapsed() >= Duration::from_millis(300),
+                "{annotation}: {:?}",
+                start.elapsed()
+            );
+        });
+    }
+}
+
+fn get2(id: &str) -> Request<AnyBody> {
+    let req = Request::get("http://web.test/")
+        .version(Version::HTTP_2)
+        .header("x-id", id);
+    req.body(empty()).unwrap()
+}
+
+#[test]
+fn data_that_passes_puts_off_the_idle_timeout_and_no_other() {
+    let patient = route("HTTPRoute", "timeout.linkerd.io/idle: 300ms", "");
+    routed(&patient).run(async |mesh: &Mesh| {
+        let _app = server(mesh, "web", &Seen::default(), async |_| {
+            dripping(5, Duration::from_millis(100), true)
+        })
+        .await;
+        assert_eq!(client(mesh).await.ask(get("x")).await.unwrap().body.len(), 5);
+    });
+    let strict = route("HTTPRoute", "timeout.linkerd.io/response: 300ms", "");
+    routed(&strict).run(async |mesh: &Mesh| {
+        let _app = server(mesh, "web", &Seen::default(), async |_| {
+            dripping(9, Duration::from_millis(100), true)
+        })
+        .await;
+        assert!(client(mesh).await.ask(get("x")).await.is_err());
+    });
+}
+
+/// A call of gRPC, as far as proxies look at it.
+fn call(id: &str) -> Request<AnyBody> {
+    let req = Request::post("http://web.test/shop.Web/Buy").version(Version::HTTP_2);
+    let req = req
+        .header("content-type", "application/grpc")
+        .header("te", "trailers")
+        .header("x-id", id);
+    req.body(full(&b"\0\0\0\0\0"[..])).unwrap()
+}
+
+/// An answer to a call: a message where there is one, and a status in trailers, or in the head.
+fn reply(message: Option<&'static [u8]>, code: i32, in_head: bool) -> Response<AnyBody> {
+    let mut trailers = HeaderMap::new();
+    trailers.insert("grpc-status", HeaderValue::from(code));
+    let rsp = Response::builder().header("content-type", "application/grpc");
+    if in_head {
+        return rsp.header("grpc-status", code).body(empty()).unwrap();
+    }
+    let frames = message.map(|message| Frame::data(Bytes::from_static(message)));
+    let frames = frames
+        .into_iter()
+        .chain([Frame::trailers(trailers)])
+        .map(Ok::<_, Infallible>);
+    rsp.body(any(StreamBody::new(stream::iter(frames)))).unwrap()
+}
+
+fn grpc_status(answer: &Answer) -> &str {
+    let status = answer
+        .trailers
+        .get("grpc-status")
+        .or_else(|| answer.headers.get("grpc-status"));
+    status.map_or("", |status| status.to_str().unwrap())
+}
+
+#[test]
+fn grpc_statuses_are_tried_again_wherever_they_stand() {
+    let route = route("GRPCRoute", "retry.linkerd.io/grpc: unavailable", "");
+    routed(&route).run(async |mesh: &Mesh| {
+        let seen = Seen::default();
+        let _app = server(mesh, "web", &seen, async |n| match n {
+            0 => reply(None, 14, true),
+            _ => reply(Some(b"\0\0\0\0\0"), 0, false),
+        })
+        .await;
+        let mut client = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let answer = client.ask(call("head")).await.unwrap();
+        assert_eq!(
+            (grpc_status(&answer), answer.body.len(), seen.count("head")),
+            ("0", 5, 2)
+        );
+    });
+    routed(&route).run(async |mesh: &Mesh| {
+        let seen = Seen::default();
+        let _app = server(mesh, "web", &seen, async |n| match n {
+            0 => reply(None, 14, false),
+            _ => reply(Some(b"\0\0\0\0\0"), 5, false),
+        })
+        .await;
+        let mut client = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let answer = client.ask(call("trailers")).await.unwrap();
+        assert_eq!(
+            (grpc_status(&answer), answer.body.len(), seen.count("trailers")),
+            ("5", 5, 2)
+        );
+    });
+}
+
+#[test]
+fn a_grpc_stream_that_is_given_up_ends_with_a_status() {
+    let route = route("GRPCRoute", "timeout.linkerd.io/idle: 300ms", "");
+    routed(&route).run(async |mesh: &Mesh| {
+        let _app = server(mesh, "web", &Seen::default(), async |_| {
+            let mut rsp = dripping(1, Duration::ZERO, false);
+            let kind = HeaderValue::from_static("application/grpc");
+            rsp.headers_mut().insert("content-type", kind);
+            rsp
+        })
+        .await;
+        let mut client = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let answer = client.ask(call("stream")).await.unwrap();
+        assert_eq!((grpc_status(&answer), answer.body.len()), ("4", 1));
+        assert!(
+            answer.trailers["grpc-message"]
+                .to_str()
+                .unwrap()
+                .contains("idle timeout")
+        );
+    });
+}
+
+#[test]
+fn requests_bring_their_own_terms_where_they_may() {
+    let plain = route("HTTPRoute", "{}", "");
+    for allowed in [true, false] {
+        let builder = match allowed {
+            true => routed(&plain).flag("--allow-l5d-request-headers"),
+            false => routed(&plain),
+        };
+        builder.run(async |mesh: &Mesh| {
+            let seen = Seen::default();
+            let heads = Arc::new(Mutex::new(Vec::new()));
+            let (noted, heard) = (seen.clone(), heads.clone());
+            let _app = apps::http(mesh.listen("web", HTTP).await, move |req| {
+                let noted = noted.clone();
+                heard.lock().push(req.headers().clone());
+                async move {
+                    match req.uri().path() {
+                        "/hang" => std::future::pending().await,
+                        _ => status(if noted.note(req).await < 3 { 503 } else { 200 }),
+                    }
+                }
+            });
+            let mut client = client(mesh).await;
+            let mut req = get("asks");
+            for (name, value) in [
+                ("l5d-retry-http", "5xx"),
+                ("l5d-retry-limit", "3"),
+                ("l5d-timeout", "20s"),
+            ] {
+                req.headers_mut().insert(name, HeaderValue::from_static(value));
+            }
+            let answer = client.ask(req).await.unwrap();
+            let (code, n) = if allowed { (200, 4) } else { (503, 1) };
+            assert_eq!((answer.status.as_u16(), seen.count("asks")), (code, n));
+            let leaked = heads.lock().iter().any(|head| head.contains_key("l5d-retry-http"));
+            assert_eq!(leaked, !allowed);
+            if allowed {
+                let req = Request::get("/hang")
+                    .header("host", "web.test")
+                    .header("l5d-timeout", "200ms");
+                let answer = client.ask(req.body(empty()).unwrap()).await.unwrap();
+                assert_eq!(
+                    (answer.status.as_u16(), answer.header("l5d-proxy-cause")),
+                    (504, "deadline")
+                );
+            }
+        });
+    }
+}
+
+#[test]
+fn retries_at_most_double_what_a_failing_server_gets() {
+    let annotations = "retry.linkerd.io/http: 5xx\nretry.linkerd.io/limit: '20'";
+    routed(&route("HTTPRoute", annotations, "")).run(async |mesh: &Mesh| {
+        let seen = Seen::default();
+        let _app = server(mesh, "web", &seen, async |_| status(500)).await;
+        let mut clients = JoinSet::new();
+        for n in 0..200 {
+            let mut client = client(mesh).await;
+            clients.spawn(async move { client.ask(get(&n.to_string())).await.unwrap().status });
+        }
+        while let Some(status) = clients.join_next().await {
+            assert_eq!(status.unwrap(), 500);
+        }
+        let n: usize = seen.0.lock().values().map(Vec::len).sum();
+        // Two hundred requests, as many retries, and those that are free: ten a second for ten seconds.
+        assert!((400..=501).contains(&n), "{n}");
+    });
+}
+
+#[test]
+fn a_profile_retries_within_its_budget_and_rules_instead_of_routes() {
+    let profile = "\
+apiVersion: linkerd.io/v1alpha2
+kind: ServiceProfile
+metadata: {name: web.shop.svc.cluster.local, namespace: shop}
+spec:
+  retryBudget: {retryRatio: 0.0, minRetriesPerSecond: 1, ttl: 10s}
+  routes:
+  - name: flaky
+    condition: {pathRegex: /}
+    isRetryable: true
+";
+    // A route that would lead nowhere.
+    let nowhere = route(
+        "HTTPRoute",
+        "{}",
+        "    matches: [{path: {type: Exact, value: /nowhere}}]",
+    );
+    routed(&nowhere).manifest("profile", profile).run(async |mesh: &Mesh| {
+        let seen = Seen::default();
+        let _app = server(mesh, "web", &seen, async |n| status(if n < 2 { 503 } else { 200 })).await;
+        let mut client = client(mesh).await;
+        eventually("the profile is known", async || {
+            let known = client.ask(get("known")).await.unwrap().status;
+            (known != 404).then_some(())
+        })
+        .await;
+        for id in ["a", "b", "c", "d"] {
+            assert_eq!(client.ask(get(id)).await.unwrap().status, 200);
+            assert_eq!(seen.count(id), 3);
+        }
+        let mut n_failed = 0;
+        for id in ["e", "f", "g"] {
+            n_failed += usize::from(client.ask(get(id)).await.unwrap().status == 503);
+        }
+        assert_eq!(n_failed, 3, "ten retries in ten seconds, of which none is left");
+        let skipped = mesh
+            .metric("client", "route_retryable_total", &["skipped=\"no_budget\""])
+            .await;
+        assert!(skipped >= 3.0, "{skipped}");
+    });
+}
