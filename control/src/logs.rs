@@ -7,10 +7,12 @@ use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
-use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
+use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::util::SubscriberInitExt as _;
+use tracing_subscriber::{EnvFilter, Layer as _};
 
 /// Writes an event as one plain line.
 pub(crate) struct Plain;
@@ -41,10 +43,13 @@ pub(crate) fn init(filter: &str) -> Result<()> {
     let filter = EnvFilter::builder()
         .parse(&filter)
         .with_context(|| format!("-log-level={filter:?}; expected a level, or a filter such as warn,tulle=debug"))?;
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let lines = tracing_subscriber::fmt::layer()
         .event_format(Plain)
         .with_writer(std::io::stderr)
+        // Who reads them may go away, which is to end nobody.
+        .log_internal_errors(false);
+    tracing_subscriber::registry()
+        .with(lines.with_filter(filter))
         .try_init()
         .map_err(|err| anyhow!(err).context("starting logs"))
 }

@@ -345,15 +345,30 @@ impl Process {
         timeout(LIMIT, find).await.expect(part)
     }
 
-    async fn end(mut self) -> Option<i32> {
-        let pid = self.child.id().unwrap().to_string();
-        Command::new("kill").args(["-TERM", &pid]).status().await.unwrap();
-        timeout(Duration::from_secs(5), self.child.wait())
-            .await
-            .unwrap()
-            .unwrap()
-            .code()
+    async fn end(self) -> Option<i32> {
+        end(self.child).await
     }
+}
+
+async fn end(mut child: Child) -> Option<i32> {
+    let pid = child.id().unwrap().to_string();
+    Command::new("kill").args(["-TERM", &pid]).status().await.unwrap();
+    timeout(Duration::from_secs(5), child.wait())
+        .await
+        .unwrap()
+        .unwrap()
+        .code()
+}
+
+#[tokio::test]
+async fn who_reads_the_log_may_go_away() {
+    let files = Files::new();
+    let mut identity = Process::start(&files.line("identity", &["-log-level=debug"]));
+    let addr = identity.addr("service=identity").await;
+    let Process { child, log } = identity;
+    drop(log);
+    certify(&files, files.connect(Some(addr), IDENTITY, None).await).await; // which is logged
+    assert_eq!(end(child).await, Some(0));
 }
 
 #[tokio::test]
