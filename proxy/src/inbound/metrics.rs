@@ -114,8 +114,9 @@ impl Ended for Passage {
     }
 
     fn ended(&mut self, outcome: Outcome) {
-        routes::observe(&self.route.request_duration, self.upload.started().elapsed());
-        routes::observe(&self.route.response_duration, self.upload.ended().elapsed());
+        let now = Instant::now();
+        routes::observe(&self.route.request_duration, self.upload.started(), now);
+        routes::observe(&self.route.response_duration, self.upload.ended(), now);
         self.route.statuses.ended(&outcome);
     }
 }

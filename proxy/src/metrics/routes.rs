@@ -1,9 +1,10 @@
 //! What is counted of the requests of one route, or of one backend behind it: how long they took, how they ended, and the pieces
 //! in which they came.
 
-use std::{fmt::Display, sync::Arc, time::Duration};
+use std::fmt::Display;
 
 use parking_lot::Mutex;
+use tokio::time::Instant;
 use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 
 use crate::metrics::http::{End, Few, Outcome};
@@ -43,11 +44,14 @@ pub(crate) struct Statuses {
     tells_errors: bool,
 }
 
+/// Status and error, as far as there are any.
+type Ending = (Option<u16>, Option<&'static str>);
+
 /// [`Statuses`] of exchanges that share their labels.
 pub(crate) struct StatusSeries {
     statuses: Statuses,
     labels: Labels,
-    known: Mutex<Few<(Option<u16>, Option<&'static str>), Counter>>,
+    known: Mutex<Few<Ending, Counter>>,
 }
 
 impl Statuses {
@@ -135,7 +139,7 @@ fn code_name(code: Option<u16>) -> &'static str {
     code.and_then(|code| NAMES.get(usize::from(code))).unwrap_or(&"UNKNOWN")
 }
 
-/// Seconds into a histogram.
-pub(crate) fn observe(histogram: &Arc<Histogram>, took: Duration) {
-    histogram.observe(took.as_secs_f64());
+/// Notes in seconds what took from one moment to another.
+pub(crate) fn observe(histogram: &Histogram, from: Instant, to: Instant) {
+    histogram.observe(to.saturating_duration_since(from).as_secs_f64());
 }

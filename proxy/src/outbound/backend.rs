@@ -82,15 +82,18 @@ pub(crate) struct Factory {
 /// Endpoints at fixed addresses, so that a new policy that says the same keeps their connections.
 #[derive(Default)]
 pub(crate) struct Forwards {
-    known: HashMap<SocketAddr, Vec<(Arc<EndpointSpec>, Weak<Endpoint>)>>,
+    known: HashMap<SocketAddr, Vec<Forward>>,
     /// As many addresses call for a look at which are still used.
     full_at: usize,
 }
 
+/// How an endpoint was described, and the endpoint for as long as it is used.
+type Forward = (Arc<EndpointSpec>, Weak<Endpoint>);
+
 impl Forwards {
     fn sweep(&mut self) {
         if self.known.len() > self.full_at {
-            let in_use = |(_, endpoint): &(_, Weak<Endpoint>)| endpoint.strong_count() > 0;
+            let in_use = |(_, endpoint): &Forward| endpoint.strong_count() > 0;
             self.known.retain(|_, list| list.iter().any(in_use));
             self.full_at = 2 * self.known.len();
         }

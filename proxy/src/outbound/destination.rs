@@ -68,7 +68,7 @@ pub(crate) enum Plan {
 pub(crate) enum Router {
     /// Routes of a policy.
     Routes(Vec<Route<HttpPlan>>),
-    Profile(ProfilePlan),
+    Profile(Box<ProfilePlan>),
 }
 
 /// What happens to a request that a rule has chosen.
@@ -188,7 +188,7 @@ fn profile_router(
         false => profile_backends(factory, profile, queue, accrual),
     };
     let families = &factory.common.families.profiles;
-    Router::Profile(ProfilePlan::new(families, profile, &dst, backends))
+    Router::Profile(Box::new(ProfilePlan::new(families, profile, &dst, backends)))
 }
 
 fn opaque(factory: &Factory, route: Option<&OpaqueRoute>) -> OpaquePlan {

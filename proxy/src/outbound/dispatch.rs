@@ -54,13 +54,14 @@ impl Counted {
     /// The attempt brought no response.
     pub(super) fn failed(&self, error: &Error) {
         self.backend
-            .ended(self.passage.upload.ended(), &classify::failed(error));
+            .ended(self.passage.upload.ended(), Instant::now(), &classify::failed(error));
     }
 
-    fn ended(&self, outcome: &Outcome) {
-        self.backend.ended(self.passage.upload.ended(), outcome);
+    fn ended(&self, now: Instant, outcome: &Outcome) {
+        let Passage { route, upload } = &self.passage;
+        self.backend.ended(upload.ended(), now, outcome);
         if self.last == Last::Certainly {
-            self.passage.route.ended(self.passage.upload.started(), outcome);
+            route.ended(upload.started(), now, outcome);
         }
     }
 }
@@ -333,10 +334,10 @@ impl Flight {
         if away {
             self.retry_after = headers::retry_after(rsp.headers());
         }
-        if overloaded || (code != Some(grpc::PERMISSION_DENIED) && !classify::is_success(status, code)) {
-            if let Some(pending) = self.pending.take() {
-                pending.failed(self.retry_after, Instant::now());
-            }
+        if (overloaded || (code != Some(grpc::PERMISSION_DENIED) && !classify::is_success(status, code)))
+            && let Some(pending) = self.pending.take()
+        {
+            pending.failed(self.retry_after, Instant::now());
         }
     }
 
@@ -373,9 +374,12 @@ impl Ended for Flight {
     }
 
     fn ended(&mut self, outcome: Outcome) {
-        self.first_data();
+        let now = Instant::now();
+        if let Some(pending) = self.pending.take() {
+            pending.answered(now);
+        }
         if let Some(counted) = &self.counted {
-            counted.ended(&outcome);
+            counted.ended(now, &outcome);
         }
         let overloaded =
             outcome.status == StatusCode::TOO_MANY_REQUESTS || outcome.grpc == Some(grpc::RESOURCE_EXHAUSTED);
@@ -390,9 +394,7 @@ impl Ended for Flight {
             } if classify::is_success(status, grpc) => return,
             _ => breaker::Outcome::Failure,
         };
-        self.endpoint
-            .breaker()
-            .record(verdict, self.retry_after, Instant::now());
+        self.endpoint.breaker().record(verdict, self.retry_after, now);
     }
 }
 

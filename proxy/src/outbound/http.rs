@@ -81,7 +81,9 @@ impl HttpConnection {
                 sent.map(|rsp| classify::tell(rsp, passage.clone()))
             }
         };
-        let mut rsp = sent.inspect_err(|error| series.ended(passage.upload.started(), &classify::failed(error)))?;
+        let mut rsp = sent.inspect_err(|error| {
+            series.ended(passage.upload.started(), Instant::now(), &classify::failed(error));
+        })?;
         filter_response(&found.rule.filters, &mut rsp); // O12
         Ok(rsp)
     }

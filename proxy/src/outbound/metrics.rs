@@ -169,8 +169,8 @@ impl RouteSeries {
     }
 
     /// A request has come to its end.
-    pub(super) fn ended(&self, started: Instant, outcome: &Outcome) {
-        routes::observe(&self.duration, started.elapsed());
+    pub(super) fn ended(&self, started: Instant, now: Instant, outcome: &Outcome) {
+        routes::observe(&self.duration, started, now);
         self.statuses.ended(outcome);
     }
 }
@@ -207,8 +207,8 @@ impl BackendSeries {
     }
 
     /// A response has come to its end, or failed to come.
-    pub(super) fn ended(&self, sent_at: Instant, outcome: &Outcome) {
-        routes::observe(&self.duration, sent_at.elapsed());
+    pub(super) fn ended(&self, sent_at: Instant, now: Instant, outcome: &Outcome) {
+        routes::observe(&self.duration, sent_at, now);
         self.statuses.ended(outcome);
     }
 }
@@ -234,7 +234,7 @@ impl Ended for Passage {
     fn first_data(&mut self) {}
 
     fn ended(&mut self, outcome: Outcome) {
-        self.route.ended(self.upload.started(), &outcome);
+        self.route.ended(self.upload.started(), Instant::now(), &outcome);
     }
 }
 
