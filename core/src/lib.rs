@@ -7,6 +7,7 @@
 pub mod addr;
 pub mod admin;
 pub mod backoff;
+pub mod causes;
 pub mod drain;
 pub mod duration;
 pub mod identity;

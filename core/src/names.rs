@@ -23,7 +23,7 @@ pub mod header {
     pub const L5D_REQUIRE_ID: HeaderName = HeaderName::from_static("l5d-require-id");
     /// What went wrong, on a response that a proxy made.
     pub const L5D_PROXY_ERROR: HeaderName = HeaderName::from_static("l5d-proxy-error");
-    /// Why a request never reached the application: `connect-refused` or `connect-timeout`.
+    /// Why a proxy answered itself, by a code that stays what it is, and who says so: [`causes`](crate::causes).
     pub const L5D_PROXY_CAUSE: HeaderName = HeaderName::from_static("l5d-proxy-cause");
     /// `close` asks the peer's proxy to end the connection of its application as well.
     pub const L5D_PROXY_CONNECTION: HeaderName = HeaderName::from_static("l5d-proxy-connection");

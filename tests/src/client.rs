@@ -44,6 +44,12 @@ impl Answer {
         String::from_utf8_lossy(&self.body).into_owned()
     }
 
+    /// The code in `l5d-proxy-cause`; empty without it.
+    pub fn cause(&self) -> &str {
+        let told = self.header("l5d-proxy-cause");
+        told.split([';', ':']).next().unwrap_or_default()
+    }
+
     /// The value of a header; empty without it.
     pub fn header(&self, name: &str) -> &str {
         self.headers

@@ -173,7 +173,10 @@ pub(super) fn proxy_reason(headers: &HeaderMap) -> Option<String> {
             .map(|v| String::from_utf8_lossy(v.as_bytes()).into_owned())
     };
     match (text(L5D_PROXY_ERROR), text(L5D_PROXY_CAUSE)) {
-        (Some(error), Some(cause)) => Some(format!("{error} ({cause})")),
+        (Some(error), Some(cause)) => {
+            let code = cause.split(';').next().unwrap_or_default();
+            Some(format!("{error} ({code})"))
+        }
         (error, cause) => error.or(cause),
     }
 }
@@ -209,7 +212,7 @@ mod tests {
     fn the_reason_of_a_proxy_stands_in_the_error() {
         let mut headers = HeaderMap::new();
         headers.insert(L5D_PROXY_ERROR, "no endpoints".parse().unwrap());
-        headers.insert(L5D_PROXY_CAUSE, "fail-fast".parse().unwrap());
+        headers.insert(L5D_PROXY_CAUSE, "fail-fast; direction=outbound".parse().unwrap());
         let answer = Answer {
             verdict: Verdict::Status(503),
             reason: proxy_reason(&headers),

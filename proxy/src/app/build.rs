@@ -23,6 +23,7 @@ use crate::{
         Inbound, metrics as inbound_metrics,
         policy::{Current, Defaults, Ports},
     },
+    metrics::failures::Failures,
     metrics::http as http_metrics,
     net::{
         connect::{self, SocketOptions},
@@ -169,6 +170,7 @@ impl Parts<'_> {
                 Visibility::Hidden => Reasons::Kept,
             },
             families,
+            name: self.creds.id().as_str().into(),
         })
     }
 
@@ -212,12 +214,13 @@ impl Parts<'_> {
             },
             wrappers: wrappers(registry, "inbound", direction),
             families: inbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone()),
+            name: self.creds.id().as_str().into(),
             apps: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
         })
     }
 }
 
-fn wrappers(registry: &Registry, name: &str, direction: &Direction) -> Wrappers {
+fn wrappers(registry: &Registry, name: &'static str, direction: &Direction) -> Wrappers {
     Wrappers {
         admission: Admission::new(direction.max_in_flight),
         observe: Observe::new(registry, name),
@@ -225,14 +228,11 @@ fn wrappers(registry: &Registry, name: &str, direction: &Direction) -> Wrappers 
     }
 }
 
-fn errors(registry: &Registry, direction: &str) -> Errors {
+fn errors(registry: &Registry, direction: &'static str) -> Errors {
     let name = format!("{direction}_http_errors_total");
     Errors::new(
         registry.counter(&name, "HTTP requests that the proxy answered itself, by kind of error"),
-        registry.counter(
-            "tulle_http_failures_total",
-            "HTTP requests that the proxy answered itself, by cause",
-        ),
+        Failures::new(registry, direction),
         Labels::new().with("direction", direction),
     )
 }

@@ -45,11 +45,20 @@ pub(crate) enum PickError {
     #[error("the service has no endpoints")]
     NoEndpoints,
     #[error("no endpoint became available within {0:?}")]
-    FailFast(Duration),
+    FailFast(Duration, Missing),
     #[error("no endpoint is available")]
-    Unavailable,
+    Unavailable(Missing),
     #[error("{0} requests wait for an endpoint already")]
     QueueFull(usize),
+}
+
+/// Where endpoints are that are not available.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Missing {
+    /// They cannot be reached, or nobody knows of any yet.
+    Unready,
+    /// One at least was taken out for failing.
+    Ejected,
 }
 
 /// The endpoints of one service, shared by all workers.
@@ -144,7 +153,7 @@ impl<E: Candidate> Balancer<E> {
     async fn wait(&self, tried: &[Arc<E>]) -> Result<Arc<E>, PickError> {
         self.refuse_if_empty()?;
         if self.is_failing_fast.load(Ordering::Relaxed) {
-            return Err(PickError::Unavailable);
+            return Err(PickError::Unavailable(self.missing()));
         }
         // Before discovery has answered, all who come wait for the same answer.
         let capacity = match &**self.snapshot.load() {
@@ -167,7 +176,7 @@ impl<E: Candidate> Balancer<E> {
                 self.fleet.wake(); // who came later would wait in vain as well
             }
             if self.is_failing_fast.load(Ordering::Relaxed) {
-                return Err(PickError::FailFast(self.queue.failfast_timeout));
+                return Err(PickError::FailFast(self.queue.failfast_timeout, self.missing()));
             }
             let next = self.available_at().map_or(deadline, |at| at.min(deadline));
             tokio::select! {
@@ -210,6 +219,15 @@ impl<E: Candidate> Balancer<E> {
         match &**self.snapshot.load() {
             Discovered::NoEndpoints => Err(PickError::NoEndpoints),
             Discovered::Unknown | Discovered::Endpoints(_) => Ok(()),
+        }
+    }
+
+    fn missing(&self) -> Missing {
+        match &**self.snapshot.load() {
+            Discovered::Endpoints(endpoints) if endpoints.iter().any(|endpoint| endpoint.breaker().is_ejected()) => {
+                Missing::Ejected
+            }
+            _ => Missing::Unready,
         }
     }
 
@@ -411,9 +429,15 @@ mod tests {
         let balancer = balancer(Strategy::PeakEwma);
         balancer.update(Discovered::Endpoints(Box::new([])));
         let start = Instant::now();
-        assert_eq!(balancer.pick(&[]).await.unwrap_err(), PickError::FailFast(FAILFAST));
+        assert_eq!(
+            balancer.pick(&[]).await.unwrap_err(),
+            PickError::FailFast(FAILFAST, Missing::Unready)
+        );
         assert_eq!(start.elapsed(), FAILFAST);
-        assert_eq!(balancer.pick(&[]).await.unwrap_err(), PickError::Unavailable);
+        assert_eq!(
+            balancer.pick(&[]).await.unwrap_err(),
+            PickError::Unavailable(Missing::Unready)
+        );
         assert_eq!(start.elapsed(), FAILFAST);
         let peers = peers(&balancer, 1);
         assert_eq!(balancer.pick(&[]).await.unwrap().number, 0);

@@ -156,6 +156,12 @@ impl Breaker {
         }
     }
 
+    /// Whether it was taken out for failing.
+    pub(crate) fn is_ejected(&self) -> bool {
+        let accrual = self.accrual.as_ref();
+        accrual.is_some_and(|accrual| accrual.gate.phase() != Phase::Open)
+    }
+
     /// Notes that the endpoint could not be reached; others are preferred until a backoff from 100 ms to 10 s is over.
     pub(crate) fn connect_failed(&self, now: Instant) {
         self.dial.shut(self.at(now), Duration::ZERO, || self.fleet.take_out(0));

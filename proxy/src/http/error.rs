@@ -44,6 +44,8 @@ pub(crate) enum Error {
     #[error("TLS handshake with {addr}")]
     Tls {
         addr: SocketAddr,
+        /// Which kind of failure.
+        cause: &'static str,
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -55,6 +57,9 @@ pub(crate) enum Error {
     Response(#[source] std::io::Error),
     #[error("invalid response: {0}")]
     BadResponse(&'static str),
+    /// It was safe to send once more, but for its body.
+    #[error(transparent)]
+    TooLargeToRetry(Box<Self>),
     #[error("receiving the request body")]
     RequestBody(#[source] Box<dyn std::error::Error + Send + Sync>),
     #[error("the request is given up here, or sent to another endpoint")]
@@ -73,10 +78,11 @@ pub(crate) enum Error {
     Client(#[source] std::io::Error),
     #[error("no endpoints")]
     NoEndpoints,
+    /// Whether some were taken out for failing.
     #[error("no endpoint became available within {0:?}")]
-    FailFast(Duration),
+    FailFast(Duration, bool),
     #[error("no endpoint is available")]
-    Unavailable,
+    Unavailable(bool),
     #[error("the route has no backends")]
     NoBackends,
     #[error("too many requests wait for an endpoint")]
@@ -90,9 +96,9 @@ pub(crate) enum Error {
     #[error("{0}")]
     InvalidPolicy(String),
     #[error("unauthorized request on route")]
-    Unauthorized { rule: String },
+    Unauthorized { rule: String, why: &'static str },
     #[error("rate limit exceeded")]
-    RateLimited,
+    RateLimited { limit: String },
     #[error("redirected to {location:?}")]
     Redirect { status: StatusCode, location: HeaderValue },
     #[error("{message}")]
@@ -176,6 +182,7 @@ impl Error {
 
     pub(crate) fn side(&self) -> Side {
         match self {
+            Self::TooLargeToRetry(error) => error.side(),
             Self::RequestBody(_)
             | Self::BadRequest(_)
             | Self::HeadTooLong { .. }
@@ -195,14 +202,14 @@ impl Error {
             | Self::Late(_) => Side::Peer,
             Self::TakenBack | Self::Shed | Self::QueueFull | Self::Undiscovered(_) => Side::Us,
             Self::NoEndpoints
-            | Self::FailFast(_)
-            | Self::Unavailable
+            | Self::FailFast(..)
+            | Self::Unavailable(_)
             | Self::RouteNotFound
             | Self::NoBackends
             | Self::NoBackend(_)
             | Self::InvalidPolicy(_)
             | Self::Unauthorized { .. }
-            | Self::RateLimited
+            | Self::RateLimited { .. }
             | Self::Redirect { .. }
             | Self::Injected { .. }
             | Self::InjectedGrpc { .. } => Side::Policy,
@@ -224,7 +231,8 @@ impl Error {
     pub(crate) fn answer(&self) -> Answer {
         let answer = |status, grpc, close| Answer { status, grpc, close };
         match self {
-            Self::ConnectTimeout(_) | Self::FailFast(_) => {
+            Self::TooLargeToRetry(error) => error.answer(),
+            Self::ConnectTimeout(_) | Self::FailFast(..) => {
                 answer(StatusCode::GATEWAY_TIMEOUT, grpc::DEADLINE_EXCEEDED, true)
             }
             Self::Late(late) => answer(
@@ -245,7 +253,7 @@ impl Error {
             | Self::NoBackend(_) => answer(StatusCode::BAD_GATEWAY, grpc::UNAVAILABLE, true),
             Self::NoEndpoints
             | Self::NoBackends
-            | Self::Unavailable
+            | Self::Unavailable(_)
             | Self::QueueFull
             | Self::Shed
             | Self::Undiscovered(_) => answer(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true),
@@ -260,7 +268,7 @@ impl Error {
             Self::HeadTimeout(_) => answer(StatusCode::REQUEST_TIMEOUT, grpc::DEADLINE_EXCEEDED, true),
             Self::RouteNotFound => answer(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
             Self::Unauthorized { .. } => answer(StatusCode::FORBIDDEN, grpc::PERMISSION_DENIED, false),
-            Self::RateLimited => answer(StatusCode::TOO_MANY_REQUESTS, grpc::RESOURCE_EXHAUSTED, false),
+            Self::RateLimited { .. } => answer(StatusCode::TOO_MANY_REQUESTS, grpc::RESOURCE_EXHAUSTED, false),
             Self::Redirect { status, .. } => answer(*status, grpc::NOT_FOUND, false),
             Self::Injected { status, .. } => answer(*status, grpc::FAILED_PRECONDITION, false),
             Self::InjectedGrpc { code, .. } => answer(StatusCode::OK, *code, false),
@@ -271,8 +279,9 @@ impl Error {
     /// Label of `*_http_errors_total`.
     pub(crate) fn label(&self) -> &'static str {
         match self {
-            Self::Shed | Self::QueueFull | Self::Unavailable | Self::NoEndpoints | Self::NoBackends => "loadshed",
-            Self::FailFast(_) => "failfast",
+            Self::TooLargeToRetry(error) => error.label(),
+            Self::Shed | Self::QueueFull | Self::Unavailable(_) | Self::NoEndpoints | Self::NoBackends => "loadshed",
+            Self::FailFast(..) => "failfast",
             Self::RequireId { .. } => "identity required",
             Self::Late(_) => "response timeout",
             Self::ConnectTimeout(_)
@@ -283,6 +292,27 @@ impl Error {
             | Self::H2(_)
             | Self::Response(_) => "i/o",
             _ => "unexpected",
+        }
+    }
+
+    /// Code and details as `l5d-proxy-cause` tells them, but for who tells.
+    pub(crate) fn told(&self) -> String {
+        let code = self.cause();
+        match self {
+            Self::Unauthorized { rule, why } => format!("{code}:{rule}; why={why}"),
+            Self::RateLimited { limit } => format!("{code}; limit={limit}"),
+            Self::TooLargeToRetry(error) => format!("{code}; after={}", error.cause()),
+            _ => code.to_owned(),
+        }
+    }
+
+    /// The address that failed, where it is another than was asked for.
+    pub(crate) fn target(&self) -> Option<SocketAddr> {
+        match self {
+            Self::ConnectTimeout(error) | Self::Connect(error) => Some(error.addr()),
+            Self::DialFailed { addr } | Self::Tls { addr, .. } | Self::Closed { addr, .. } => Some(*addr),
+            Self::TooLargeToRetry(error) => error.target(),
+            _ => None,
         }
     }
 
@@ -297,8 +327,9 @@ impl Error {
     /// The name of an error in the metrics of routes.
     fn stream_label(&self) -> &'static str {
         match self {
-            Self::FailFast(_) => "FAIL_FAST",
-            Self::Shed | Self::QueueFull | Self::Unavailable | Self::NoEndpoints | Self::NoBackends => "LOAD_SHED",
+            Self::TooLargeToRetry(error) => error.stream_label(),
+            Self::FailFast(..) => "FAIL_FAST",
+            Self::Shed | Self::QueueFull | Self::Unavailable(_) | Self::NoEndpoints | Self::NoBackends => "LOAD_SHED",
             Self::Late(Late::Request(_)) => "REQUEST_TIMEOUT",
             Self::Late(Late::Head(_) | Late::Profile(_)) => "RESPONSE_HEADERS_TIMEOUT",
             Self::Late(Late::Response(_)) => "RESPONSE_STREAM_TIMEOUT",
@@ -325,9 +356,10 @@ impl Error {
     /// The stable machine-readable reason, for `l5d-proxy-cause` and metric labels.
     pub(crate) fn cause(&self) -> &'static str {
         match self {
-            Self::ConnectTimeout(_) | Self::Connect(ConnectError::Timeout { .. }) => "connect-timeout",
-            Self::Connect(_) | Self::DialFailed { .. } => "connect-refused",
-            Self::Tls { .. } => "tls-handshake",
+            Self::TooLargeToRetry(_) => "body-too-large-to-retry",
+            Self::ConnectTimeout(error) | Self::Connect(error) => error.cause(),
+            Self::DialFailed { .. } => "connect-refused",
+            Self::Tls { cause, .. } => cause,
             Self::Closed { .. } | Self::TakenBack => "connection-closed",
             Self::H2(_) => "stream-reset",
             Self::Response(_) | Self::BadResponse(_) | Self::Miscounted => "bad-response",
@@ -336,14 +368,15 @@ impl Error {
             Self::HeadTimeout(_) => "head-timeout",
             Self::Left | Self::Client(_) => "client-left",
             Self::NoEndpoints => "no-endpoints",
-            Self::FailFast(_) | Self::Unavailable => "endpoints-unready",
+            Self::FailFast(_, true) | Self::Unavailable(true) => "breaker-open",
+            Self::FailFast(..) | Self::Unavailable(_) => "endpoints-unready",
             Self::QueueFull => "queue-full",
             Self::Shed => "overload",
             Self::RouteNotFound => "no-route",
             Self::NoBackend(_) | Self::NoBackends => "no-backend",
             Self::InvalidPolicy(_) => "invalid-policy",
             Self::Unauthorized { .. } => "policy-denied",
-            Self::RateLimited => "rate-limited",
+            Self::RateLimited { .. } => "rate-limited",
             Self::Redirect { .. } => "redirect",
             Self::Injected { .. } | Self::InjectedGrpc { .. } => "injected",
             Self::RequireId { .. } => "tls-identity-mismatch",
@@ -358,4 +391,107 @@ impl Error {
 /// True when the peer says that it did not process the stream.
 fn refused(error: &::h2::Error) -> bool {
     error.reason() == Some(Reason::REFUSED_STREAM) || (error.is_go_away() && error.reason() == Some(Reason::NO_ERROR))
+}
+
+#[cfg(test)]
+mod tests {
+    use tulle_core::causes;
+
+    use super::*;
+
+    /// The name of a gRPC status.
+    fn name(code: i32) -> &'static str {
+        match code {
+            grpc::INVALID_ARGUMENT => "INVALID_ARGUMENT",
+            grpc::DEADLINE_EXCEEDED => "DEADLINE_EXCEEDED",
+            grpc::NOT_FOUND => "NOT_FOUND",
+            grpc::PERMISSION_DENIED => "PERMISSION_DENIED",
+            grpc::RESOURCE_EXHAUSTED => "RESOURCE_EXHAUSTED",
+            grpc::INTERNAL => "INTERNAL",
+            grpc::UNAVAILABLE => "UNAVAILABLE",
+            _ => "another",
+        }
+    }
+
+    #[test]
+    fn the_page_of_errors_says_what_clients_are_told() {
+        let (addr, limit) = (SocketAddr::from(([10, 0, 0, 1], 80)), Duration::from_secs(1));
+        let refused = || ConnectError::Io {
+            addr,
+            source: std::io::ErrorKind::ConnectionRefused.into(),
+        };
+        let tls = |cause| Error::Tls {
+            addr,
+            cause,
+            source: "handshake".into(),
+        };
+        for error in [
+            Error::ConnectTimeout(ConnectError::Timeout { addr, limit }),
+            Error::Connect(refused()),
+            Error::Connect(ConnectError::Ourselves { addr }),
+            Error::DialFailed { addr },
+            tls("tls-identity-mismatch"),
+            tls("tls-untrusted"),
+            tls("tls-expired"),
+            tls("tls-refused"),
+            tls("tls-handshake"),
+            Error::Closed {
+                addr,
+                reused: false,
+                sent: true,
+            },
+            Error::H2(Reason::INTERNAL_ERROR.into()),
+            Error::Response(std::io::ErrorKind::UnexpectedEof.into()),
+            Error::BadResponse("its length"),
+            Error::Miscounted,
+            Error::from_client("gone"),
+            Error::BadRequest("its target"),
+            Error::HeadTooLong { limit: 1 },
+            Error::HeadTimeout(limit),
+            Error::Left,
+            Error::NoEndpoints,
+            Error::FailFast(limit, false),
+            Error::FailFast(limit, true),
+            Error::Unavailable(false),
+            Error::Unavailable(true),
+            Error::NoBackends,
+            Error::NoBackend("it has no dispatcher"),
+            Error::QueueFull,
+            Error::Shed,
+            Error::RouteNotFound,
+            Error::InvalidPolicy("of nobody".into()),
+            Error::Unauthorized {
+                rule: String::new(),
+                why: "no-tls",
+            },
+            Error::RateLimited { limit: String::new() },
+            Error::RequireId {
+                required: String::new(),
+                actual: None,
+            },
+            Error::Late(Late::Request(limit)),
+            Error::Late(Late::Head(limit)),
+            Error::Late(Late::Response(limit)),
+            Error::Late(Late::Idle(limit)),
+            Error::Late(Late::Profile(limit)),
+            Error::Undiscovered(addr),
+        ] {
+            let cause = causes::find(error.cause()).unwrap_or_else(|| panic!("{error:?}: {}", error.cause()));
+            let answer = error.answer();
+            for told in [answer.status.as_str(), name(answer.grpc)] {
+                assert!(
+                    cause.answers.contains(told),
+                    "{error:?}: {told} is not in {:?}",
+                    cause.answers
+                );
+            }
+        }
+        let injected = Error::InjectedGrpc {
+            code: 1,
+            message: String::new(),
+        };
+        for error in [injected, Error::TooLargeToRetry(Box::new(Error::Connect(refused())))] {
+            assert!(causes::find(error.cause()).is_some(), "{error:?}");
+        }
+    }
 }

@@ -18,11 +18,14 @@ use pin_project_lite::pin_project;
 use tower::{Layer, Service, ServiceBuilder, util::ServiceFn};
 use tulle_core::metrics::{Counter, Family, Labels, Registry};
 
-use crate::http::{
-    body::Body,
-    error::Error,
-    respond::{self, Asker, Reasons},
-    server::Closer,
+use crate::{
+    http::{
+        body::Body,
+        error::Error,
+        respond::{self, Asker, Place, Reasons},
+        server::Closer,
+    },
+    metrics::failures::Failures,
 };
 
 /// What all connections of one direction are wrapped in.
@@ -38,6 +41,7 @@ impl Wrappers {
         &self,
         serve: H,
         reasons: Reasons,
+        place: Place,
         closer: Closer,
     ) -> Rescued<Observed<Admitted<ServiceFn<H>>>>
     where
@@ -45,7 +49,7 @@ impl Wrappers {
         F: Future<Output = Result<Response<Body>, Error>>,
     {
         ServiceBuilder::new()
-            .layer(Rescue::new(reasons, closer, self.errors.clone()))
+            .layer(Rescue::new(reasons, place, closer, self.errors.clone()))
             .layer(self.observe.clone())
             .layer(Admit(self.admission.clone()))
             .service_fn(serve)
@@ -243,23 +247,23 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for ObserveFuture
 #[derive(Clone)]
 pub(crate) struct Errors {
     errors: Family<Counter>,
-    causes: Family<Counter>,
+    failures: Failures,
     labels: Arc<Labels>,
 }
 
 impl Errors {
-    pub(crate) fn new(errors: Family<Counter>, causes: Family<Counter>, labels: Labels) -> Self {
+    pub(crate) fn new(errors: Family<Counter>, failures: Failures, labels: Labels) -> Self {
         Self {
             errors,
-            causes,
+            failures,
             labels: Arc::new(labels),
         }
     }
 
     pub(crate) fn count(&self, error: &Error) {
         let labels = Labels::clone(&self.labels);
-        self.errors.get(&labels.clone().with("error", error.label())).inc();
-        self.causes.get(&labels.with("cause", error.cause())).inc();
+        self.errors.get(&labels.with("error", error.label())).inc();
+        self.failures.count(error.cause());
     }
 }
 
@@ -269,15 +273,17 @@ struct Rescue(Arc<Rescuer>);
 
 struct Rescuer {
     reasons: Reasons,
+    place: Place,
     closer: Closer,
     errors: Errors,
 }
 
 impl Rescue {
     /// `closer` ends the connection where an error asks for that.
-    fn new(reasons: Reasons, closer: Closer, errors: Errors) -> Self {
+    fn new(reasons: Reasons, place: Place, closer: Closer, errors: Errors) -> Self {
         Self(Arc::new(Rescuer {
             reasons,
+            place,
             closer,
             errors,
         }))
@@ -350,7 +356,7 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for RescueFuture<
         if error.answer().close {
             this.rescuer.closer.notify_one();
         }
-        Poll::Ready(Ok(respond::error(&error, *this.asker, this.rescuer.reasons)))
+        Poll::Ready(Ok(this.rescuer.answer(&error, *this.asker)))
     }
 }
 
@@ -358,11 +364,15 @@ impl<S> Rescued<S> {
     /// The response to a request that could not be read.
     pub(crate) fn refuse(&self, error: &Error) -> Response<Body> {
         self.rescuer.count(error);
-        respond::error(error, Asker::unknown(), self.rescuer.reasons)
+        self.rescuer.answer(error, Asker::unknown())
     }
 }
 
 impl Rescuer {
+    fn answer(&self, error: &Error, asker: Asker) -> Response<Body> {
+        respond::error(error, asker, self.reasons, &self.place)
+    }
+
     fn count(&self, error: &Error) {
         self.errors.count(error);
         tracing::debug!(error = %Chain(error), cause = error.cause(), side = ?error.side(), "request failed");

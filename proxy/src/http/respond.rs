@@ -1,5 +1,7 @@
 //! Errors as responses: HTTP, or gRPC where the client speaks it.
 
+use std::{net::SocketAddr, sync::Arc};
+
 use http::{
     HeaderMap, Request, Response, StatusCode, Version,
     header::{self, HeaderName, HeaderValue},
@@ -42,11 +44,21 @@ impl Asker {
     }
 }
 
+/// Where a proxy stands that answers.
+#[derive(Clone, Debug)]
+pub(crate) struct Place {
+    pub(crate) direction: &'static str,
+    /// Our identity.
+    pub(crate) hop: Arc<str>,
+    /// What the client wants to reach.
+    pub(crate) target: SocketAddr,
+}
+
 /// The response that an error becomes.
-pub(crate) fn error(error: &Error, asker: Asker, reasons: Reasons) -> Response<Body> {
+pub(crate) fn error(error: &Error, asker: Asker, reasons: Reasons, place: &Place) -> Response<Body> {
     let answer = error.answer();
     let mut rsp = Response::new(Body::empty());
-    let told = headers_of(&mut rsp, error, reasons);
+    let told = headers_of(&mut rsp, error, reasons, place);
     if asker.grpc {
         told.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
         told.insert(GRPC_STATUS, HeaderValue::from(answer.grpc));
@@ -81,12 +93,15 @@ pub(crate) fn trailers(error: &Error) -> HeaderMap {
     trailers
 }
 
-fn headers_of<'a>(rsp: &'a mut Response<Body>, error: &Error, reasons: Reasons) -> &'a mut HeaderMap {
+fn headers_of<'a>(rsp: &'a mut Response<Body>, error: &Error, reasons: Reasons, place: &Place) -> &'a mut HeaderMap {
     let told = rsp.headers_mut();
     told.insert(header::CONTENT_LENGTH, HeaderValue::from_static("0"));
     if reasons == Reasons::Told {
         told.insert(names::L5D_PROXY_ERROR, text(&error.to_string()));
-        told.insert(names::L5D_PROXY_CAUSE, HeaderValue::from_static(error.cause()));
+        let target = error.target().unwrap_or(place.target);
+        let Place { direction, hop, .. } = place;
+        let cause = format!("{}; direction={direction}; hop={hop}; target={target}", error.told());
+        told.insert(names::L5D_PROXY_CAUSE, text(&cause));
     }
     told
 }
@@ -101,6 +116,14 @@ fn text(message: &str) -> HeaderValue {
 mod tests {
     use super::*;
 
+    fn place() -> Place {
+        Place {
+            direction: "outbound",
+            hop: "web.shop".into(),
+            target: ([10, 0, 0, 1], 80).into(),
+        }
+    }
+
     #[test]
     fn grpc_clients_get_a_grpc_status() {
         let req = Request::post("http://x/s/m")
@@ -108,24 +131,29 @@ mod tests {
             .header("content-type", "application/grpc+proto")
             .body(Body::empty())
             .unwrap();
-        let rsp = error(&Error::Shed, Asker::of(&req), Reasons::Told);
+        let rsp = error(&Error::Shed, Asker::of(&req), Reasons::Told, &place());
         assert_eq!(
             (rsp.status(), &rsp.headers()["grpc-status"]),
             (StatusCode::OK, &HeaderValue::from(14))
         );
-        assert_eq!(rsp.headers()["l5d-proxy-cause"], "overload");
+        let told = "overload; direction=outbound; hop=web.shop; target=10.0.0.1:80";
+        assert_eq!(rsp.headers()["l5d-proxy-cause"], told);
     }
 
     #[test]
     fn strangers_are_told_no_reasons() {
         let req = Request::get("/").body(Body::empty()).unwrap();
-        let rsp = error(
-            &Error::Unauthorized { rule: "x".into() },
-            Asker::of(&req),
-            Reasons::Kept,
-        );
+        let denied = Error::Unauthorized {
+            rule: "Server/x".into(),
+            why: "no-tls",
+        };
+        let rsp = error(&denied, Asker::of(&req), Reasons::Kept, &place());
         assert_eq!(rsp.status(), StatusCode::FORBIDDEN);
         assert!(!rsp.headers().contains_key("l5d-proxy-error"));
+        assert!(!rsp.headers().contains_key("l5d-proxy-cause"));
         assert!(!rsp.headers().contains_key("connection"));
+        let rsp = error(&denied, Asker::of(&req), Reasons::Told, &place());
+        let told = "policy-denied:Server/x; why=no-tls; direction=outbound; hop=web.shop; target=10.0.0.1:80";
+        assert_eq!(rsp.headers()["l5d-proxy-cause"], told);
     }
 }

@@ -72,7 +72,7 @@ impl Forward<'_> {
             }
             Err(error) => {
                 tracing::debug!(%target, %error, "application cannot be reached");
-                self.inbound.families.tcp_failed(target, "i/o");
+                self.inbound.families.tcp_failed(target, "i/o", error.cause());
                 None
             }
         }

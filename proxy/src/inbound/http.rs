@@ -116,6 +116,7 @@ impl HttpConnection {
             tracing::info!(client = %self.peer.client.0, target = %self.peer.target, %denied, "request refused");
             Error::Unauthorized {
                 rule: policy.meta.to_string(),
+                why: denied.name(),
             }
         })?;
         if authorization.meta.is_audit() {
@@ -136,7 +137,8 @@ impl HttpConnection {
             && let Err(which) = limiter.check(self.tls.client_id(), Instant::now())
         {
             self.inbound.families.over_limit(labels(), &limit.meta, which);
-            return Err(refused(Error::RateLimited));
+            let limit = limit.meta.to_string();
+            return Err(refused(Error::RateLimited { limit }));
         }
         Ok(handles)
     }

@@ -9,6 +9,7 @@ use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 use crate::{
     http::{body::Body, classify::Ended, upload::Upload},
     metrics::{
+        failures::Failures,
         http::{self as http_metrics, Outcome},
         routes::{self, Kind, StatusSeries, Statuses},
     },
@@ -31,6 +32,7 @@ pub(crate) struct Families {
     tcp_terminate: Family<Counter>,
     tcp_errors: Family<Counter>,
     handshake_failures: Family<Counter>,
+    failures: Failures,
     denied: Family<Counter>,
     pub(super) transport_header: Family<Counter>,
     http_routes: RouteFamilies,
@@ -148,6 +150,7 @@ impl Families {
                 "inbound_tcp_authz_terminate_total",
                 "Connections ended because a changed policy refuses them",
             ),
+            failures: Failures::new(registry, "inbound"),
             tcp_errors: counter(
                 "inbound_tcp_errors_total",
                 "Connections that failed before they were served",
@@ -189,11 +192,13 @@ impl Families {
     pub(super) fn handshake_failed(&self, target: SocketAddr, failure: HandshakeFailure) {
         let labels = Labels::new().with("target_addr", target).with("reason", failure);
         self.handshake_failures.get(&labels).inc();
+        self.failures.count(failure.cause());
     }
 
-    /// Counts a connection that ended before it was served.
-    pub(super) fn tcp_failed(&self, target: SocketAddr, error: &'static str) {
+    /// Counts a connection that ended before it was served, by the name that its error has had all along, and by its cause.
+    pub(super) fn tcp_failed(&self, target: SocketAddr, error: &'static str, cause: &'static str) {
         self.tcp_errors.get(&target_labels(target).with("error", error)).inc();
+        self.failures.count(cause);
     }
 
     /// Counts a refused request.
@@ -205,22 +210,18 @@ impl Families {
     /// Counts a refused connection.
     pub(super) fn tcp_denied(&self, labels: &Labels, denied: Denied) {
         self.tcp_deny.get(labels).inc();
+        self.failures.count("policy-denied");
         self.count_reason(labels, denied);
     }
 
     pub(super) fn tcp_terminated(&self, labels: &Labels, denied: Denied) {
         self.tcp_terminate.get(labels).inc();
+        self.failures.count("policy-denied");
         self.count_reason(labels, denied);
     }
 
     fn count_reason(&self, labels: &Labels, denied: Denied) {
-        let reason = match denied {
-            Denied::Network => "network",
-            Denied::NoTls => "no-tls",
-            Denied::NoIdentity => "no-identity",
-            Denied::Identity => "identity",
-        };
-        self.denied.get(&labels.clone().with("reason", reason)).inc();
+        self.denied.get(&labels.clone().with("reason", denied.name())).inc();
     }
 
     pub(super) fn no_route(&self, labels: &Labels) {

@@ -31,7 +31,7 @@ use crate::{
         client::{Client, PoolConfig, Protocol},
         h2,
         layers::Wrappers,
-        respond::Reasons,
+        respond::{Place, Reasons},
         server::{self, Closer},
     },
     inbound::{
@@ -75,9 +75,14 @@ pub(crate) struct Inbound {
     pub(crate) server: server::Config,
     pub(crate) wrappers: Wrappers,
     pub(crate) families: Families,
+    /// Our identity.
+    pub(crate) name: Arc<str>,
     /// Clients of the application, by worker and address.
     pub(crate) apps: Vec<Mutex<HashMap<SocketAddr, Arc<Client>>>>,
 }
+
+/// What it is called that a client does not go on in time.
+const LATE: &str = "tls detection timeout";
 
 /// Addresses of the application that are remembered without a connection to them; peers may try every port.
 const MAX_IDLE_APPS: usize = 64;
@@ -241,7 +246,8 @@ impl Connection {
             Ok(opened) => opened,
             Err(error) => {
                 if self.forward(&peer, &plain, &port).permit(&current).is_some() {
-                    self.inbound.families.tcp_failed(peer.target, error);
+                    let cause = if error == LATE { "detect-timeout" } else { "client-left" };
+                    self.inbound.families.tcp_failed(peer.target, error, cause);
                 }
                 tracing::debug!(client = %peer.client.0, error, "connection ended before it was served");
                 return None;
@@ -286,12 +292,12 @@ impl Connection {
         let (io, header) = match tokio::time::timeout_at(deadline, direct::header(io)).await {
             Ok(Ok(read)) => read,
             Ok(Err(error)) => {
-                families.tcp_failed(local, "transport header");
+                families.tcp_failed(local, "transport header", "bad-transport-header");
                 tracing::info!(client = %client.0, %error, "direct connection refused");
                 return None;
             }
             Err(_) => {
-                families.tcp_failed(local, "transport header timeout");
+                families.tcp_failed(local, "transport header timeout", "detect-timeout");
                 return None;
             }
         };
@@ -341,7 +347,6 @@ impl Connection {
         port: &Port,
         current: &Current,
     ) -> Result<(TcpStream, Opening), &'static str> {
-        const LATE: &str = "tls detection timeout";
         let limit = self.inbound.detect_timeout;
         let deadline = tokio::time::Instant::now() + limit;
         let mut stream = stream;
@@ -418,7 +423,8 @@ impl Connection {
                 None
             }
             Err(_) => {
-                self.inbound.families.tcp_failed(peer.target, "tls detection timeout");
+                let families = &self.inbound.families;
+                families.tcp_failed(peer.target, "tls detection timeout", "detect-timeout");
                 None
             }
         }
@@ -443,7 +449,7 @@ impl Connection {
                 return match first {
                     Ok(first) => self.begun(io, first, peer, tls, port, current).await,
                     Err(_) => {
-                        self.inbound.families.tcp_failed(peer.target, "i/o");
+                        self.inbound.families.tcp_failed(peer.target, "i/o", "client-left");
                         None
                     }
                 };
@@ -559,7 +565,12 @@ impl Connection {
             let connection = connection.clone();
             async move { connection.serve(&mut req).await }
         };
-        let service = inbound.wrappers.around(serve, reasons, closer.clone());
+        let place = Place {
+            direction: "inbound",
+            hop: inbound.name.clone(),
+            target: peer.target,
+        };
+        let service = inbound.wrappers.around(serve, reasons, place, closer.clone());
         server::serve(io, protocol, service, &inbound.server, closer, &self.drain).map(move |served| {
             if let Err(error) = served {
                 tracing::debug!(client = %peer.client.0, %error, "HTTP connection ended");

@@ -46,13 +46,25 @@ pub(crate) struct Port {
 /// A policy and the state that lives as long as it holds.
 pub(crate) struct Current {
     pub(super) policy: ServerPolicy,
-    pub(super) limiter: Option<Limiter>,
+    pub(super) limiter: Option<Arc<Limiter>>,
 }
 
 impl Current {
     pub(crate) fn new(policy: ServerPolicy) -> Arc<Self> {
-        let limit = policy.protocol.http().and_then(|http| http.rate_limit.as_deref());
-        let limiter = limit.map(|limit| Limiter::new(limit, Instant::now()));
+        Self::after(None, policy)
+    }
+
+    /// A policy that takes the place of another: what stays the same goes on, and what was used of a rate limit is used.
+    fn after(previous: Option<&Arc<Self>>, policy: ServerPolicy) -> Arc<Self> {
+        if let Some(previous) = previous.filter(|previous| previous.policy == policy) {
+            return previous.clone();
+        }
+        let limit = |policy: &ServerPolicy| policy.protocol.http().and_then(|http| http.rate_limit.clone());
+        let limiter = limit(&policy).map(|new| {
+            let kept = previous.filter(|previous| limit(&previous.policy).as_ref() == Some(&new));
+            let kept = kept.and_then(|previous| previous.limiter.clone());
+            kept.unwrap_or_else(|| Arc::new(Limiter::new(&new, Instant::now())))
+        });
         Arc::new(Self { policy, limiter })
     }
 }
@@ -103,15 +115,17 @@ impl Ports {
 
     fn watch(&self, port: u16) -> Port {
         let timeout = self.defaults.detect_timeout;
-        let policy = self
-            .policies
-            .inbound(port, move |update| match decode::inbound::server_policy(update) {
-                Ok(policy) => Current::new(policy),
-                Err(error) => {
-                    tracing::warn!(port, %error, "policy cannot be understood, nobody may use the port until it can");
-                    Current::new(ServerPolicy::invalid(timeout))
-                }
+        let last = Mutex::new(None);
+        let policy = self.policies.inbound(port, move |update| {
+            let policy = decode::inbound::server_policy(update).unwrap_or_else(|error| {
+                tracing::warn!(port, %error, "policy cannot be understood, nobody may use the port until it can");
+                ServerPolicy::invalid(timeout)
             });
+            let mut last = last.lock();
+            let current = Current::after(last.as_ref(), policy);
+            *last = Some(current.clone());
+            current
+        });
         let default = if self.defaults.opaque_ports.contains(port) {
             self.defaults.opaque.clone()
         } else {
@@ -147,5 +161,36 @@ impl Port {
                 std::future::pending::<()>().await; // the watch has ended; what is known stays
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::{meta::Meta, rate_limit::RateLimit};
+
+    #[test]
+    fn what_was_used_of_a_rate_limit_stays_used_when_other_things_change() {
+        let limited = |total, timeout| {
+            let mut policy = ServerPolicy::invalid(Duration::from_secs(timeout));
+            if let ServerProtocol::Detect { http, .. } = &mut policy.protocol {
+                http.rate_limit = Some(Arc::new(RateLimit {
+                    meta: Meta::default_named("limit"),
+                    total: Some(total),
+                    identity: None,
+                    overrides: Vec::new(),
+                }));
+            }
+            policy
+        };
+        let now = Instant::now();
+        let is_free = |current: &Current| current.limiter.as_ref().unwrap().check(None, now).is_ok();
+        let first = Current::new(limited(1, 1));
+        assert!(is_free(&first) && !is_free(&first));
+        let same = Current::after(Some(&first), limited(1, 1));
+        assert!(Arc::ptr_eq(&same, &first));
+        let changed = Current::after(Some(&first), limited(1, 2));
+        assert!(!Arc::ptr_eq(&changed, &first) && !is_free(&changed));
+        assert!(is_free(&Current::after(Some(&first), limited(2, 2))));
     }
 }

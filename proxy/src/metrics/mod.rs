@@ -1,4 +1,5 @@
 //! Handles that are only incremented. Looked up when a route or an endpoint is built, never by a request.
 
+pub(crate) mod failures;
 pub(crate) mod http;
 pub(crate) mod routes;

@@ -38,6 +38,24 @@ pub(crate) enum ConnectError {
     Ourselves { addr: SocketAddr },
 }
 
+impl ConnectError {
+    /// What was dialled.
+    pub(crate) fn addr(&self) -> SocketAddr {
+        match self {
+            Self::Timeout { addr, .. } | Self::Io { addr, .. } | Self::Ourselves { addr } => *addr,
+        }
+    }
+
+    /// What it is called in `l5d-proxy-cause`.
+    pub(crate) fn cause(&self) -> &'static str {
+        match self {
+            Self::Timeout { .. } => "connect-timeout",
+            Self::Io { .. } => "connect-refused",
+            Self::Ourselves { .. } => "loop",
+        }
+    }
+}
+
 /// Opens a TCP connection.
 ///
 /// # Errors

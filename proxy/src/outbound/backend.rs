@@ -15,7 +15,7 @@ use crate::{
         watch::{Position, Watched},
     },
     balance::{
-        balancer::{Balancer, PickError, Strategy},
+        balancer::{Balancer, Missing, PickError, Strategy},
         breaker::{Breaker, Fleet},
         endpoints::Endpoints,
         load::Load,
@@ -278,8 +278,8 @@ impl Backend {
         match self {
             Self::Balanced(balanced) => balanced.balancer.pick(tried).await.map_err(|error| match error {
                 PickError::NoEndpoints => Error::NoEndpoints,
-                PickError::FailFast(limit) => Error::FailFast(limit),
-                PickError::Unavailable => Error::Unavailable,
+                PickError::FailFast(limit, missing) => Error::FailFast(limit, missing == Missing::Ejected),
+                PickError::Unavailable(missing) => Error::Unavailable(missing == Missing::Ejected),
                 PickError::QueueFull(_) => Error::QueueFull,
             }),
             Self::Forward(endpoint) => Ok(endpoint.clone()),

@@ -96,9 +96,11 @@ impl Connector {
         let tls = match tokio::time::timeout(self.connect.timeout, shaking).await {
             Ok(Ok(tls)) => tls,
             Ok(Err(source)) => {
-                tracing::info!(addr = %self.addr, reason = %source.failure(), "TLS handshake with an endpoint failed");
+                let failure = source.failure();
+                tracing::info!(addr = %self.addr, reason = %failure, "TLS handshake with an endpoint failed");
                 return Err(Error::Tls {
                     addr: self.addr,
+                    cause: failure.cause(),
                     source: Box::new(source),
                 });
             }
@@ -114,7 +116,13 @@ impl Connector {
         if let (Some(header), Alpn::TransportHeader) = (&self.header, negotiated) {
             let mut bytes = BytesMut::new();
             header.with_protocol(protocol).encode(&mut bytes);
-            io.write_all(&bytes).await.map_err(Error::Response)?;
+            // Nothing of a request has been sent yet.
+            let lost = Error::Closed {
+                addr: self.addr,
+                reused: false,
+                sent: false,
+            };
+            io.write_all(&bytes).await.map_err(|_| lost)?;
         }
         Ok(io)
     }

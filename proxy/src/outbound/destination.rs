@@ -93,6 +93,14 @@ pub(crate) enum Refusal {
 }
 
 impl Refusal {
+    /// What it is called in `tulle_failures_total`.
+    pub(super) fn cause(self) -> &'static str {
+        match self {
+            Self::Forbidden => "forbidden",
+            Self::Invalid => "invalid-policy",
+        }
+    }
+
     pub(super) fn label(self) -> &'static str {
         match self {
             Self::Forbidden => "forbidden",

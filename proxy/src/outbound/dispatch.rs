@@ -126,6 +126,10 @@ impl Dispatch<'_> {
             };
             // A request of which no copy is left ends with what has become of it.
             let again = cause.and_then(|cause| Some((cause, copy.take()?.request()?)));
+            let sent = match sent {
+                Err(error) if cause.is_some() && again.is_none() => Err(Error::TooLargeToRetry(Box::new(error))),
+                sent => sent,
+            };
             match (again, sent) {
                 (None, Ok(mut rsp)) => {
                     flight.judge(&rsp);

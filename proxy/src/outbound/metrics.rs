@@ -9,6 +9,7 @@ use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 use crate::{
     http::{body::Body, classify::Ended, upload::Upload},
     metrics::{
+        failures::Failures,
         http::{self as http_metrics, Outcome},
         routes::{self, Kind, StatusSeries, Statuses},
     },
@@ -27,6 +28,7 @@ pub(crate) struct Families {
     http_routes: RouteFamilies,
     grpc_routes: RouteFamilies,
     tcp_errors: Family<Counter>,
+    failures: Failures,
     pub(super) retries: Family<Counter>,
 }
 
@@ -38,6 +40,7 @@ impl Families {
             profiles: profile::Families::new(registry),
             http_routes: RouteFamilies::new(registry, Kind::Http),
             grpc_routes: RouteFamilies::new(registry, Kind::Grpc),
+            failures: Failures::new(registry, "outbound"),
             tcp_errors: registry.counter("outbound_tcp_errors_total", "Connections that reached no endpoint"),
             retries: registry.counter(
                 "tulle_outbound_resent_total",
@@ -46,8 +49,10 @@ impl Families {
         }
     }
 
-    pub(super) fn tcp_failed(&self, target: SocketAddr, error: &'static str) {
+    /// Counts a connection that reached nobody, by the name that its error has had all along, and by its cause.
+    pub(super) fn tcp_failed(&self, target: SocketAddr, error: &'static str, cause: &'static str) {
         self.tcp_errors.get(&target_labels(target).with("error", error)).inc();
+        self.failures.count(cause);
     }
 }
 

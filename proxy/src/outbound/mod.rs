@@ -30,7 +30,7 @@ use crate::{
     http::{
         client::Protocol,
         layers::Wrappers,
-        respond::Reasons,
+        respond::{Place, Reasons},
         server::{self, Closer},
     },
     net::{
@@ -62,6 +62,8 @@ pub(crate) struct Outbound {
     pub(crate) wrappers: Wrappers,
     pub(crate) reasons: Reasons,
     pub(crate) families: Families,
+    /// Our identity.
+    pub(crate) name: Arc<str>,
 }
 
 impl Outbound {
@@ -87,7 +89,7 @@ impl Outbound {
         let destination = match self.discover.get(dst, self.detect_timeout.min(MAX_DISCOVERY)).await {
             Ok(destination) => destination,
             Err(error) => {
-                self.families.tcp_failed(dst.0, "discovery timeout");
+                self.families.tcp_failed(dst.0, "discovery timeout", error.cause());
                 tracing::info!(dst = %dst.0, %error, "connection refused");
                 return None;
             }
@@ -145,13 +147,16 @@ impl Connection {
             Plan::Tls { routes, plans } => {
                 let sni = tokio::time::timeout(self.outbound.detect_timeout, server_name(&mut io)).await;
                 let Ok(Some((sni, seen))) = sni else {
-                    self.outbound.families.tcp_failed(self.dst.0, "no server name");
+                    self.outbound
+                        .families
+                        .tcp_failed(self.dst.0, "no server name", "no-server-name");
                     return None;
                 };
                 match client::find_tls(routes, &sni) {
                     Some(index) => self.opaque(io, &plans[index], None, seen).await,
                     None => {
-                        self.outbound.families.tcp_failed(self.dst.0, "no route");
+                        let families = &self.outbound.families;
+                        families.tcp_failed(self.dst.0, "no route", "no-route");
                         None
                     }
                 }
@@ -185,11 +190,11 @@ impl Connection {
             None => match opaque::open(plan).await {
                 Ok(server) => server,
                 Err(error) => {
-                    let label = match &error {
-                        OpaqueError::Refused(refusal) => refusal.label(),
-                        OpaqueError::Unreached(error) => error.label(),
+                    let (label, cause) = match &error {
+                        OpaqueError::Refused(refusal) => (refusal.label(), refusal.cause()),
+                        OpaqueError::Unreached(error) => (error.label(), error.cause()),
                     };
-                    self.outbound.families.tcp_failed(self.dst.0, label);
+                    self.outbound.families.tcp_failed(self.dst.0, label, cause);
                     tracing::info!(dst = %self.dst.0, %error, "connection refused");
                     return None;
                 }
@@ -216,7 +221,12 @@ impl Connection {
             let connection = connection.clone();
             async move { connection.serve(&mut req).await }
         };
-        let service = outbound.wrappers.around(serve, outbound.reasons, closer.clone());
+        let place = Place {
+            direction: "outbound",
+            hop: outbound.name.clone(),
+            target: self.dst.0,
+        };
+        let service = outbound.wrappers.around(serve, outbound.reasons, place, closer.clone());
         server::serve(io, protocol, service, &outbound.server, closer, &self.drain).map(|served| {
             if let Err(error) = served {
                 tracing::debug!(dst = %self.dst.0, %error, "HTTP connection ended");

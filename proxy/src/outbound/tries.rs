@@ -246,7 +246,7 @@ impl After<'_> {
                 is_in(&conditions.http, rsp.status().as_u16())
                     || grpc.is_some_and(|code| conditions.grpc.contains(&code))
             }
-            (Self::Statuses(_), Err(Error::FailFast(_) | Error::Late(Late::Head(_)))) => true,
+            (Self::Statuses(_), Err(Error::FailFast(..) | Error::Late(Late::Head(_)))) => true,
             // It was sent to whom it was meant for, and has had its time.
             (Self::Statuses(_), Err(Error::Late(_) | Error::RequireId { .. } | Error::Miscounted)) => false,
             (Self::Statuses(conditions), Err(error)) if error.side() == Side::Peer => {

@@ -63,6 +63,18 @@ pub(crate) enum Denied {
     Identity,
 }
 
+impl Denied {
+    /// What was missing, in labels and headers.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Network => "network",
+            Self::NoTls => "no-tls",
+            Self::NoIdentity => "no-identity",
+            Self::Identity => "identity",
+        }
+    }
+}
+
 /// The first authorization that permits a client.
 ///
 /// # Errors

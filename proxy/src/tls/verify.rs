@@ -79,6 +79,19 @@ fn system_time(seconds: i64) -> SystemTime {
 }
 
 impl HandshakeFailure {
+    /// What it is called in `l5d-proxy-cause`.
+    pub(crate) fn cause(self) -> &'static str {
+        match self {
+            Self::WrongIdentity => "tls-identity-mismatch",
+            Self::ForeignCa => "tls-untrusted",
+            Self::Expired | Self::NotYetValid | Self::NotCertified => "tls-expired",
+            Self::Refused => "tls-refused",
+            Self::NoCertificate | Self::NoIdentity | Self::BadCertificate | Self::Protocol | Self::Closed => {
+                "tls-handshake"
+            }
+        }
+    }
+
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::NoCertificate => "no_certificate",

@@ -30,10 +30,7 @@ spec:
         .run(async |mesh: &Mesh| {
             let asked_at = Instant::now();
             let answer = mesh.get("client", ([10, 66, 2, 1], HTTP).into(), "/").await;
-            assert_eq!(
-                (answer.status.as_u16(), answer.header("l5d-proxy-cause")),
-                (503, "no-endpoints")
-            );
+            assert_eq!((answer.status.as_u16(), answer.cause()), (503, "no-endpoints"));
             assert!(!answer.header("l5d-proxy-error").is_empty());
             assert!(asked_at.elapsed() < Duration::from_secs(1), "{:?}", asked_at.elapsed());
         });
@@ -107,7 +104,7 @@ fn an_application_that_refuses_is_a_bad_gateway_with_its_cause() {
             for app in ["legacy", "web"] {
                 let answer = mesh.get("client", mesh.service(app, HTTP), "/").await;
                 assert_eq!(
-                    (answer.status.as_u16(), answer.header("l5d-proxy-cause")),
+                    (answer.status.as_u16(), answer.cause()),
                     (502, "connect-refused"),
                     "{app}"
                 );
@@ -278,7 +275,7 @@ fn a_request_that_its_application_aborts_is_not_sent_again() {
                 break answer;
             }
         };
-        let told = (answer.status.as_u16(), answer.header("l5d-proxy-cause"));
+        let told = (answer.status.as_u16(), answer.cause());
         assert_eq!(told, (502, "connection-closed"));
         drop(aborting);
     });
@@ -324,9 +321,6 @@ fn a_long_body_that_reached_no_application_gets_the_peers_answer() {
             .unwrap();
         let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
         let answer = client.ask(req).await.unwrap();
-        assert_eq!(
-            (answer.status.as_u16(), answer.header("l5d-proxy-cause")),
-            (502, "connect-refused")
-        );
+        assert_eq!((answer.status.as_u16(), answer.cause()), (502, "connect-refused"));
     });
 }

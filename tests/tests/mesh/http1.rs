@@ -88,7 +88,7 @@ fn long_heads_pass_and_longer_ones_are_told_so() {
                 let rsp = rest(&mut client).await;
                 assert!(rsp.starts_with(&format!("HTTP/1.1 {status} ")), "{size}: {rsp}");
                 assert_eq!(
-                    rsp.contains("l5d-proxy-cause: head-too-long\r\n"),
+                    rsp.contains("l5d-proxy-cause: head-too-long;"),
                     status == "431",
                     "{rsp}"
                 );
@@ -110,7 +110,7 @@ fn a_head_that_does_not_come_is_waited_for_only_so_long() {
         read_until(&mut client, "web\n").await;
         let rsp = rest(&mut client).await;
         assert!(rsp.starts_with("HTTP/1.1 408 "), "{rsp}");
-        assert!(rsp.contains("l5d-proxy-cause: head-timeout\r\n"), "{rsp}");
+        assert!(rsp.contains("l5d-proxy-cause: head-timeout;"), "{rsp}");
     });
 }
 

@@ -128,6 +128,15 @@ fn one_identity_is_permitted_and_another_is_refused() {
             .await;
             let refused = mesh.get("other", dst, "/").await;
             assert_eq!(refused.status, 403);
+            let (hop, target) = (identity("web"), mesh.ip("web"));
+            assert_eq!(
+                refused.header("l5d-proxy-cause"),
+                format!(
+                    "policy-denied:server/web-http; why=identity; direction=inbound; hop={hop}; target={target}:{HTTP}"
+                )
+            );
+            let cause = [r#"direction="inbound""#, r#"cause="policy-denied""#];
+            assert!(mesh.metric("web", "tulle_failures_total", &cause).await >= 1.);
             let mut stranger = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
             assert_eq!(stranger.ask(request("/")).await.unwrap().status, 403);
             let labels = [

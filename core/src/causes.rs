@@ -1,0 +1,397 @@
+//! Why requests and connections fail: the codes of `l5d-proxy-cause`, what each means, and what to do.
+//!
+//! A code once told stays what it is: scripts and dashboards read it.
+
+use std::fmt::Write as _;
+
+/// Whose it is to mend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whose {
+    /// Of who sent the request.
+    Client,
+    /// Of the workload that it was for.
+    Server,
+    /// Of who wrote the policies.
+    Policy,
+    /// Of who runs the mesh.
+    Mesh,
+}
+
+/// One reason.
+#[derive(Debug)]
+pub struct Cause {
+    pub code: &'static str,
+    pub whose: Whose,
+    /// Status of HTTP and name of gRPC's, as clients are told; nothing where there are none.
+    pub answers: &'static str,
+    pub meaning: &'static str,
+    pub advice: &'static str,
+}
+
+impl Whose {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Client => "client",
+            Self::Server => "server",
+            Self::Policy => "policy",
+            Self::Mesh => "mesh",
+        }
+    }
+}
+
+/// The reason behind a code, or behind all of an `l5d-proxy-cause` header.
+pub fn find(text: &str) -> Option<&'static Cause> {
+    let code = text.split([';', ':']).next().unwrap_or_default().trim();
+    ALL.iter().find(|cause| cause.code == code)
+}
+
+/// `docs/errors.md`.
+pub fn markdown() -> String {
+    let mut page = HEAD.to_owned();
+    for cause in ALL {
+        let Cause {
+            code,
+            whose,
+            answers,
+            meaning,
+            advice,
+        } = cause;
+        let answers = match answers.is_empty() {
+            true => "the connection is closed",
+            false => answers,
+        };
+        let _ = write!(
+            page,
+            "\n## {code}\n\n*{}; {answers}*\n\n{meaning}\n\n**What to do.** {advice}\n",
+            whose.name()
+        );
+    }
+    page
+}
+
+const HEAD: &str = "\
+# Why a request failed
+
+Every response that a proxy makes itself says so in headers:
+
+```text
+l5d-proxy-error: no endpoints
+l5d-proxy-cause: no-endpoints; direction=outbound; hop=web.shop.serviceaccount.identity.linkerd.cluster.local; target=10.0.0.7:80
+```
+
+- `l5d-proxy-error` is for people, as Linkerd words it where it has words for it.
+- `l5d-proxy-cause` begins with a code that stays what it is. After it come, between semicolons, which side of which proxy gave up
+  (`direction`, `hop`) and what it wanted to reach (`target`), and what else there is to know.
+- Clients of gRPC get the status in `grpc-status`, and `grpc-message` with the same words.
+- Peers and clients without an identity are told a status and nothing more.
+
+Each failure is counted in `tulle_failures_total{direction,cause}`, those of connections that carry no HTTP as well; `tulle explain CODE` prints what is here.
+";
+
+const fn cause(
+    code: &'static str,
+    whose: Whose,
+    answers: &'static str,
+    meaning: &'static str,
+    advice: &'static str,
+) -> Cause {
+    Cause {
+        code,
+        whose,
+        answers,
+        meaning,
+        advice,
+    }
+}
+
+/// All of them, by whose they are.
+pub const ALL: &[Cause] = &[
+    cause(
+        "bad-request",
+        Whose::Client,
+        "400, INVALID_ARGUMENT",
+        "The request breaks the rules of HTTP, or its body broke off.",
+        "`l5d-proxy-error` says which rule. Compare what the client sends with RFC 9112; a client that gave up on an upload is seen like this, too.",
+    ),
+    cause(
+        "head-too-long",
+        Whose::Client,
+        "431, RESOURCE_EXHAUSTED",
+        "Request line and headers are longer than 64 KiB, or have more than 4096 lines.",
+        "Send fewer cookies and headers, or raise `TULLE_PROXY_INBOUND_HTTP1_MAX_HEAD_SIZE` or its outbound twin.",
+    ),
+    cause(
+        "head-timeout",
+        Whose::Client,
+        "408, DEADLINE_EXCEEDED",
+        "The client did not finish its request line and headers in 30 seconds.",
+        "Look for a client that stalls, or for one that does it on purpose; `TULLE_PROXY_INBOUND_HTTP1_HEAD_TIMEOUT` is the limit.",
+    ),
+    cause(
+        "client-left",
+        Whose::Client,
+        "400, INVALID_ARGUMENT",
+        "The client closed its connection or reset its stream before it had its answer.",
+        "Compare the client's timeout with how long the server takes; a cancelled request is no failure of the server.",
+    ),
+    cause(
+        "detect-timeout",
+        Whose::Client,
+        "",
+        "The client began to speak TLS and did not go on, or said nothing where something had to be said.",
+        "Mark ports on which the server speaks first as opaque (`config.linkerd.io/opaque-ports`); else look for the client that stalls.",
+    ),
+    cause(
+        "no-server-name",
+        Whose::Client,
+        "",
+        "Routes go by the server name of TLS here, and the client sent none.",
+        "Let the client send SNI (`openssl s_client -servername`), or use a route that does not look at it.",
+    ),
+    cause(
+        "connect-refused",
+        Whose::Server,
+        "502, UNAVAILABLE",
+        "Nobody listens at the address, or the network says that it cannot be reached.",
+        "Check that the application runs and listens on the port and address that its pod or Service names (`ss -ltn` in the pod), and that its readiness probe tells the truth.",
+    ),
+    cause(
+        "connect-timeout",
+        Whose::Server,
+        "504, DEADLINE_EXCEEDED",
+        "Dialling took longer than the connect timeout: packets are dropped, or the listener's queue is full.",
+        "Look for network policies, firewalls, and an application that is too busy to accept; a sidecar tells 502 of its own application.",
+    ),
+    cause(
+        "connection-closed",
+        Whose::Server,
+        "502, UNAVAILABLE",
+        "The connection ended before a response, and the request could not be sent again safely.",
+        "Look for crashes and restarts of the server, and for keep-alive timeouts shorter than the client's.",
+    ),
+    cause(
+        "stream-reset",
+        Whose::Server,
+        "502, UNAVAILABLE",
+        "The server reset the HTTP/2 stream, or broke HTTP/2's rules.",
+        "The server's log has the reason; `l5d-proxy-error` has the code that it sent.",
+    ),
+    cause(
+        "bad-response",
+        Whose::Server,
+        "502, UNAVAILABLE",
+        "The response breaks the rules of HTTP, or ended before its length.",
+        "`l5d-proxy-error` says how. Ask the server without a mesh (`curl --raw`) and compare.",
+    ),
+    cause(
+        "deadline",
+        Whose::Server,
+        "504, DEADLINE_EXCEEDED",
+        "The request, with all its tries, took longer than its route allows.",
+        "Find out what is slow (`tulle stat`, traces), or raise `timeouts.request` of the route, `timeout.linkerd.io/request`, or the profile's `timeout`.",
+    ),
+    cause(
+        "response-timeout",
+        Whose::Server,
+        "504, DEADLINE_EXCEEDED",
+        "The response took longer than its route allows once the request was sent.",
+        "Find out what is slow, or raise `timeout.linkerd.io/response` or `retry.linkerd.io/timeout`.",
+    ),
+    cause(
+        "idle-timeout",
+        Whose::Server,
+        "504, DEADLINE_EXCEEDED",
+        "No data passed in either direction for longer than the route allows.",
+        "Streams that are silent for long need keep-alive messages, or a larger `timeout.linkerd.io/idle`.",
+    ),
+    cause(
+        "no-endpoints",
+        Whose::Server,
+        "503, UNAVAILABLE",
+        "The Service has no ready endpoint at all.",
+        "`kubectl get endpointslices` shows why: a selector that matches nothing, pods that are not ready, a port that they do not have.",
+    ),
+    cause(
+        "endpoints-unready",
+        Whose::Server,
+        "503, UNAVAILABLE; 504, DEADLINE_EXCEEDED for those who waited",
+        "There are endpoints, and none of them could be reached.",
+        "Look for `connect-refused` and `connect-timeout` in the same proxy's metrics, and at the pods behind the Service.",
+    ),
+    cause(
+        "breaker-open",
+        Whose::Server,
+        "503, UNAVAILABLE; 504, DEADLINE_EXCEEDED for those who waited",
+        "Endpoints were taken out because their answers failed, and the others cannot be reached either.",
+        "Look at the errors of the service itself; `balancer.linkerd.io/failure-accrual*` says how many failures it takes, and for how long.",
+    ),
+    cause(
+        "body-too-large-to-retry",
+        Whose::Server,
+        "as its `after`",
+        "The request was not processed and would have been sent to another endpoint, but its body was too long to be kept.",
+        "Mend what `after` names. Bodies up to 64 KiB are kept, or as many bytes as the route says.",
+    ),
+    cause(
+        "no-route",
+        Whose::Policy,
+        "404, NOT_FOUND",
+        "No route of the Service, or of the Server, matches the request.",
+        "Compare method, path, host and headers with the routes (`kubectl get httproutes,grpcroutes`); a route without matches catches the rest.",
+    ),
+    cause(
+        "no-backend",
+        Whose::Policy,
+        "502 or 503, UNAVAILABLE",
+        "The route has no backends, all of them have the weight 0, or the one that was drawn does not exist.",
+        "The route's status names the backend that could not be resolved.",
+    ),
+    cause(
+        "invalid-policy",
+        Whose::Policy,
+        "500, INTERNAL",
+        "A policy cannot be understood, or has a filter that nobody knows; until it is mended nothing passes.",
+        "The proxy's log names the field; `tulle check` and the status of routes and policies help as well.",
+    ),
+    cause(
+        "policy-denied",
+        Whose::Policy,
+        "403, PERMISSION_DENIED",
+        "No authorization permits this client. After the code stands the server or default policy that decided; `why` is what was missing: `network`, `no-tls`, `no-identity`, `identity`.",
+        "`no-tls` and `no-identity`: mesh the client, or permit clients without identity. Else add the client to the AuthorizationPolicy (`tulle diagnostics policy` shows what is in force).",
+    ),
+    cause(
+        "forbidden",
+        Whose::Policy,
+        "",
+        "A route lets no connection pass: traffic to the outside that an EgressNetwork denies, most often.",
+        "Allow it by a route of the EgressNetwork, or by its `trafficPolicy: Allow`.",
+    ),
+    cause(
+        "rate-limited",
+        Whose::Policy,
+        "429, RESOURCE_EXHAUSTED",
+        "The client, or all of them together, asked more often than the HTTPLocalRateLimitPolicy allows.",
+        "`limit` names the policy. Raise it, add an override for this client, or let the client slow down.",
+    ),
+    cause(
+        "redirect",
+        Whose::Policy,
+        "as the filter says",
+        "A filter of the route answers with a redirect.",
+        "Nothing: this is what the route says.",
+    ),
+    cause(
+        "injected",
+        Whose::Policy,
+        "as the filter says",
+        "A filter of the route answers with a failure.",
+        "Nothing, if it is meant; else remove the filter. A backend that does not exist, or traffic to the outside that is denied, is answered so, too.",
+    ),
+    cause(
+        "tls-identity-mismatch",
+        Whose::Mesh,
+        "502, UNAVAILABLE",
+        "The endpoint has another identity than discovery says, or than the client demands with `l5d-require-id`.",
+        "Often an address that has passed on to another pod: it mends itself in seconds. If it lasts, compare service accounts and trust domains.",
+    ),
+    cause(
+        "tls-untrusted",
+        Whose::Mesh,
+        "502, UNAVAILABLE",
+        "The other side's certificate does not come from our trust anchors.",
+        "Let the bundles overlap while a root is replaced: `tulle check --proxy` shows who still has the old one.",
+    ),
+    cause(
+        "tls-expired",
+        Whose::Mesh,
+        "502, UNAVAILABLE",
+        "A certificate has expired, or is not valid yet.",
+        "Check the clocks, and why the proxy got no new certificate: the log of its identity, and `linkerd-identity`.",
+    ),
+    cause(
+        "tls-refused",
+        Whose::Mesh,
+        "502, UNAVAILABLE",
+        "The other side ended the TLS handshake: it does not accept our certificate.",
+        "Its log has the reason; most often it trusts other roots than ours.",
+    ),
+    cause(
+        "tls-handshake",
+        Whose::Mesh,
+        "502, UNAVAILABLE",
+        "The TLS handshake failed.",
+        "The proxy's log names the reason; `openssl s_client -connect` shows what listens there.",
+    ),
+    cause(
+        "bad-transport-header",
+        Whose::Mesh,
+        "",
+        "A connection to port 4143 did not begin as peers begin it.",
+        "Only proxies speak there; look for a client that dials the port directly.",
+    ),
+    cause(
+        "loop",
+        Whose::Mesh,
+        "502, UNAVAILABLE",
+        "The request would come back to the proxy itself.",
+        "A Service or route that names the proxy's own port (4140, 4143) is the usual reason.",
+    ),
+    cause(
+        "discovery-timeout",
+        Whose::Mesh,
+        "503, UNAVAILABLE",
+        "The control plane did not say where the destination is.",
+        "Check `linkerd-destination` and the way to it (`tulle check`); what is known already goes on working.",
+    ),
+    cause(
+        "queue-full",
+        Whose::Mesh,
+        "503, UNAVAILABLE",
+        "Too many requests wait for an endpoint already.",
+        "As for `endpoints-unready`: the waiting is not the cause.",
+    ),
+    cause(
+        "overload",
+        Whose::Mesh,
+        "503, UNAVAILABLE",
+        "The proxy has as many requests in flight as it may (`LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound twin).",
+        "Find out why they take so long, add replicas, or raise the limit.",
+    ),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_are_found_in_headers() {
+        let code = |text| find(text).map(|cause| cause.code);
+        assert_eq!(code("deadline"), Some("deadline"));
+        assert_eq!(code("policy-denied:Server/web; why=no-tls"), Some("policy-denied"));
+        assert_eq!(code("no-endpoints; direction=outbound"), Some("no-endpoints"));
+        assert_eq!(code("unheard-of"), None);
+    }
+
+    #[test]
+    fn the_page_is_what_is_here() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/errors.md");
+        if std::env::var_os("TULLE_WRITE_DOCS").is_some() {
+            std::fs::write(path, markdown()).unwrap();
+        }
+        let page = std::fs::read_to_string(path).unwrap_or_default();
+        assert!(
+            page == markdown(),
+            "docs/errors.md is old; TULLE_WRITE_DOCS=1 cargo nextest run -p tulle-core causes writes it anew"
+        );
+    }
+
+    #[test]
+    fn each_code_is_there_once() {
+        let mut codes: Vec<_> = ALL.iter().map(|cause| cause.code).collect();
+        codes.sort_unstable();
+        let all = codes.len();
+        codes.dedup();
+        assert_eq!(codes.len(), all);
+    }
+}
