@@ -51,6 +51,13 @@ impl Readiness {
     }
 }
 
+impl Latch {
+    /// Says anew what is missing.
+    pub fn explain(&self, reason: impl Into<String>) {
+        self.readiness.latches.lock().reasons.insert(self.id, reason.into());
+    }
+}
+
 impl Drop for Latch {
     fn drop(&mut self) {
         self.readiness.latches.lock().reasons.remove(&self.id);
@@ -68,6 +75,8 @@ mod tests {
         let certificate = readiness.latch("first certificate");
         let listeners = readiness.latch("listeners");
         assert_eq!(readiness.reasons(), ["first certificate", "listeners"]);
+        certificate.explain("first certificate: no issuer");
+        assert_eq!(readiness.reasons(), ["first certificate: no issuer", "listeners"]);
         drop(certificate);
         assert!(!readiness.is_ready());
         drop(listeners);

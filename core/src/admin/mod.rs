@@ -97,12 +97,7 @@ impl Admin {
                 std::future::ready(metrics(&registry, &req.headers))
             })
             .route("/live", |_| std::future::ready(text(StatusCode::OK, "live\n")))
-            .route("/ready", move |_| {
-                std::future::ready(match readiness.is_ready() {
-                    true => text(StatusCode::OK, "ready\n"),
-                    false => text(StatusCode::SERVICE_UNAVAILABLE, "not ready\n"),
-                })
-            })
+            .route("/ready", move |_| std::future::ready(ready(&readiness)))
     }
 
     /// Serves this path, whatever the method, by this handler.
@@ -269,6 +264,20 @@ async fn respond(
         body,
     })
     .await)
+}
+
+/// Whether the process is ready; if not, a line for each thing that is missing.
+fn ready(readiness: &Readiness) -> Response<Full<Bytes>> {
+    let reasons = readiness.reasons();
+    if reasons.is_empty() {
+        return text(StatusCode::OK, "ready\n");
+    }
+    let mut page = "not ready\n".to_owned();
+    for reason in reasons {
+        page.push_str(&reason);
+        page.push('\n');
+    }
+    text(StatusCode::SERVICE_UNAVAILABLE, page)
 }
 
 fn metrics(registry: &Registry, headers: &HeaderMap) -> Response<Full<Bytes>> {

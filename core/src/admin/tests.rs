@@ -86,7 +86,7 @@ async fn probes_tell_life_and_readiness() {
     let rsp = send(running.addr, get("/ready")).await;
     assert_eq!(
         (rsp.status(), &rsp.body()[..]),
-        (StatusCode::SERVICE_UNAVAILABLE, &b"not ready\n"[..])
+        (StatusCode::SERVICE_UNAVAILABLE, &b"not ready\nfirst certificate\n"[..])
     );
     drop(latch);
     let rsp = send(running.addr, get("/ready")).await;

@@ -38,6 +38,12 @@ pub struct Config {
 pub(crate) struct Certifier {
     config: Config,
     anchors: Anchors,
+    /// What the file said last that could be understood.
+    in_file: Option<TrustAnchors>,
+    /// What a control plane sent last that our anchors had verified.
+    sent: Option<TrustAnchors>,
+    /// Whether it is known that the file cannot be used as it is.
+    file_is_bad: bool,
     key: Key,
     creds: Credentials,
     client: IdentityClient<Channel>,
@@ -80,6 +86,12 @@ impl Certifier {
         let client = IdentityClient::new(channel);
         Self {
             config,
+            in_file: match &anchors {
+                Anchors::Fixed(_) => None,
+                file @ Anchors::File(_) => file.read().ok(),
+            },
+            sent: None,
+            file_is_bad: false,
             anchors,
             key,
             creds,
@@ -94,7 +106,6 @@ impl Certifier {
     /// `uncertified` is dropped with the first certificate.
     pub(crate) async fn run(mut self, uncertified: Latch) {
         let mut uncertified = Some(uncertified);
-        let mut anchors_in_file = self.anchors.read().ok();
         let mut look_at_file = ticks(ANCHORS_INTERVAL);
         let mut remind = ticks(REMINDER_INTERVAL);
         let mut delays = self.backoff();
@@ -114,6 +125,9 @@ impl Certifier {
                         self.metrics.failed();
                         let delay = delays.next_delay();
                         debug!(error = %causes(&error), ?delay, "certification failed");
+                        if let Some(uncertified) = &uncertified {
+                            uncertified.explain(format!("no certificate yet: {}", causes(&error)));
+                        }
                         if last_error.is_none() {
                             warn!(error = %causes(&error), "no new certificate, trying again");
                         }
@@ -127,7 +141,7 @@ impl Certifier {
                     }
                 }
                 _ = look_at_file.tick() => {
-                    if self.follow_file(&mut anchors_in_file) {
+                    if self.follow_file() {
                         // Whom others accept may have changed with whom we accept.
                         due = Instant::now();
                     }
@@ -191,8 +205,8 @@ impl Certifier {
         }
     }
 
-    /// The bundle to trust from now on: ours, or a new one from a control plane that ours has verified.
-    fn anchors_of(&self, answer: &CertifyResponse) -> Result<TrustAnchors, CertifyError> {
+    /// The bundle to trust from now on; a control plane that ours has verified may send a new one.
+    fn anchors_of(&mut self, answer: &CertifyResponse) -> Result<TrustAnchors, CertifyError> {
         let current = self.creds.anchors();
         let verified = matches!(self.security, Security::MutualTls(_));
         if answer.trust_anchors.is_empty() || !verified {
@@ -200,31 +214,42 @@ impl Certifier {
         }
         let certificates = answer.trust_anchors.iter().cloned().map(CertificateDer::from).collect();
         let sent = TrustAnchors::from_der(certificates).map_err(CertifyError::Anchors)?;
-        if sent != current {
+        if self.sent.as_ref() != Some(&sent) && sent != current {
             info!("the control plane sent new trust anchors");
         }
-        Ok(sent)
+        self.sent = Some(sent);
+        self.effective().map_err(CertifyError::Anchors)
+    }
+
+    /// All that is trusted: what the control plane has sent takes the place of what was fixed, and adds to what is in a file.
+    fn effective(&self) -> Result<TrustAnchors, CredentialsError> {
+        match (&self.in_file, &self.sent) {
+            (Some(in_file), Some(sent)) => in_file.and(sent),
+            (Some(only), None) | (None, Some(only)) => Ok(only.clone()),
+            (None, None) => Ok(self.creds.anchors()),
+        }
     }
 
     /// Takes over a bundle that has changed in its file; true if it has.
-    fn follow_file(&self, known: &mut Option<TrustAnchors>) -> bool {
+    fn follow_file(&mut self) -> bool {
         if let Anchors::Fixed(_) = self.anchors {
             return false;
         }
         let read = match self.anchors.read() {
             Ok(read) => read,
             Err(error) => {
-                if known.take().is_some() {
+                if !std::mem::replace(&mut self.file_is_bad, true) {
                     warn!(error = %causes(&error), "the trust anchors stay as they were");
                 }
                 return false;
             }
         };
-        if known.as_ref() == Some(&read) {
+        self.file_is_bad = false;
+        if self.in_file.as_ref() == Some(&read) {
             return false;
         }
-        *known = Some(read.clone());
-        match self.creds.replace_anchors(read) {
+        self.in_file = Some(read);
+        match self.effective().and_then(|anchors| self.creds.replace_anchors(anchors)) {
             Ok(()) => info!("trust anchors have changed"),
             Err(error) => warn!(error = %causes(&error), "the trust anchors stay as they were"),
         }

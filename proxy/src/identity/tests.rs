@@ -22,7 +22,7 @@ use crate::api::tests::{CLIENT, CONTROL, Server, connector, mutual_tls, quick, s
 use crate::identity::Anchors;
 use crate::identity::certify::{Certifier, Config};
 use crate::identity::key::{Key, KeyError};
-use crate::tls::creds::Credentials;
+use crate::tls::creds::{Credentials, TrustAnchors};
 use crate::tls::tests::Authority;
 
 /// Signs whatever it is asked to, as told.
@@ -86,6 +86,8 @@ struct Setup {
     anchors: fn(&Authority) -> Vec<Vec<u8>>,
     security: Security,
     refusals: Vec<Status>,
+    /// Whether our anchors are in a file, or fixed.
+    in_file: bool,
     signer: fn(Arc<Authority>) -> Arc<Authority>,
 }
 
@@ -96,6 +98,7 @@ impl Default for Setup {
             anchors: |_| Vec::new(),
             security: mutual_tls(),
             refusals: Vec::new(),
+            in_file: true,
             signer: |authority| authority,
         }
     }
@@ -123,7 +126,10 @@ async fn bench(setup: Setup) -> Bench {
     fs::write(dir.path().join("token"), "first\n").unwrap();
     fs::write(dir.path().join("anchors.pem"), authority.root.pem()).unwrap();
     let id: Identity = CLIENT.parse().unwrap();
-    let anchors = Anchors::File(dir.path().join("anchors.pem"));
+    let anchors = match setup.in_file {
+        true => Anchors::File(dir.path().join("anchors.pem")),
+        false => Anchors::Fixed(authority.anchors()),
+    };
     let config = Config {
         service: server.target(setup.security.clone()),
         dir: None,
@@ -226,7 +232,11 @@ async fn a_certificate_of_a_foreign_authority_is_not_used() {
     .await;
     bench.until(|bench| bench.signing.requests.lock().len() >= 2).await;
     assert_eq!(bench.creds.generation(), 0);
-    assert!(!bench.readiness.is_ready());
+    let reasons = bench.readiness.reasons();
+    assert!(
+        reasons[0].starts_with("no certificate yet: using the certificate: "),
+        "{reasons:?}"
+    );
     *bench.signing.authority.lock() = bench.authority.clone();
     soon(bench.creds.certified()).await;
 }
@@ -251,6 +261,27 @@ async fn anchors_that_come_with_a_certificate_are_taken_from_a_verified_server()
 }
 
 #[tokio::test]
+async fn anchors_of_file_and_control_plane_overlap() {
+    let bench = bench(Setup {
+        anchors: both_roots,
+        ..Setup::default()
+    })
+    .await;
+    soon(bench.creds.certified()).await;
+    let sent = bench.creds.anchors();
+    // A root that somebody adds to the file stays, whatever the control plane sends with the next certificate.
+    let file = bench.authority.root.pem() + &Authority::named("added").root.pem();
+    let added = TrustAnchors::from_pem(&file).unwrap();
+    fs::write(bench.dir.path().join("anchors.pem"), file).unwrap();
+    skip(Duration::from_secs(11)).await;
+    let all = added.and(&sent).unwrap();
+    bench.until(|bench| bench.creds.anchors() == all).await;
+    let before = bench.creds.generation();
+    bench.until(|bench| bench.creds.generation() > before).await;
+    assert_eq!(bench.creds.anchors(), all);
+}
+
+#[tokio::test]
 async fn anchors_from_a_server_that_nobody_verified_are_ignored() {
     let bench = bench(Setup {
         anchors: both_roots,
@@ -267,6 +298,7 @@ async fn a_bundle_without_the_issuer_is_not_taken() {
     let next_only = |_: &Authority| vec![Authority::named("next").root.der().to_vec()];
     let bench = bench(Setup {
         anchors: next_only,
+        in_file: false,
         ..Setup::default()
     })
     .await;

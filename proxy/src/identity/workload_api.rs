@@ -212,6 +212,9 @@ impl Waiting {
         if self.error.is_none() {
             warn!(error = %causes(error), "no certificate from the Workload API, trying again");
         }
+        if let Some(uncertified) = &self.uncertified {
+            uncertified.explain(format!("no certificate yet: {}", causes(error)));
+        }
         self.error = Some(causes(error));
     }
 }
