@@ -12,6 +12,7 @@ use tulle_core::telemetry::Format;
 use crate::admin;
 use crate::api;
 use crate::api::destination::{ProfileScope, Suffixes};
+use crate::http::access_log;
 use crate::identity;
 
 /// Everything; see [`crate::env::load`] for where it comes from.
@@ -231,13 +232,28 @@ pub struct Workers {
 pub struct Log {
     pub filter: String,
     pub format: Format,
-    pub access: Option<AccessLog>,
+    /// Of requests, where it is wanted, and of which directions.
+    pub access: Option<access_log::Format>,
+    pub access_directions: Directions,
 }
 
-#[derive(Copy, Clone, Debug, PartialEq, Eq)]
-pub enum AccessLog {
-    Apache,
-    Json,
+impl Directions {
+    pub fn inbound(self) -> bool {
+        self != Self::Outbound
+    }
+
+    pub fn outbound(self) -> bool {
+        self != Self::Inbound
+    }
+}
+
+/// Which requests have lines in the access log.
+#[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
+pub enum Directions {
+    #[default]
+    Inbound,
+    Outbound,
+    Both,
 }
 
 impl Workers {

@@ -94,7 +94,14 @@ impl Admin {
         };
         admin
             .route("/metrics", move |req| {
-                std::future::ready(metrics(&registry, &req.headers))
+                // A large page takes a while, and others are served on this thread.
+                let registry = registry.clone();
+                let rendered = tokio::task::spawn_blocking(move || metrics(&registry, &req.headers));
+                async {
+                    rendered
+                        .await
+                        .unwrap_or_else(|_| text(StatusCode::INTERNAL_SERVER_ERROR, ""))
+                }
             })
             .route("/live", |_| std::future::ready(text(StatusCode::OK, "live\n")))
             .route("/ready", move |_| std::future::ready(ready(&readiness)))

@@ -20,8 +20,11 @@ pub(super) fn sample(out: &mut String, name: &str, labels: &Labels, value: impl 
 }
 
 /// Writes one label.
+///
+/// What cannot stand in the name of a label becomes an underscore: some names come from others.
 pub(super) fn label(out: &mut String, key: &str, value: impl Display) {
-    out.push_str(key);
+    let allowed = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    out.extend(key.chars().map(|c| if allowed(c) { c } else { '_' }));
     out.push_str("=\"");
     let _ = write!(Escaped(out), "{value}");
     out.push('"');

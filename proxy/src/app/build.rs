@@ -12,6 +12,7 @@ use crate::{
     balance::balancer::Strategy,
     config::{self, Balancing, Config, Direction, Visibility},
     http::{
+        access_log::AccessLog,
         client::PoolConfig,
         h1, h2,
         layers::{Admission, Errors, Observe, Wrappers},
@@ -113,6 +114,7 @@ pub(super) struct Parts<'a> {
     pub(super) registry: &'a Registry,
     pub(super) http: &'a http_metrics::Families,
     pub(super) tcp: &'a counts::Families,
+    pub(super) access_log: Option<&'a AccessLog>,
 }
 
 impl Parts<'_> {
@@ -164,7 +166,12 @@ impl Parts<'_> {
                 http1: http1_server(direction),
                 http2: http2_server(direction),
             },
-            wrappers: wrappers(registry, "outbound", direction),
+            wrappers: wrappers(
+                registry,
+                "outbound",
+                direction,
+                self.access_log.filter(|_| config.log.access_directions.outbound()),
+            ),
             reasons: match config.outbound.informational_headers {
                 Visibility::Shown => Reasons::Told,
                 Visibility::Hidden => Reasons::Kept,
@@ -212,7 +219,12 @@ impl Parts<'_> {
                 http1: http1_server(direction),
                 http2: http2_server(direction),
             },
-            wrappers: wrappers(registry, "inbound", direction),
+            wrappers: wrappers(
+                registry,
+                "inbound",
+                direction,
+                self.access_log.filter(|_| config.log.access_directions.inbound()),
+            ),
             families: inbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone()),
             name: self.creds.id().as_str().into(),
             apps: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
@@ -220,8 +232,14 @@ impl Parts<'_> {
     }
 }
 
-fn wrappers(registry: &Registry, name: &'static str, direction: &Direction) -> Wrappers {
+fn wrappers(
+    registry: &Registry,
+    name: &'static str,
+    direction: &Direction,
+    access_log: Option<&AccessLog>,
+) -> Wrappers {
     Wrappers {
+        access_log: access_log.cloned(),
         admission: Admission::new(direction.max_in_flight),
         observe: Observe::new(registry, name),
         errors: errors(registry, name),

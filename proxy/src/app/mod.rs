@@ -1,6 +1,7 @@
 //! Builds all of the proxy once and runs it: sockets first, then identity, then traffic, then the drain.
 
 mod build;
+mod info;
 
 use std::{
     collections::BTreeMap,
@@ -31,6 +32,7 @@ use crate::{
     admin,
     app::build::{ControlPlane, Parts, accept_options},
     config::{Config, Direction},
+    http::access_log::AccessLog,
     identity::{Source, certify::Certifier, key::Key, workload_api::Workload},
     inbound::Inbound,
     metrics::http as http_metrics,
@@ -90,6 +92,9 @@ pub struct App {
     sockets: Vec<Sockets>,
     admin: Admin,
     shutdown: Arc<Notify>,
+    access_log: Option<AccessLog>,
+    /// Held so that it is always told.
+    _info: [Arc<metrics::Gauge>; 2],
 }
 
 /// What runs beside the traffic, on a thread of its own.
@@ -127,6 +132,7 @@ impl App {
         config.admin.listen = admin_listener.local_addr()?;
         let registry = Registry::new();
         metrics::process_metrics(&registry);
+        let info = info::register(&registry);
         let readiness = Readiness::new();
         let runtime = Builder::new_current_thread()
             .enable_all()
@@ -142,6 +148,15 @@ impl App {
             http_metrics::Families::with_prefix(&registry, ""),
             counts::Families::new(&registry),
         );
+        let dropped = registry.counter(
+            "tulle_access_log_dropped_total",
+            "Lines of the access log that nobody read in time",
+        );
+        let access_log = config.log.access.map(|format| {
+            let dropped = dropped.get(&metrics::Labels::new());
+            AccessLog::start(format, std::io::stderr(), dropped).context("starting the access log")
+        });
+        let access_log = access_log.transpose()?;
         let parts = Parts {
             config: &config,
             surroundings: &surroundings,
@@ -151,6 +166,7 @@ impl App {
             registry: &registry,
             http: &http,
             tcp: &tcp,
+            access_log: access_log.as_ref(),
         };
         let (outbound, inbound) = (parts.outbound(), parts.inbound());
         let shutdown = Arc::new(Notify::new());
@@ -179,6 +195,8 @@ impl App {
             sockets,
             admin,
             shutdown,
+            access_log,
+            _info: info,
         })
     }
 
@@ -261,6 +279,9 @@ impl App {
             if let Err(panic) = thread.join() {
                 std::panic::resume_unwind(panic);
             }
+        }
+        if let Some(log) = self.access_log {
+            log.flush();
         }
         Ok(())
     }

@@ -96,6 +96,7 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
         filter: env.or("LOG", values::text, DEFAULT_LOG.to_owned()),
         format: env.or_default("LOG_FORMAT", values::log_format),
         access: env.get("ACCESS_LOG", values::access_log),
+        access_directions: env.or_default(ACCESS_LOG_DIRECTIONS, values::directions),
     };
     let shutdown_grace_period = env.or("SHUTDOWN_GRACE_PERIOD", values::duration, Duration::from_secs(120));
     let metrics_retain_idle = env.or("METRICS_RETAIN_IDLE", values::duration, Duration::from_secs(600));
@@ -557,6 +558,7 @@ const WORKLOAD_API: &[&str] = &["IDENTITY_SPIRE_WORKLOAD_API_ADDRESS", "IDENTITY
 /// Variables that only this proxy knows.
 const OUR_PREFIX: &str = "TULLE_PROXY_";
 const BALANCER: &str = "TULLE_PROXY_BALANCER";
+const ACCESS_LOG_DIRECTIONS: &str = "TULLE_PROXY_ACCESS_LOG_DIRECTIONS";
 const DEFAULT_LOG: &str = "warn,tulle=info,hickory=error";
 const QUEUE_CAPACITY: usize = 10_000;
 const SHOWN_CHARACTERS: usize = 80;
@@ -564,7 +566,6 @@ const SHOWN_CHARACTERS: usize = 80;
 const NOT_SUPPORTED: &[&str] = &[
     "TAP_SVC_NAME",
     "TRACE_COLLECTOR_SVC_ADDR",
-    "ACCESS_LOG",
     "INGRESS_MODE",
     "INBOUND_GATEWAY_SUFFIXES",
     "INBOUND_METRICS_AUTHORITY_LABELS",

@@ -10,7 +10,8 @@ use ipnet::IpNet;
 use tulle_core::telemetry::Format;
 
 use crate::api::destination::Suffixes;
-use crate::config::{AccessLog, Balancing, DefaultPolicy};
+use crate::config::{Balancing, DefaultPolicy, Directions};
+use crate::http::access_log;
 use crate::identity::Anchors;
 use crate::policy::endpoint::{FRAME_SIZES, MAX_WINDOW};
 use crate::tls::creds::TrustAnchors;
@@ -137,8 +138,23 @@ pub(super) fn log_format(value: &str) -> Result<Format, Reason> {
     from_str(value)
 }
 
-pub(super) fn access_log(value: &str) -> Result<AccessLog, Reason> {
-    one_of(value, &[("apache", AccessLog::Apache), ("json", AccessLog::Json)])
+pub(super) fn access_log(value: &str) -> Result<access_log::Format, Reason> {
+    let formats = [
+        ("apache", access_log::Format::Apache),
+        ("json", access_log::Format::Json),
+    ];
+    one_of(&value.to_ascii_lowercase(), &formats)
+}
+
+pub(super) fn directions(value: &str) -> Result<Directions, Reason> {
+    one_of(
+        value,
+        &[
+            ("inbound", Directions::Inbound),
+            ("outbound", Directions::Outbound),
+            ("both", Directions::Both),
+        ],
+    )
 }
 
 pub(super) fn unsafe_only(value: &str) -> Result<(), Reason> {

@@ -13,13 +13,15 @@ use std::{
     task::{Context, Poll, ready},
 };
 
-use http::{Request, Response, Version};
+use http::{Request, Response, StatusCode, Version};
 use pin_project_lite::pin_project;
+use tokio::time::Instant;
 use tower::{Layer, Service, ServiceBuilder, util::ServiceFn};
 use tulle_core::metrics::{Counter, Family, Labels, Registry};
 
 use crate::{
     http::{
+        access_log::{AccessLog, Entry},
         body::Body,
         error::Error,
         respond::{self, Asker, Place, Reasons},
@@ -33,6 +35,8 @@ pub(crate) struct Wrappers {
     pub(crate) admission: Arc<Admission>,
     pub(crate) observe: Observe,
     pub(crate) errors: Errors,
+    /// Where a line is written for each request, if anywhere.
+    pub(crate) access_log: Option<AccessLog>,
 }
 
 impl Wrappers {
@@ -49,7 +53,7 @@ impl Wrappers {
         F: Future<Output = Result<Response<Body>, Error>>,
     {
         ServiceBuilder::new()
-            .layer(Rescue::new(reasons, place, closer, self.errors.clone()))
+            .layer(Rescue::new(reasons, place, closer, self))
             .layer(self.observe.clone())
             .layer(Admit(self.admission.clone()))
             .service_fn(serve)
@@ -170,6 +174,13 @@ struct Totals {
     responses: [Arc<Counter>; 5],
 }
 
+impl Totals {
+    fn response(&self, status: StatusCode) {
+        let class = usize::from(status.as_u16() / 100).clamp(1, 5);
+        self.responses[class - 1].inc();
+    }
+}
+
 impl Observe {
     pub(crate) fn new(registry: &Registry, direction: &str) -> Self {
         let labels = Labels::new().with("direction", direction);
@@ -236,8 +247,7 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for ObserveFuture
         let this = self.project();
         let result = ready!(this.inner.poll(cx));
         if let Ok(rsp) = &result {
-            let class = usize::from(rsp.status().as_u16() / 100).clamp(1, 5);
-            this.totals.responses[class - 1].inc();
+            this.totals.response(rsp.status());
         }
         Poll::Ready(result)
     }
@@ -273,19 +283,23 @@ struct Rescue(Arc<Rescuer>);
 
 struct Rescuer {
     reasons: Reasons,
-    place: Place,
+    place: Arc<Place>,
     closer: Closer,
     errors: Errors,
+    totals: Arc<Totals>,
+    access_log: Option<AccessLog>,
 }
 
 impl Rescue {
     /// `closer` ends the connection where an error asks for that.
-    fn new(reasons: Reasons, place: Place, closer: Closer, errors: Errors) -> Self {
+    fn new(reasons: Reasons, place: Place, closer: Closer, wrappers: &Wrappers) -> Self {
         Self(Arc::new(Rescuer {
             reasons,
-            place,
+            place: Arc::new(place),
             closer,
-            errors,
+            errors: wrappers.errors.clone(),
+            totals: wrappers.observe.0.clone(),
+            access_log: wrappers.access_log.clone(),
         }))
     }
 }
@@ -314,6 +328,8 @@ pin_project! {
         asker: Asker,
         version: Version,
         rescuer: Arc<Rescuer>,
+        // Of the access log, where there is one.
+        entry: Option<Box<Entry>>,
     }
 }
 
@@ -331,11 +347,14 @@ where
 
     fn call(&mut self, req: Request<Body>) -> Self::Future {
         let (asker, version) = (Asker::of(&req), req.version());
+        let log = self.rescuer.access_log.as_ref();
+        let entry = log.map(|log| log.entry(&req, &self.rescuer.place));
         RescueFuture {
             inner: self.inner.call(req),
             asker,
             version,
             rescuer: self.rescuer.clone(),
+            entry,
         }
     }
 }
@@ -343,7 +362,25 @@ where
 impl<F: Future<Output = Result<Response<Body>, Error>>> Future for RescueFuture<F> {
     type Output = Result<Response<Body>, Error>;
 
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if self.entry.is_none() {
+            return self.rescued(cx);
+        }
+        let since = Instant::now();
+        let rescued = self.as_mut().rescued(cx);
+        let entry = self.project().entry;
+        if let Some(entry) = entry {
+            entry.worked(since);
+        }
+        if let (Poll::Ready(rsp), Some(entry)) = (&rescued, entry.take_if(|_| rescued.is_ready())) {
+            entry.answered(rsp.as_ref().ok());
+        }
+        rescued
+    }
+}
+
+impl<F: Future<Output = Result<Response<Body>, Error>>> RescueFuture<F> {
+    fn rescued(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<Response<Body>, Error>> {
         let this = self.project();
         let error = match ready!(this.inner.poll(cx)) {
             Ok(rsp) => return Poll::Ready(Ok(rsp)),
@@ -364,13 +401,16 @@ impl<S> Rescued<S> {
     /// The response to a request that could not be read.
     pub(crate) fn refuse(&self, error: &Error) -> Response<Body> {
         self.rescuer.count(error);
+        self.rescuer.totals.requests.inc();
         self.rescuer.answer(error, Asker::unknown())
     }
 }
 
 impl Rescuer {
     fn answer(&self, error: &Error, asker: Asker) -> Response<Body> {
-        respond::error(error, asker, self.reasons, &self.place)
+        let rsp = respond::error(error, asker, self.reasons, &self.place);
+        self.totals.response(rsp.status());
+        rsp
     }
 
     fn count(&self, error: &Error) {

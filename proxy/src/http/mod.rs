@@ -3,6 +3,7 @@
 //! Servers and clients, the body, header hygiene, errors and the responses made of them. Nothing here decides where a
 //! request goes or who may send it.
 
+pub(crate) mod access_log;
 pub(crate) mod body;
 pub(crate) mod classify;
 pub(crate) mod client;

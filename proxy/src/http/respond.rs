@@ -44,7 +44,7 @@ impl Asker {
     }
 }
 
-/// Where a proxy stands that answers.
+/// Where a proxy stands that answers, and between whom.
 #[derive(Clone, Debug)]
 pub(crate) struct Place {
     pub(crate) direction: &'static str,
@@ -52,6 +52,9 @@ pub(crate) struct Place {
     pub(crate) hop: Arc<str>,
     /// What the client wants to reach.
     pub(crate) target: SocketAddr,
+    pub(crate) client: SocketAddr,
+    /// Whom the client has proven to be.
+    pub(crate) client_id: Option<HeaderValue>,
 }
 
 /// The response that an error becomes.
@@ -121,6 +124,8 @@ mod tests {
             direction: "outbound",
             hop: "web.shop".into(),
             target: ([10, 0, 0, 1], 80).into(),
+            client: ([10, 0, 0, 2], 4321).into(),
+            client_id: None,
         }
     }
 

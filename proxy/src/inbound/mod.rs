@@ -280,11 +280,10 @@ impl Connection {
             tracing::info!(client = %client.0, %failure, "direct connection refused");
         };
         let deadline = tokio::time::Instant::now() + self.inbound.detect_timeout;
-        let opened = tokio::time::timeout_at(
-            deadline,
-            self.terminate(stream, Bytes::new(), &peer, Alpn::TransportHeader),
-        );
-        let (io, tls) = opened.await.ok()??;
+        // Which has the same limit.
+        let (io, tls) = self
+            .terminate(stream, Bytes::new(), &peer, Alpn::TransportHeader)
+            .await?;
         let ServerTls::Terminated { client_id: Some(_) } = &tls else {
             fail(HandshakeFailure::NoCertificate);
             return None;
@@ -408,9 +407,17 @@ impl Connection {
     }
 
     /// Ends TLS here; the failure is counted by its reason.
+    ///
+    /// A connection of peers has to say by its ALPN that a transport header follows.
     async fn terminate(&self, stream: TcpStream, seen: Bytes, peer: &Peer, alpn: Alpn) -> Option<(Io, ServerTls)> {
         let shaking = tls_server::accept(Tcp::with_prefix(stream, seen), &self.inbound.creds, alpn);
         match tokio::time::timeout(self.inbound.detect_timeout, shaking).await {
+            Ok(Ok((_, facts))) if facts.alpn != alpn => {
+                let families = &self.inbound.families;
+                families.tcp_failed(peer.target, "transport header", "bad-transport-header");
+                tracing::info!(client = %peer.client.0, "direct connection refused: no transport header follows");
+                None
+            }
             Ok(Ok((tls, facts))) => Some((
                 Io::tls_server(tls),
                 ServerTls::Terminated {
@@ -551,6 +558,13 @@ impl Connection {
         } else {
             Reasons::Kept
         };
+        let place = Place {
+            direction: "inbound",
+            hop: inbound.name.clone(),
+            target: peer.target,
+            client: peer.client.0,
+            client_id: client_id.clone(),
+        };
         let connection = Arc::new(HttpConnection {
             app: inbound.app(self.worker, peer.target),
             inbound: inbound.clone(),
@@ -564,11 +578,6 @@ impl Connection {
         let serve = move |mut req| {
             let connection = connection.clone();
             async move { connection.serve(&mut req).await }
-        };
-        let place = Place {
-            direction: "inbound",
-            hop: inbound.name.clone(),
-            target: peer.target,
         };
         let service = inbound.wrappers.around(serve, reasons, place, closer.clone());
         server::serve(io, protocol, service, &inbound.server, closer, &self.drain).map(move |served| {

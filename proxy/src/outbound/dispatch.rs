@@ -134,7 +134,7 @@ impl Dispatch<'_> {
                 (None, Ok(mut rsp)) => {
                     flight.judge(&rsp);
                     flight.counted = self.counted.clone();
-                    finish(&mut rsp, protocol, version);
+                    finish(&mut rsp, protocol, version, endpoint.identity().is_some());
                     let upgraded = rsp.body_mut().take_upgraded();
                     if upgraded.is_some() && upgrade.is_none() {
                         let error = Error::BadResponse("it switched protocols unasked");
@@ -235,7 +235,9 @@ fn prepare(req: &mut Request<Body>, endpoint: &Endpoint, protocol: Protocol) -> 
 }
 
 /// Takes out of a response what only proxies should see.
-fn finish(rsp: &mut Response<Body>, protocol: Protocol, asked: Version) {
+///
+/// `by_proxy` says whether a proxy can have sent it.
+fn finish(rsp: &mut Response<Body>, protocol: Protocol, asked: Version, by_proxy: bool) {
     let upgraded = asked != Version::HTTP_2 && protocol == Protocol::Http2;
     if upgraded {
         orig_proto::downgrade(rsp);
@@ -246,7 +248,7 @@ fn finish(rsp: &mut Response<Body>, protocol: Protocol, asked: Version) {
     if let Some(error) = words.error {
         tracing::debug!(status = %rsp.status(), ?error, "peer's proxy answered");
     }
-    if words.close && asked <= Version::HTTP_11 && !upgraded {
+    if words.close && by_proxy && asked <= Version::HTTP_11 && !upgraded {
         rsp.headers_mut()
             .insert(header::CONNECTION, HeaderValue::from_static("close"));
     }

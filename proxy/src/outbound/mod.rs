@@ -103,6 +103,7 @@ impl Outbound {
         Connection {
             outbound: self,
             worker,
+            client,
             dst,
             destination,
             drain,
@@ -116,6 +117,7 @@ impl Outbound {
 struct Connection {
     outbound: Arc<Outbound>,
     worker: usize,
+    client: ClientAddr,
     dst: OrigDst,
     destination: Arc<Destination>,
     drain: drain::Watch,
@@ -225,6 +227,8 @@ impl Connection {
             direction: "outbound",
             hop: outbound.name.clone(),
             target: self.dst.0,
+            client: self.client.0,
+            client_id: None,
         };
         let service = outbound.wrappers.around(serve, outbound.reasons, place, closer.clone());
         server::serve(io, protocol, service, &outbound.server, closer, &self.drain).map(|served| {

@@ -401,6 +401,21 @@ fn server_config(
     Ok(config)
 }
 
+/// The names of cipher suites and of key exchanges, in order.
+pub(crate) fn algorithms() -> (String, String) {
+    let CryptoProvider {
+        cipher_suites,
+        kx_groups,
+        ..
+    } = provider();
+    let suites: Vec<_> = cipher_suites
+        .iter()
+        .map(|suite| format!("{:?}", suite.suite()))
+        .collect();
+    let groups: Vec<_> = kx_groups.iter().map(|group| format!("{:?}", group.name())).collect();
+    (suites.join(","), groups.join(","))
+}
+
 /// Suites and key exchanges in the order in which we prefer them; the hybrid with ML-KEM comes first because traffic
 /// recorded today must not become readable later.
 fn provider() -> CryptoProvider {

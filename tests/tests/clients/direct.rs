@@ -15,7 +15,7 @@ fn a_valid_certificate_is_accepted_and_all_others_are_refused_each_for_its_own_r
     let expired = scene.credentials.leaf(&peer, Validity::Over);
     let foreign = scene.credentials.foreign_leaf(&peer);
 
-    let said = ask(&scene, Some(&valid));
+    let said = ask(&scene, ALPN, Some(&valid));
     assert!(said.out.contains("HTTP/1.1 200 OK"), "{said:?}");
     assert!(said.out.contains("ALPN protocol: transport.l5d.io/v1"), "{said:?}");
     let header = "inbound_tcp_transport_header_connections_total";
@@ -27,21 +27,28 @@ fn a_valid_certificate_is_accepted_and_all_others_are_refused_each_for_its_own_r
         (Some(&foreign), "foreign_ca"),
         (Some(&expired), "expired"),
     ] {
-        let said = ask(&scene, shown);
+        let said = ask(&scene, ALPN, shown);
         assert!(!said.out.contains("HTTP/"), "{reason}: {said:?}");
         refused.push((reason, 1));
         let target = ["target_addr=\"10.79.0.20:4143\""];
         scene.counts("tulle_inbound_tls_failures_total", &target, "reason", &refused);
     }
+    // Who does not say that a header follows is no peer.
+    let said = ask(&scene, None, Some(&valid));
+    assert!(!said.out.contains("HTTP/"), "{said:?}");
+    let cause = ["cause=\"bad-transport-header\""];
+    scene.counts("tulle_failures_total", &cause, "direction", &[("inbound", 1)]);
     scene.counts(header, &[], "target_port", &[("8080", 1)]);
 }
 
+const ALPN: Option<&str> = Some("transport.l5d.io/v1");
+
 /// Asks for the application's HTTP port from outside.
-fn ask(scene: &Scene, shown: Option<&Leaf>) -> Said {
+fn ask(scene: &Scene, alpn: Option<&'static str>, shown: Option<&Leaf>) -> Said {
     let client = Client {
         to: (SERVER, port::INBOUND).into(),
         name: &identity("server"),
-        alpn: Some("transport.l5d.io/v1"),
+        alpn,
         shown,
     };
     client.say(&scene.outside, &[&header(HTTP), REQUEST].concat())

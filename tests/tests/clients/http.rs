@@ -30,6 +30,25 @@ fn check_curl(flag: &str, version: &str) {
 }
 
 #[test]
+fn the_access_log_says_who_asked_for_what() {
+    let Some(scene) = scene(&["curl"]) else { return };
+    curl(&scene.client, "--http1.1");
+    let lines = scene.json_lines("server");
+    let [line] = &lines[..] else { panic!("{lines:?}") };
+    let (client, target) = (identity("client"), format!("http://{}/headers", service(HTTP)));
+    for (name, value) in [
+        ("client.id", client.as_str()),
+        ("method", "GET"),
+        ("uri", &target),
+        ("version", "HTTP/1.1"),
+        ("direction", "inbound"),
+    ] {
+        assert_eq!(line[name], value, "{line}");
+    }
+    assert_eq!(line["status"], 200, "{line}");
+}
+
+#[test]
 fn curl_speaks_http_1_0() {
     // As curl writes 1.0.
     check_curl("--http1.0", "1");

@@ -153,6 +153,20 @@ impl Scene {
         }
     }
 
+    /// The lines of JSON that a host's sidecar has written, once there is one.
+    pub(crate) fn json_lines(&self, name: &str) -> Vec<serde_json::Value> {
+        let deadline = Instant::now() + COUNT_LIMIT;
+        loop {
+            let log = fs::read_to_string(self.dir().join(format!("sidecar-{name}.log"))).unwrap();
+            let lines: Vec<_> = log.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+            if !lines.is_empty() {
+                return lines;
+            }
+            assert!(Instant::now() < deadline, "no JSON in {log}");
+            std::thread::sleep(COUNT_PAUSE);
+        }
+    }
+
     fn keep(&mut self, process: Process) {
         self.processes.push(process);
     }
@@ -201,6 +215,7 @@ impl Scene {
         let workload = serde_json::json!({"ns": NAMESPACE, "external_workload": name}).to_string();
         for (variable, value) in [
             ("LOG", "warn,tulle_proxy=info".to_owned()),
+            ("ACCESS_LOG", "json".into()),
             ("DESTINATION_SVC_ADDR", at(port::DESTINATION)),
             ("DESTINATION_SVC_NAME", control("linkerd-destination")),
             ("DESTINATION_CONTEXT", workload.clone()),

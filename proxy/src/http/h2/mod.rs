@@ -105,7 +105,9 @@ impl Received {
             }
             Some(Err(error)) => Poll::Ready(Some(Err(self.failed(error)))),
             None => match ready!(self.stream.poll_trailers(cx)) {
-                Ok(Some(trailers)) if self.from == From::Client => {
+                Ok(Some(trailers))
+                    if self.from == From::Client || trailers.keys().any(|name| !headers::is_trailer(name)) =>
+                {
                     let sent = trailers.iter().filter(|(name, _)| headers::is_trailer(name));
                     let sent = sent.map(|(name, value)| (name.clone(), value.clone()));
                     Poll::Ready(Some(Ok(Frame::trailers(sent.collect()))))

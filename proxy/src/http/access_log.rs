@@ -1,0 +1,322 @@
+//! A line for each request, in the form of Apache's common log or as JSON.
+//!
+//! Lines leave on a thread of their own: who reads them slowly, or not at all, holds up no request.
+
+use std::{
+    io::Write,
+    sync::{
+        Arc,
+        mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel},
+    },
+    thread,
+    time::Duration,
+};
+
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
+use serde_json::{Map, Value, json};
+use time::{OffsetDateTime, format_description::well_known::Rfc3339};
+use tokio::time::Instant;
+use tulle_core::{metrics::Counter, names::header as names};
+
+use crate::http::{body::Body, respond::Place};
+
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub enum Format {
+    Apache,
+    Json,
+}
+
+/// Where the lines of a process go.
+#[derive(Clone)]
+pub(crate) struct AccessLog {
+    format: Format,
+    lines: SyncSender<Line>,
+    dropped: Arc<Counter>,
+}
+
+enum Line {
+    Text(String),
+    /// Answered once all before it are written.
+    Flush(SyncSender<()>),
+}
+
+/// A request that has not been answered yet.
+pub(crate) struct Entry {
+    log: AccessLog,
+    place: Arc<Place>,
+    began_at: OffsetDateTime,
+    start: Instant,
+    /// What this proxy has worked on it.
+    worked: Duration,
+    method: Method,
+    uri: Uri,
+    version: Version,
+    /// In which version it came to the peer, which made HTTP/2 of it.
+    orig_proto: Option<HeaderValue>,
+    trace_id: Option<HeaderValue>,
+    content_length: Option<HeaderValue>,
+    user_agent: Option<HeaderValue>,
+    host: Option<HeaderValue>,
+}
+
+impl AccessLog {
+    /// Writes lines to `out`; those that find too many before them are dropped and counted.
+    pub(crate) fn start(
+        format: Format,
+        out: impl Write + Send + 'static,
+        dropped: Arc<Counter>,
+    ) -> std::io::Result<Self> {
+        let (lines, waiting) = sync_channel(MOST_WAITING);
+        thread::Builder::new()
+            .name("access-log".into())
+            .spawn(move || write(out, &waiting))?;
+        Ok(Self { format, lines, dropped })
+    }
+
+    /// Notes a request that has just come.
+    pub(crate) fn entry(&self, req: &Request<Body>, place: &Arc<Place>) -> Box<Entry> {
+        let headers = req.headers();
+        Box::new(Entry {
+            log: self.clone(),
+            place: place.clone(),
+            began_at: OffsetDateTime::now_utc(),
+            start: Instant::now(),
+            worked: Duration::ZERO,
+            method: req.method().clone(),
+            uri: req.uri().clone(),
+            version: req.version(),
+            orig_proto: headers.get(names::L5D_ORIG_PROTO).cloned(),
+            trace_id: trace_id(headers).cloned(),
+            content_length: headers.get(header::CONTENT_LENGTH).cloned(),
+            user_agent: headers.get(header::USER_AGENT).cloned(),
+            host: headers.get(header::HOST).cloned(),
+        })
+    }
+
+    /// Waits until all lines so far are written, but not for ever.
+    pub(crate) fn flush(&self) {
+        let (written, done) = sync_channel(1);
+        if self.lines.try_send(Line::Flush(written)).is_ok()
+            && let Err(RecvTimeoutError::Timeout) = done.recv_timeout(FLUSH_LIMIT)
+        {
+            tracing::warn!("nobody reads the access log; its last lines are lost");
+        }
+    }
+}
+
+impl Entry {
+    /// Adds to what this proxy has worked on the request.
+    pub(crate) fn worked(&mut self, since: Instant) {
+        self.worked += since.elapsed();
+    }
+
+    /// Writes the line, now that the head of the response is known; there may be none.
+    pub(crate) fn answered(self, rsp: Option<&Response<Body>>) {
+        let status = rsp.map(Response::status);
+        let line = match self.log.format {
+            Format::Apache => self.apache(status),
+            Format::Json => {
+                let length = rsp.and_then(|rsp| rsp.headers().get(header::CONTENT_LENGTH));
+                self.json(status, length).to_string() + "\n"
+            }
+        };
+        if self.log.lines.try_send(Line::Text(line)).is_err() {
+            self.log.dropped.inc();
+        }
+    }
+
+    /// `<client> <identity> - [<time>] "<method> <uri> <version>" <status>`
+    fn apache(&self, status: Option<StatusCode>) -> String {
+        let Self { method, uri, .. } = self;
+        let version = self.version();
+        let (client, id) = (self.place.client, self.client_id());
+        let status = status.map_or_else(|| "-".to_owned(), |status| status.as_u16().to_string());
+        format!(
+            "{client} {id} - [{}] \"{method} {uri} {version}\" {status}\n",
+            self.timestamp()
+        )
+    }
+
+    fn json(&self, status: Option<StatusCode>, length: Option<&HeaderValue>) -> Value {
+        let text = |value: Option<&HeaderValue>| {
+            value.map_or_else(String::new, |value| {
+                String::from_utf8_lossy(value.as_bytes()).into_owned()
+            })
+        };
+        let mut line = Map::new();
+        let mut say = |name: &str, value: Value| drop(line.insert(name.to_owned(), value));
+        say("client.addr", json!(self.place.client.to_string()));
+        say("client.id", json!(self.client_id()));
+        say("direction", json!(self.place.direction));
+        say("timestamp", json!(self.timestamp()));
+        say("method", json!(self.method.as_str()));
+        say("uri", json!(self.uri.to_string()));
+        say("version", json!(self.version()));
+        say("trace_id", json!(text(self.trace_id.as_ref())));
+        say("request_bytes", json!(text(self.content_length.as_ref())));
+        say("user_agent", json!(text(self.user_agent.as_ref())));
+        say("host", json!(text(self.host.as_ref())));
+        if let Some(status) = status {
+            say("status", json!(status.as_u16()));
+        }
+        if let Some(length) = length {
+            say("response_bytes", json!(text(Some(length))));
+        }
+        say("total_ns", json!(self.start.elapsed().as_nanos().to_string()));
+        say("processing_ns", json!(self.worked.as_nanos().to_string()));
+        Value::Object(line)
+    }
+
+    fn version(&self) -> String {
+        let original = self.orig_proto.as_ref().and_then(|proto| proto.to_str().ok());
+        match original.and_then(|proto| proto.split(';').next()) {
+            Some(version @ ("HTTP/1.0" | "HTTP/1.1")) => version.to_owned(),
+            _ => format!("{:?}", self.version),
+        }
+    }
+
+    fn client_id(&self) -> &str {
+        let id = self.place.client_id.as_ref().and_then(|id| id.to_str().ok());
+        id.unwrap_or("-")
+    }
+
+    fn timestamp(&self) -> String {
+        self.began_at.format(&Rfc3339).unwrap_or_default()
+    }
+}
+
+/// By which others know the request.
+fn trace_id(headers: &HeaderMap) -> Option<&HeaderValue> {
+    let names = ["x-b3-traceid", "x-request-id", "x-amzn-trace-id"];
+    names.into_iter().find_map(|name| headers.get(name))
+}
+
+fn write(mut out: impl Write, lines: &Receiver<Line>) {
+    while let Ok(line) = lines.recv() {
+        // Nobody is there to be told of an error: this is where one would be.
+        let _ = match line {
+            Line::Text(line) => out.write_all(line.as_bytes()),
+            Line::Flush(written) => {
+                let _ = written.send(());
+                out.flush()
+            }
+        };
+    }
+}
+
+const MOST_WAITING: usize = 4096;
+const FLUSH_LIMIT: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+
+    use parking_lot::Mutex;
+
+    use super::*;
+
+    const NOBODY: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
+
+    #[derive(Clone, Default)]
+    struct Sink(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Sink {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().write(bytes)
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// The line of one request.
+    fn line(format: Format, client_id: Option<&'static str>) -> String {
+        let sink = Sink::default();
+        let log = AccessLog::start(format, sink.clone(), Arc::default()).unwrap();
+        let place = Arc::new(Place {
+            direction: "inbound",
+            hop: "web".into(),
+            target: NOBODY,
+            client: ([10, 0, 0, 1], 4321).into(),
+            client_id: client_id.map(HeaderValue::from_static),
+        });
+        let req = Request::post("http://web.test/buy?what=tea")
+            .header("host", "web.test")
+            .header("x-request-id", "r1")
+            .header("content-length", "5")
+            .header("user-agent", "curl \"quoted\"")
+            .body(Body::empty())
+            .unwrap();
+        let rsp = Response::builder().status(201).header("content-length", "7");
+        log.entry(&req, &place)
+            .answered(Some(&rsp.body(Body::empty()).unwrap()));
+        log.flush();
+        let written = sink.0.lock().clone();
+        String::from_utf8(written).unwrap()
+    }
+
+    #[test]
+    fn apache_s_form_has_who_what_and_how_it_ended() {
+        let line = line(Format::Apache, None);
+        let (before, after) = line.split_once(" - [").unwrap();
+        assert_eq!(before, "10.0.0.1:4321 -");
+        let (time, after) = after.split_once("] ").unwrap();
+        assert!(OffsetDateTime::parse(time, &Rfc3339).is_ok(), "{time}");
+        assert_eq!(after, "\"POST http://web.test/buy?what=tea HTTP/1.1\" 201\n");
+    }
+
+    #[test]
+    fn json_has_all_of_it() {
+        let line = line(Format::Json, Some("client.shop"));
+        let line: Value = serde_json::from_str(&line).unwrap();
+        for (name, value) in [
+            ("client.addr", json!("10.0.0.1:4321")),
+            ("client.id", json!("client.shop")),
+            ("direction", json!("inbound")),
+            ("method", json!("POST")),
+            ("uri", json!("http://web.test/buy?what=tea")),
+            ("version", json!("HTTP/1.1")),
+            ("trace_id", json!("r1")),
+            ("request_bytes", json!("5")),
+            ("status", json!(201)),
+            ("response_bytes", json!("7")),
+            ("user_agent", json!("curl \"quoted\"")),
+            ("host", json!("web.test")),
+        ] {
+            assert_eq!(line[name], value, "{name}");
+        }
+        for name in ["timestamp", "total_ns", "processing_ns"] {
+            assert!(line[name].is_string(), "{name}");
+        }
+    }
+
+    #[test]
+    fn who_does_not_read_holds_nobody_up() {
+        struct Stuck;
+        impl Write for Stuck {
+            fn write(&mut self, _: &[u8]) -> std::io::Result<usize> {
+                loop {
+                    thread::park();
+                }
+            }
+
+            fn flush(&mut self) -> std::io::Result<()> {
+                Ok(())
+            }
+        }
+        let dropped = Arc::<Counter>::default();
+        let log = AccessLog::start(Format::Apache, Stuck, dropped.clone()).unwrap();
+        let place = Arc::new(Place {
+            direction: "inbound",
+            hop: "web".into(),
+            target: NOBODY,
+            client: NOBODY,
+            client_id: None,
+        });
+        for _ in 0..2 * MOST_WAITING {
+            log.entry(&Request::new(Body::empty()), &place).answered(None);
+        }
+        assert!(dropped.get() >= MOST_WAITING as u64 - 1, "{}", dropped.get());
+    }
+}
