@@ -42,7 +42,6 @@ from values.yaml.
   (dict "value" "proxy.podInboundPorts" "because" $injector)
   (dict "value" "proxy.saMountPath" "because" $injector)
   (dict "value" "proxy.tracing.protocol" "because" "it is opentelemetry")
-  (dict "value" "proxy.accessLog" "default" "" "because" $told)
   (dict "value" "proxy.isGateway" "default" false "because" $told)
   (dict "value" "proxy.isIngress" "default" false "because" $told)
   (dict "value" "proxy.metrics.hostnameLabels" "default" false "because" $told)

@@ -163,7 +163,7 @@ const OURS: [&str; 10] = [
 ];
 
 /// Every value without effect, set to something.
-const UNUSED: [(&str, &str); 42] = [
+const UNUSED: [(&str, &str); 41] = [
     ("configs", "{global: a}"),
     ("controller.tracing", "{enabled: true}"),
     ("controllerResources", "{cpu: {request: 100m}}"),
@@ -182,7 +182,6 @@ const UNUSED: [(&str, &str); 42] = [
     ("policyController.readinessProbe", "{timeoutSeconds: 2}"),
     ("policyController.resources", "{cpu: {request: 100m}}"),
     ("prometheusUrl", "http://prometheus"),
-    ("proxy.accessLog", "apache"),
     ("proxy.inbound.server.http2.adaptiveFlowControl", "true"),
     ("proxy.inbound.server.http2.maxPendingAcceptResetStreams", "20"),
     ("proxy.isGateway", "true"),
