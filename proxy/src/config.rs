@@ -14,6 +14,7 @@ use crate::api;
 use crate::api::destination::{ProfileScope, Suffixes};
 use crate::http::access_log;
 use crate::identity;
+use crate::tap;
 
 /// Everything; see [`crate::env::load`] for where it comes from.
 #[derive(Clone, Debug)]
@@ -21,6 +22,8 @@ pub struct Config {
     pub outbound: Outbound,
     pub inbound: Inbound,
     pub admin: admin::Config,
+    /// A live view of requests, where somebody may have one.
+    pub tap: Option<tap::server::Config>,
     pub control: Control,
     pub identity: identity::Config,
     pub workers: Workers,

@@ -15,4 +15,5 @@ mod metrics;
 mod net;
 mod outbound;
 mod policy;
+mod tap;
 mod tls;

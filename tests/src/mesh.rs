@@ -331,6 +331,7 @@ status: {{podIP: {ip}}}
             ("OUTBOUND_LISTEN_ADDR", format!("{ip}:4140")),
             ("INBOUND_LISTEN_ADDR", format!("{ip}:{}", transport.inbound())),
             ("ADMIN_LISTEN_ADDR", format!("{ip}:4191")),
+            ("CONTROL_LISTEN_ADDR", format!("{ip}:4190")),
             ("INBOUND_IPS", ip.to_string()),
             ("INBOUND_PORTS", format!("{HTTP},{TCP},{OPAQUE}")),
             ("INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION", OPAQUE.to_string()),

@@ -35,6 +35,7 @@ use crate::{
         client::{ForwardParams, Queue},
         server::DefaultPolicy,
     },
+    tap::Taps,
     tls::creds::Credentials,
 };
 
@@ -115,6 +116,7 @@ pub(super) struct Parts<'a> {
     pub(super) http: &'a http_metrics::Families,
     pub(super) tcp: &'a counts::Families,
     pub(super) access_log: Option<&'a AccessLog>,
+    pub(super) taps: &'a Arc<Taps>,
 }
 
 impl Parts<'_> {
@@ -130,6 +132,7 @@ impl Parts<'_> {
             families: families.clone(),
             ips: config.inbound.ips.clone(),
             workers: self.workers,
+            taps: self.taps.clone(),
         };
         let factory = Factory {
             common: Arc::new(common),
@@ -226,6 +229,7 @@ impl Parts<'_> {
                 self.access_log.filter(|_| config.log.access_directions.inbound()),
             ),
             families: inbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone()),
+            taps: self.taps.clone(),
             name: self.creds.id().as_str().into(),
             apps: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
         })

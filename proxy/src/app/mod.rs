@@ -44,6 +44,7 @@ use crate::{
         listeners, orig_dst,
     },
     outbound::Outbound,
+    tap::{self, Taps},
     tls::creds::Credentials,
 };
 
@@ -103,6 +104,7 @@ struct Admin {
     server: tulle_core::admin::Admin,
     listener: TcpListener,
     identity: Identity,
+    tap: Option<(TcpListener, Arc<Taps>)>,
 }
 
 /// What keeps our credentials current.
@@ -130,6 +132,14 @@ impl App {
         let admin_listener = listen::bind(config.admin.listen, None, Sharing::Alone, SocketOptions::default())
             .with_context(|| format!("listening on {} (admin)", config.admin.listen))?;
         config.admin.listen = admin_listener.local_addr()?;
+        let tap_listener = config.tap.as_mut().map(|tap| {
+            let listener = listen::bind(tap.listen, None, Sharing::Alone, SocketOptions::default())
+                .with_context(|| format!("listening on {} (tap)", tap.listen))?;
+            tap.listen = listener.local_addr()?;
+            anyhow::Ok(listener)
+        });
+        let tap_listener = tap_listener.transpose()?;
+        let taps = Arc::new(Taps::default());
         let registry = Registry::new();
         metrics::process_metrics(&registry);
         let info = info::register(&registry);
@@ -167,6 +177,7 @@ impl App {
             http: &http,
             tcp: &tcp,
             access_log: access_log.as_ref(),
+            taps: &taps,
         };
         let (outbound, inbound) = (parts.outbound(), parts.inbound());
         let shutdown = Arc::new(Notify::new());
@@ -184,6 +195,7 @@ impl App {
             server,
             listener: admin_listener,
             identity,
+            tap: tap_listener.map(|listener| (listener, taps)),
         };
         Ok(Self {
             config,
@@ -228,13 +240,24 @@ impl App {
             server,
             listener,
             identity,
+            tap,
         } = self.admin;
+        let tap_clients = self.config.tap.map(|tap| tap.clients).unwrap_or_default();
+        let tap_creds = self.creds.clone();
         let (registry, retain) = (self.registry.clone(), self.config.metrics_retain_idle);
         let (grace, shutdown) = (self.config.shutdown_grace_period, self.shutdown.clone());
         let (admin_drain, admin_ends) = drain::channel();
         thread::Builder::new().name("admin".into()).spawn(move || {
             runtime.block_on(async {
                 tokio::spawn(identity.run(uncertified));
+                if let Some((listener, taps)) = tap {
+                    let ends = admin_ends.clone();
+                    tokio::spawn(async move {
+                        if let Err(error) = tap::server::serve(listener, tap_clients, taps, tap_creds, ends).await {
+                            tracing::error!(%error, "the tap server cannot run");
+                        }
+                    });
+                }
                 tokio::spawn(async move {
                     match tokio::net::TcpListener::from_std(listener) {
                         Ok(listener) => server.serve(listener, admin_ends).await,
@@ -290,6 +313,7 @@ impl App {
         let config = &self.config;
         let mut ports: Vec<_> = config.outbound.listen.iter().map(SocketAddr::port).collect();
         ports.extend([config.inbound.listen.port(), config.admin.listen.port()]);
+        ports.extend(config.tap.as_ref().map(|tap| tap.listen.port()));
         ports
     }
 }

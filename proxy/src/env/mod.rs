@@ -10,6 +10,7 @@ use std::time::Duration;
 use tulle_core::addr::Addr;
 use tulle_core::backoff::Backoff;
 use tulle_core::identity::Identity;
+use tulle_core::names::port;
 use tulle_core::ports::PortSet;
 
 use crate::admin::{self, ShutdownEndpoint};
@@ -23,6 +24,7 @@ use crate::config::{
 };
 use crate::env::values::Reason;
 use crate::identity;
+use crate::tap;
 
 mod values;
 
@@ -87,6 +89,16 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
             false => ShutdownEndpoint::Disabled,
         },
     };
+    let tap = env
+        .get("TAP_SVC_NAME", values::identities)
+        .map(|clients| tap::server::Config {
+            listen: env.or(
+                "CONTROL_LISTEN_ADDR",
+                values::listen_addr,
+                ([0, 0, 0, 0], port::TAP).into(),
+            ),
+            clients,
+        });
     let workers = Workers {
         min: env.first(&["CORES_MIN", "CORES"], values::at_least_one).unwrap_or(1),
         max: env.get("CORES_MAX", values::at_least_one),
@@ -107,6 +119,7 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
         outbound,
         inbound,
         admin,
+        tap,
         control: control?,
         identity: identity?,
         workers,
@@ -564,7 +577,6 @@ const QUEUE_CAPACITY: usize = 10_000;
 const SHOWN_CHARACTERS: usize = 80;
 /// Set where Linkerd's tap or tracing is wanted; traffic flows without them.
 const NOT_SUPPORTED: &[&str] = &[
-    "TAP_SVC_NAME",
     "TRACE_COLLECTOR_SVC_ADDR",
     "INGRESS_MODE",
     "INBOUND_GATEWAY_SUFFIXES",

@@ -197,7 +197,10 @@ fn values_of_a_chart_are_understood() {
         (config.log.format, config.log.filter.as_str()),
         (Format::Json, DEFAULT_LOG)
     );
-    let ignored = ["TAP_SVC_NAME", "INGRESS_MODE", "INBOUND_METRICS_AUTHORITY_LABELS"];
+    let tap = config.tap.unwrap();
+    assert_eq!(tap.listen.port(), 4190);
+    assert_eq!(tap.clients.len(), 1, "{tap:?}");
+    let ignored = ["INGRESS_MODE", "INBOUND_METRICS_AUTHORITY_LABELS"];
     assert_eq!(config.ignored, ignored.map(|name| format!("LINKERD2_PROXY_{name}")));
 }
 

@@ -7,6 +7,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use ipnet::IpNet;
+use tulle_core::identity::Identity;
 use tulle_core::telemetry::Format;
 
 use crate::api::destination::Suffixes;
@@ -144,6 +145,11 @@ pub(super) fn access_log(value: &str) -> Result<access_log::Format, Reason> {
         ("json", access_log::Format::Json),
     ];
     one_of(&value.to_ascii_lowercase(), &formats)
+}
+
+/// Identities, between commas.
+pub(super) fn identities(value: &str) -> Result<Vec<Identity>, Reason> {
+    value.split(',').map(from_str).collect()
 }
 
 pub(super) fn directions(value: &str) -> Result<Directions, Reason> {

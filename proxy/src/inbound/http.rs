@@ -11,6 +11,7 @@ use tulle_core::{
     metrics::{Counter, Labels},
     names::header as names,
 };
+use tulle_proto::tap::tap_event::ProxyDirection;
 
 use crate::{
     http::{
@@ -33,6 +34,7 @@ use crate::{
         route,
         server::ServerProtocol,
     },
+    tap::{Subject, Tapped},
     tls::status::ServerTls,
 };
 
@@ -80,9 +82,19 @@ impl HttpConnection {
         }
         let handles = self.authorize(req)?;
         let mut passage = Passage::of(&handles.route, started, req);
+        let tapped = match self.inbound.taps.is_watched() {
+            true => self.tap(req),
+            false => None,
+        };
         let rsp = match self.send(req, upgrade).await {
-            Ok(rsp) => rsp,
+            Ok(rsp) => match tapped {
+                Some(tapped) => tapped.response(rsp),
+                None => rsp,
+            },
             Err(error) => {
+                if let Some(tapped) = tapped {
+                    tapped.failed(&error);
+                }
                 let outcome = classify::failed(&error);
                 handles.series.response(outcome);
                 passage.ended(outcome);
@@ -94,6 +106,16 @@ impl HttpConnection {
             orig_proto::mark_response(&mut rsp, version);
         }
         Ok(rsp)
+    }
+
+    /// Shows the request to who watches.
+    #[cold]
+    fn tap(&self, req: &Request<Body>) -> Option<Box<Tapped>> {
+        let Peer { client, target } = self.peer;
+        self.inbound.taps.show(&Subject {
+            source_labels: self.tls.told(),
+            ..Subject::of(req, ProxyDirection::Inbound, client.0, target)
+        })
     }
 
     /// Finds the route, asks its authorizations, applies its filters and the rate limit.

@@ -50,6 +50,7 @@ use crate::{
         orig_dst,
     },
     policy::{authz::ConnTls, server::ServerProtocol},
+    tap::Taps,
     tls::{
         creds::{Alpn, Credentials},
         header::SessionProtocol,
@@ -77,6 +78,8 @@ pub(crate) struct Inbound {
     pub(crate) families: Families,
     /// Our identity.
     pub(crate) name: Arc<str>,
+    /// Who watches requests.
+    pub(crate) taps: Arc<Taps>,
     /// Clients of the application, by worker and address.
     pub(crate) apps: Vec<Mutex<HashMap<SocketAddr, Arc<Client>>>>,
 }

@@ -2,9 +2,10 @@
 
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
 use http_body::Body as _;
-use std::{sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{sync::oneshot, time::Instant};
 use tulle_core::{drain, metrics::Labels, names::header as names};
+use tulle_proto::tap::tap_event::ProxyDirection;
 
 use crate::{
     balance::{balancer::Candidate, breaker, load::Pending},
@@ -26,11 +27,15 @@ use crate::{
         metrics::{BackendSeries, Families, Passage},
         reach::{MAX_TRIES, Tried},
     },
+    tap::{Subject, Tapped},
+    tls::status::{ServerTls, WhyServerPlain},
 };
 
 /// What a request needs besides itself.
 pub(super) struct Dispatch<'a> {
     pub(super) worker: usize,
+    /// The application's end of its connection.
+    pub(super) client: SocketAddr,
     pub(super) backend: &'a Backend,
     /// The identity that the application demands of the endpoint.
     pub(super) required: Option<&'a str>,
@@ -117,7 +122,21 @@ impl Dispatch<'_> {
             prepare(req, &endpoint, protocol)?;
             let mut flight = Flight::start(&endpoint, started);
             endpoint.series.request();
+            let tapped = match endpoint.taps.is_watched() {
+                true => self.tap(req, &endpoint),
+                false => None,
+            };
             let sent = endpoint.client(self.worker).send(ready, req).await;
+            let sent = match tapped {
+                None => sent,
+                Some(tapped) => match sent {
+                    Ok(rsp) => Ok(tapped.response(rsp)),
+                    Err(error) => {
+                        tapped.failed(&error);
+                        Err(error)
+                    }
+                },
+            };
             let cause = match &sent {
                 // Only who has an identity has a proxy that could know.
                 Ok(rsp) if endpoint.identity().is_some() && self.may_try_another(tried.len()) => never_reached(rsp),
@@ -173,6 +192,17 @@ impl Dispatch<'_> {
             tried.push(endpoint);
             (endpoint, ready) = self.reach(tried, needs).await?;
         }
+    }
+
+    /// Shows an attempt to who watches.
+    #[cold]
+    fn tap(&self, req: &Request<Body>, endpoint: &Endpoint) -> Option<Box<Tapped>> {
+        endpoint.taps.show(&Subject {
+            source_labels: ServerTls::Plain(WhyServerPlain::Loopback).told(),
+            destination_labels: Some(&endpoint.spec.labels),
+            destination_tls: endpoint.tls.told(),
+            ..Subject::of(req, ProxyDirection::Outbound, self.client, endpoint.spec.addr)
+        })
     }
 
     pub(super) fn may_try_another(&self, n_tried: usize) -> bool {

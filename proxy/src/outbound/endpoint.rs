@@ -23,6 +23,7 @@ use crate::{
         metrics::{Families, endpoint_labels},
     },
     policy::endpoint::{EndpointSpec, ProtocolHint},
+    tap::Taps,
     tls::{
         creds::Credentials,
         status::{ClientTls, WhyClientPlain},
@@ -39,6 +40,8 @@ pub(crate) struct Common {
     /// Addresses of this workload: what is there is reached without a proxy on the other side.
     pub(crate) ips: BTreeSet<IpAddr>,
     pub(crate) workers: usize,
+    /// Who watches requests.
+    pub(crate) taps: Arc<Taps>,
 }
 
 /// A peer that requests and connections can be sent to.
@@ -53,6 +56,7 @@ pub(crate) struct Endpoint {
     pool: PoolConfig,
     pub(super) tls: ClientTls,
     pub(super) series: Arc<Series>,
+    pub(super) taps: Arc<Taps>,
 }
 
 impl Endpoint {
@@ -88,6 +92,7 @@ impl Endpoint {
             pool: common.pool,
             clients: (0..common.workers).map(|_| OnceLock::new()).collect(),
             series: common.families.http.series(labels),
+            taps: common.taps.clone(),
             tls,
             spec,
             load,

@@ -1,6 +1,6 @@
 //! The request path of the outbound side: route, filters, dispatch, response (O5–O12).
 
-use std::sync::Arc;
+use std::{net::SocketAddr, sync::Arc};
 
 use http::{Request, Response, Version};
 use tokio::{sync::oneshot, time::Instant};
@@ -28,6 +28,8 @@ use crate::{
 pub(super) struct HttpConnection {
     pub(super) outbound: Arc<Outbound>,
     pub(super) worker: usize,
+    /// The application's end.
+    pub(super) client: SocketAddr,
     pub(super) destination: Arc<Destination>,
     pub(super) drain: drain::Watch,
 }
@@ -160,6 +162,7 @@ impl Attempt<'_> {
             });
         let dispatch = Dispatch {
             worker: self.connection.worker,
+            client: self.connection.client,
             backend: &choice.backend,
             required: self.required,
             families: &self.connection.outbound.families,

@@ -216,6 +216,7 @@ impl Connection {
         let connection = Arc::new(HttpConnection {
             outbound: outbound.clone(),
             worker: self.worker,
+            client: self.client.0,
             destination: self.destination.clone(),
             drain: self.drain.clone(),
         });

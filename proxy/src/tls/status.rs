@@ -1,5 +1,7 @@
 //! TLS facts of a connection, or the reason why there are none, as metrics show them.
 
+use std::collections::BTreeMap;
+
 use tulle_core::identity::Identity;
 use tulle_core::metrics::Labels;
 
@@ -19,6 +21,8 @@ pub(crate) enum ServerTls {
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
 pub(crate) enum WhyServerPlain {
+    /// It comes from this machine.
+    Loopback,
     /// The port is marked opaque, so nothing is looked at.
     PortSkipped,
     /// The first bytes are no ClientHello for us.
@@ -58,6 +62,34 @@ impl ServerTls {
     }
 }
 
+impl ServerTls {
+    /// The same for an observer of requests.
+    pub(crate) fn told(&self) -> BTreeMap<String, String> {
+        match self {
+            Self::Terminated { client_id } => {
+                let id = client_id.as_ref().map_or("", Identity::as_str);
+                labels([("tls", "true"), ("client_id", id)])
+            }
+            Self::PassedThrough { sni } => labels([("tls", "passthru"), ("sni", sni)]),
+            Self::Plain(why) => labels([("tls", why.as_str())]),
+        }
+    }
+}
+
+impl ClientTls {
+    /// The same for an observer of requests.
+    pub(crate) fn told(&self) -> BTreeMap<String, String> {
+        match self {
+            Self::Meshed(server_id) => labels([("tls", "true"), ("server_id", server_id.as_str())]),
+            Self::Plain(why) => labels([("tls", why.as_str())]),
+        }
+    }
+}
+
+fn labels<const N: usize>(labels: [(&str, &str); N]) -> BTreeMap<String, String> {
+    labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into()
+}
+
 impl ClientTls {
     pub(crate) fn labels(&self, labels: Labels) -> Labels {
         match self {
@@ -70,6 +102,7 @@ impl ClientTls {
 impl WhyServerPlain {
     pub(crate) fn as_str(self) -> &'static str {
         match self {
+            Self::Loopback => "loopback",
             Self::PortSkipped => "port_skipped",
             Self::NoTlsFromRemote => "no_tls_from_remote",
         }

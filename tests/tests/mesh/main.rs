@@ -16,6 +16,7 @@ mod identity;
 mod invalid_policy;
 mod policy;
 mod routing;
+mod tap;
 
 mod transparency;
 mod tries;

@@ -11,6 +11,8 @@ pub(crate) mod outbound;
 pub(crate) mod profile;
 mod routes;
 
+pub(crate) use routes::method;
+
 use std::num::NonZeroU16;
 use std::sync::Arc;
 use std::time::Duration;

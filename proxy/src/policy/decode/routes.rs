@@ -112,7 +112,7 @@ pub(super) fn pattern(field: &'static str, source: &str) -> Result<Pattern, Deco
     })
 }
 
-pub(super) fn method(message: HttpMethod) -> Result<Method, DecodeError> {
+pub(crate) fn method(message: HttpMethod) -> Result<Method, DecodeError> {
     use http_method::Registered;
     match message.r#type.ok_or(DecodeError::Missing("method"))? {
         http_method::Type::Registered(number) => match Registered::try_from(number) {

@@ -1,0 +1,315 @@
+//! Which requests an observer wants to see.
+
+use std::net::SocketAddr;
+
+use http::{Method, uri::Scheme};
+use ipnet::IpNet;
+use tulle_proto::{
+    http_types,
+    tap::observe_request::{self as proto, r#match as kinds},
+};
+
+use crate::{policy::decode, tap::Subject};
+
+/// A condition on requests.
+#[derive(Clone, Debug)]
+pub(crate) enum Match {
+    All(Vec<Self>),
+    Any(Vec<Self>),
+    Not(Box<Self>),
+    Source(Address),
+    Destination(Address),
+    DestinationLabel(Label),
+    RouteLabel(Label),
+    Scheme(Scheme),
+    Method(Method),
+    Authority(Text),
+    Path(Text),
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum Address {
+    /// Both ends included.
+    Ports(u16, u16),
+    Network(IpNet),
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Label {
+    key: String,
+    value: String,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum Text {
+    Exact(String),
+    Prefix(String),
+}
+
+/// Why a condition cannot be meant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum BadMatch {
+    #[error("{0} is missing")]
+    Missing(&'static str),
+    #[error("ports are from 1 to 65535, the first no greater than the last")]
+    Ports,
+    #[error("a network needs an address and 1 to 32 bits of mask, 128 for IPv6")]
+    Network,
+    #[error("the method is none of HTTP")]
+    Method,
+    #[error("the scheme is none of a URI")]
+    Scheme,
+    #[error("conditions are nested too deeply")]
+    Depth,
+}
+
+impl Match {
+    /// Reads a condition.
+    ///
+    /// # Errors
+    /// Something is missing, or cannot be meant.
+    pub(crate) fn read(message: Option<proto::Match>) -> Result<Self, BadMatch> {
+        Self::read_at(message, 0)
+    }
+
+    fn read_at(message: Option<proto::Match>, depth: usize) -> Result<Self, BadMatch> {
+        if depth > MAX_DEPTH {
+            return Err(BadMatch::Depth);
+        }
+        let seq = |seq: kinds::Seq| {
+            let matches = seq
+                .matches
+                .into_iter()
+                .map(|message| Self::read_at(Some(message), depth + 1));
+            matches.collect::<Result<_, _>>()
+        };
+        let kind = message.and_then(|message| message.r#match);
+        Ok(match kind.ok_or(BadMatch::Missing("match"))? {
+            kinds::Match::All(all) => Self::All(seq(all)?),
+            kinds::Match::Any(any) => Self::Any(seq(any)?),
+            kinds::Match::Not(not) => Self::Not(Box::new(Self::read_at(Some(*not), depth + 1)?)),
+            kinds::Match::Source(tcp) => Self::Source(Address::read(tcp)?),
+            kinds::Match::Destination(tcp) => Self::Destination(Address::read(tcp)?),
+            kinds::Match::DestinationLabel(label) => Self::DestinationLabel(Label::read(label)?),
+            kinds::Match::RouteLabel(label) => Self::RouteLabel(Label::read(label)?),
+            kinds::Match::Http(http) => Self::read_http(http)?,
+        })
+    }
+
+    fn read_http(http: kinds::Http) -> Result<Self, BadMatch> {
+        use kinds::http::Match as Kind;
+        Ok(match http.r#match.ok_or(BadMatch::Missing("HTTP match"))? {
+            Kind::Scheme(scheme) => Self::Scheme(read_scheme(scheme)?),
+            Kind::Method(method) => Self::Method(decode::method(method).map_err(|_| BadMatch::Method)?),
+            Kind::Authority(text) => Self::Authority(Text::read(text)?),
+            Kind::Path(text) => Self::Path(Text::read(text)?),
+        })
+    }
+
+    pub(crate) fn fits(&self, subject: &Subject<'_>) -> bool {
+        match self {
+            Self::All(all) => all.iter().all(|one| one.fits(subject)),
+            Self::Any(any) => any.iter().any(|one| one.fits(subject)),
+            Self::Not(not) => !not.fits(subject),
+            Self::Source(address) => address.fits(subject.source),
+            Self::Destination(address) => address.fits(subject.destination),
+            Self::DestinationLabel(label) => label.is_in(subject.destination_labels.into_iter().flatten()),
+            Self::RouteLabel(label) => label.is_in(subject.route_labels.iter()),
+            Self::Scheme(scheme) => subject.uri.scheme().unwrap_or(&Scheme::HTTP) == scheme,
+            Self::Method(method) => subject.method == method,
+            Self::Authority(text) => text.fits(&subject.authority()),
+            Self::Path(text) => text.fits(subject.uri.path()),
+        }
+    }
+}
+
+impl Address {
+    fn read(tcp: kinds::Tcp) -> Result<Self, BadMatch> {
+        use kinds::tcp::Match as Kind;
+        match tcp.r#match.ok_or(BadMatch::Missing("address match"))? {
+            Kind::Ports(range) => {
+                // One end alone is one port.
+                let first = if range.min == 0 { range.max } else { range.min };
+                let last = if range.max == 0 { range.min } else { range.max };
+                let port = |port| u16::try_from(port).ok().filter(|port| *port > 0).ok_or(BadMatch::Ports);
+                let (first, last) = (port(first)?, port(last)?);
+                match first <= last {
+                    true => Ok(Self::Ports(first, last)),
+                    false => Err(BadMatch::Ports),
+                }
+            }
+            Kind::Netmask(netmask) => {
+                let ip = netmask.ip.and_then(|ip| ip.try_into().ok()).ok_or(BadMatch::Network)?;
+                let bits = u8::try_from(netmask.mask).ok().filter(|bits| *bits > 0);
+                let network = IpNet::new(ip, bits.ok_or(BadMatch::Network)?);
+                network.map(Self::Network).map_err(|_| BadMatch::Network)
+            }
+        }
+    }
+
+    fn fits(&self, addr: SocketAddr) -> bool {
+        match self {
+            Self::Ports(first, last) => (*first..=*last).contains(&addr.port()),
+            Self::Network(network) => network.contains(&addr.ip().to_canonical()),
+        }
+    }
+}
+
+impl Label {
+    fn read(label: kinds::Label) -> Result<Self, BadMatch> {
+        let kinds::Label { key, value } = label;
+        match key.is_empty() || value.is_empty() {
+            true => Err(BadMatch::Missing("key or value of a label")),
+            false => Ok(Self { key, value }),
+        }
+    }
+
+    fn is_in<'a>(&self, mut labels: impl Iterator<Item = (&'a String, &'a String)>) -> bool {
+        labels.any(|(key, value)| *key == self.key && *value == self.value)
+    }
+}
+
+impl Text {
+    fn read(text: kinds::http::StringMatch) -> Result<Self, BadMatch> {
+        use kinds::http::string_match::Match as Kind;
+        Ok(match text.r#match.ok_or(BadMatch::Missing("text"))? {
+            Kind::Exact(exact) => Self::Exact(exact),
+            Kind::Prefix(prefix) => Self::Prefix(prefix),
+        })
+    }
+
+    fn fits(&self, text: &str) -> bool {
+        match self {
+            Self::Exact(exact) => text == exact,
+            Self::Prefix(prefix) => text.starts_with(prefix),
+        }
+    }
+}
+
+fn read_scheme(message: http_types::Scheme) -> Result<Scheme, BadMatch> {
+    use http_types::scheme::{Registered, Type};
+    match message.r#type.ok_or(BadMatch::Missing("scheme"))? {
+        Type::Registered(code) if code == i32::from(Registered::Http) => Ok(Scheme::HTTP),
+        Type::Registered(code) if code == i32::from(Registered::Https) => Ok(Scheme::HTTPS),
+        Type::Registered(_) => Err(BadMatch::Scheme),
+        Type::Unregistered(text) => text.parse().map_err(|_| BadMatch::Scheme),
+    }
+}
+
+/// Conditions come from others; who nests more means harm.
+const MAX_DEPTH: usize = 32;
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use http::Request;
+    use tulle_proto::tap::tap_event::ProxyDirection;
+
+    use super::*;
+    use crate::http::body::Body;
+
+    fn of(kind: kinds::Match) -> proto::Match {
+        proto::Match { r#match: Some(kind) }
+    }
+
+    fn http(kind: kinds::http::Match) -> proto::Match {
+        of(kinds::Match::Http(kinds::Http { r#match: Some(kind) }))
+    }
+
+    fn exact(text: &str) -> kinds::http::StringMatch {
+        kinds::http::StringMatch {
+            r#match: Some(kinds::http::string_match::Match::Exact(text.into())),
+        }
+    }
+
+    fn ports(min: u32, max: u32) -> kinds::Tcp {
+        kinds::Tcp {
+            r#match: Some(kinds::tcp::Match::Ports(kinds::tcp::PortRange { min, max })),
+        }
+    }
+
+    fn network(ip: &str, mask: u32) -> kinds::Tcp {
+        let ip = Some(ip.parse::<std::net::IpAddr>().unwrap().into());
+        kinds::Tcp {
+            r#match: Some(kinds::tcp::Match::Netmask(kinds::tcp::Netmask { ip, mask })),
+        }
+    }
+
+    fn label(key: &str, value: &str) -> kinds::Label {
+        kinds::Label {
+            key: key.into(),
+            value: value.into(),
+        }
+    }
+
+    /// Whether a condition fits `POST http://web.test/buy` from 10.0.0.1:4321 to port 8080 of pod `web-1`.
+    fn fits(message: proto::Match) -> Result<bool, BadMatch> {
+        let matches = Match::read(Some(message))?;
+        let req = Request::post("http://web.test/buy?what=tea")
+            .body(Body::empty())
+            .unwrap();
+        let pod = BTreeMap::from([("pod".to_owned(), "web-1".to_owned())]);
+        let (from, to) = (([10, 0, 0, 1], 4321).into(), ([10, 0, 1, 1], 8080).into());
+        Ok(matches.fits(&Subject {
+            destination_labels: Some(&pod),
+            ..Subject::of(&req, ProxyDirection::Inbound, from, to)
+        }))
+    }
+
+    #[test]
+    fn requests_are_matched_by_all_that_is_known_of_them() {
+        use kinds::Match as Kind;
+        let method = |name: &str| http_types::HttpMethod {
+            r#type: Some(http_types::http_method::Type::Unregistered(name.into())),
+        };
+        let (yes, no) = (
+            || of(Kind::Source(ports(4321, 0))),
+            || of(Kind::Destination(ports(0, 80))),
+        );
+        let seq = |matches: Vec<proto::Match>| kinds::Seq { matches };
+        for (message, expected) in [
+            (yes(), true),
+            (no(), false),
+            (of(Kind::Destination(ports(8000, 9000))), true),
+            (of(Kind::Source(network("10.0.0.0", 24))), true),
+            (of(Kind::Destination(network("10.0.0.0", 24))), false),
+            (of(Kind::Source(network("fd00::", 8))), false),
+            (of(Kind::DestinationLabel(label("pod", "web-1"))), true),
+            (of(Kind::DestinationLabel(label("pod", "web-2"))), false),
+            (of(Kind::RouteLabel(label("route", "buy"))), false),
+            (http(kinds::http::Match::Path(exact("/buy"))), true),
+            (http(kinds::http::Match::Authority(exact("web.test"))), true),
+            (http(kinds::http::Match::Method(method("POST"))), true),
+            (http(kinds::http::Match::Method(method("GET"))), false),
+            (of(Kind::All(seq(vec![yes(), no()]))), false),
+            (of(Kind::All(seq(vec![]))), true),
+            (of(Kind::Any(seq(vec![yes(), no()]))), true),
+            (of(Kind::Any(seq(vec![]))), false),
+            (of(Kind::Not(Box::new(no()))), true),
+        ] {
+            assert_eq!(fits(message.clone()), Ok(expected), "{message:?}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_meant_is_refused() {
+        use kinds::Match as Kind;
+        let deep = (0..=MAX_DEPTH).fold(of(Kind::Source(ports(1, 1))), |inner, _| of(Kind::Not(Box::new(inner))));
+        for (message, expected) in [
+            (proto::Match::default(), BadMatch::Missing("match")),
+            (of(Kind::Source(ports(0, 0))), BadMatch::Ports),
+            (of(Kind::Source(ports(9, 8))), BadMatch::Ports),
+            (of(Kind::Source(ports(1, 65_536))), BadMatch::Ports),
+            (of(Kind::Source(network("10.0.0.0", 0))), BadMatch::Network),
+            (of(Kind::Source(network("10.0.0.0", 33))), BadMatch::Network),
+            (
+                of(Kind::RouteLabel(label("route", ""))),
+                BadMatch::Missing("key or value of a label"),
+            ),
+            (deep, BadMatch::Depth),
+        ] {
+            assert_eq!(fits(message), Err(expected));
+        }
+    }
+}

@@ -1,0 +1,392 @@
+//! A live view of requests, for who may see them; nothing but the look at one number while nobody does.
+
+pub(crate) mod matches;
+pub(crate) mod server;
+
+use std::{
+    borrow::Cow,
+    collections::BTreeMap,
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, AtomicUsize, Ordering},
+    },
+};
+
+use arc_swap::ArcSwap;
+use http::{HeaderMap, HeaderName, Method, Request, Response, Uri, Version, header};
+use parking_lot::Mutex;
+use tokio::{sync::mpsc, time::Instant};
+use tulle_proto::{
+    convert::wire_duration,
+    http_types::{self, headers::Header, http_method, scheme},
+    tap::{
+        Eos, TapEvent, eos,
+        tap_event::{
+            EndpointMeta, Event, Http, ProxyDirection, RouteMeta,
+            http::{self as events, RequestInit, ResponseEnd, ResponseInit, StreamId},
+        },
+    },
+};
+
+use crate::{
+    http::{
+        body::{Body, Observe},
+        classify,
+        error::Error,
+    },
+    tap::matches::Match,
+};
+
+/// The observers of a process.
+#[derive(Default)]
+pub(crate) struct Taps {
+    /// How many there are, so that a request can pass without another look.
+    active: AtomicUsize,
+    observers: ArcSwap<Vec<Arc<Observer>>>,
+    /// Held while the list is changed.
+    changing: Mutex<()>,
+    /// Numbers given to observers so far.
+    numbers: AtomicU32,
+}
+
+/// Who wants to see requests.
+struct Observer {
+    number: u32,
+    matches: Match,
+    /// Requests to show at most.
+    limit: u32,
+    shown: AtomicU32,
+    /// Of so many that match, one is shown.
+    one_in: u32,
+    /// Whether headers are shown.
+    headers: bool,
+    events: mpsc::Sender<TapEvent>,
+}
+
+/// A request that somebody may want to see.
+pub(crate) struct Subject<'a> {
+    pub(crate) direction: ProxyDirection,
+    pub(crate) source: SocketAddr,
+    pub(crate) source_labels: BTreeMap<String, String>,
+    pub(crate) destination: SocketAddr,
+    /// What discovery knows of the endpoint.
+    pub(crate) destination_labels: Option<&'a BTreeMap<String, String>>,
+    /// Who the endpoint is, or why nobody knows.
+    pub(crate) destination_tls: BTreeMap<String, String>,
+    pub(crate) route_labels: BTreeMap<String, String>,
+    pub(crate) method: &'a Method,
+    pub(crate) uri: &'a Uri,
+    pub(crate) version: Version,
+    pub(crate) headers: &'a HeaderMap,
+}
+
+/// A request that somebody sees.
+pub(crate) struct Tapped {
+    shows: Vec<Show>,
+    /// All that the events have in common.
+    common: TapEvent,
+    began_at: Instant,
+    answered_at: Option<Instant>,
+    n_bytes: u64,
+    grpc: Option<i32>,
+}
+
+/// A request before one observer.
+struct Show {
+    id: StreamId,
+    headers: bool,
+    events: mpsc::Sender<TapEvent>,
+}
+
+/// What is asked of a tap.
+pub(crate) struct Wish {
+    pub(crate) matches: Match,
+    pub(crate) limit: u32,
+    pub(crate) one_in: u32,
+    pub(crate) headers: bool,
+}
+
+impl Taps {
+    /// Whether there is anybody to show requests to.
+    pub(crate) fn is_watched(&self) -> bool {
+        self.active.load(Ordering::Relaxed) > 0
+    }
+
+    /// Begins to show requests; the number ends that again.
+    pub(crate) fn add(&self, wish: Wish) -> (u32, mpsc::Receiver<TapEvent>) {
+        let (events, shown) = mpsc::channel(MOST_WAITING);
+        let number = self.numbers.fetch_add(1, Ordering::Relaxed);
+        let observer = Arc::new(Observer {
+            number,
+            matches: wish.matches,
+            limit: wish.limit,
+            shown: AtomicU32::new(0),
+            one_in: wish.one_in.max(1),
+            headers: wish.headers,
+            events,
+        });
+        self.change(|observers| observers.push(observer.clone()));
+        (number, shown)
+    }
+
+    /// Shows an observer no further requests; what it sees already goes on.
+    pub(crate) fn remove(&self, number: u32) {
+        self.change(|observers| observers.retain(|observer| observer.number != number));
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Vec<Arc<Observer>>)) {
+        let _turn = self.changing.lock();
+        let mut observers = Vec::clone(&self.observers.load());
+        change(&mut observers);
+        self.active.store(observers.len(), Ordering::Relaxed);
+        self.observers.store(Arc::new(observers));
+    }
+
+    /// Shows a request to those who want to see it.
+    #[cold]
+    pub(crate) fn show(&self, subject: &Subject<'_>) -> Option<Box<Tapped>> {
+        let mut shows = Vec::new();
+        let mut spent = Vec::new();
+        for observer in self.observers.load().iter() {
+            if !observer.matches.fits(subject) || !(observer.one_in == 1 || fastrand::u32(..observer.one_in) == 0) {
+                continue;
+            }
+            let stream = observer.shown.fetch_add(1, Ordering::Relaxed);
+            if stream.saturating_add(1) >= observer.limit {
+                spent.push(observer.number);
+            }
+            if stream < observer.limit {
+                shows.push(Show {
+                    id: StreamId {
+                        base: observer.number,
+                        stream: stream.into(),
+                    },
+                    headers: observer.headers,
+                    events: observer.events.clone(),
+                });
+            }
+        }
+        for number in spent {
+            self.remove(number);
+        }
+        if shows.is_empty() {
+            return None;
+        }
+        let tapped = Tapped {
+            common: subject.common(),
+            shows,
+            began_at: Instant::now(),
+            answered_at: None,
+            n_bytes: 0,
+            grpc: None,
+        };
+        tapped.tell(|show| {
+            events::Event::RequestInit(RequestInit {
+                id: Some(show.id),
+                method: Some(method(subject.method)),
+                scheme: subject.uri.scheme().map(|scheme| http_types::Scheme {
+                    r#type: Some(match scheme.as_str() {
+                        "http" => scheme::Type::Registered(scheme::Registered::Http.into()),
+                        "https" => scheme::Type::Registered(scheme::Registered::Https.into()),
+                        other => scheme::Type::Unregistered(other.to_owned()),
+                    }),
+                }),
+                authority: subject.authority().into_owned(),
+                path: subject.uri.path().to_owned(),
+                headers: show.headers.then(|| subject.all_headers()),
+            })
+        });
+        Some(Box::new(tapped))
+    }
+}
+
+impl<'a> Subject<'a> {
+    /// The request as it is now, between these.
+    pub(crate) fn of(
+        req: &'a Request<Body>,
+        direction: ProxyDirection,
+        source: SocketAddr,
+        destination: SocketAddr,
+    ) -> Self {
+        Self {
+            direction,
+            source,
+            source_labels: BTreeMap::new(),
+            destination,
+            destination_labels: None,
+            destination_tls: BTreeMap::new(),
+            route_labels: BTreeMap::new(),
+            method: req.method(),
+            uri: req.uri(),
+            version: req.version(),
+            headers: req.headers(),
+        }
+    }
+
+    /// Whom the request is addressed to, by its target or its `host`.
+    pub(crate) fn authority(&self) -> Cow<'_, str> {
+        match (self.uri.authority(), self.headers.get(header::HOST)) {
+            (Some(authority), _) => authority.as_str().into(),
+            (None, Some(host)) => String::from_utf8_lossy(host.as_bytes()),
+            (None, None) => "".into(),
+        }
+    }
+
+    fn common(&self) -> TapEvent {
+        let meta = |labels| EndpointMeta { labels };
+        let mut destination = self.destination_labels.cloned().unwrap_or_default();
+        destination.extend(self.destination_tls.clone());
+        TapEvent {
+            source: Some(self.source.into()),
+            destination: Some(self.destination.into()),
+            event: None,
+            destination_meta: (!destination.is_empty()).then(|| meta(destination)),
+            source_meta: Some(meta(self.source_labels.clone())),
+            proxy_direction: self.direction.into(),
+            route_meta: (!self.route_labels.is_empty()).then(|| RouteMeta {
+                labels: self.route_labels.clone(),
+            }),
+        }
+    }
+
+    fn all_headers(&self) -> http_types::Headers {
+        if self.version != Version::HTTP_2 {
+            return headers([], self.headers);
+        }
+        let path = self.uri.path_and_query().map_or("", |path| path.as_str());
+        let pseudo = [
+            (":method", self.method.as_str().to_owned()),
+            (":scheme", self.uri.scheme_str().unwrap_or_default().to_owned()),
+            (":authority", self.authority().into_owned()),
+            (":path", path.to_owned()),
+        ];
+        headers(pseudo, self.headers)
+    }
+}
+
+impl Tapped {
+    /// Shows a response, and its end when that comes.
+    pub(crate) fn response(mut self: Box<Self>, rsp: Response<Body>) -> Response<Body> {
+        self.answered_at = Some(Instant::now());
+        self.grpc = classify::grpc_status(rsp.headers());
+        self.tell(|show| {
+            let all = || match rsp.version() {
+                Version::HTTP_2 => headers([(":status", rsp.status().as_str().to_owned())], rsp.headers()),
+                _ => headers([], rsp.headers()),
+            };
+            events::Event::ResponseInit(ResponseInit {
+                id: Some(show.id),
+                since_request_init: Some(wire_duration(self.began_at.elapsed())),
+                http_status: rsp.status().as_u16().into(),
+                headers: show.headers.then(all),
+            })
+        });
+        rsp.map(|body| body.observed(Box::new(Ending(Some(self)))))
+    }
+
+    /// Shows that there is no response.
+    pub(crate) fn failed(self: Box<Self>, error: &Error) {
+        self.ended(reset_code(error).map(eos::End::ResetErrorCode), None);
+    }
+
+    fn ended(&self, end: Option<eos::End>, trailers: Option<&HeaderMap>) {
+        self.tell(|show| {
+            events::Event::ResponseEnd(ResponseEnd {
+                id: Some(show.id),
+                since_request_init: Some(wire_duration(self.began_at.elapsed())),
+                since_response_init: self.answered_at.map(|at| wire_duration(at.elapsed())),
+                response_bytes: self.n_bytes,
+                eos: Some(Eos { end }),
+                trailers: trailers.filter(|_| show.headers).map(|trailers| headers([], trailers)),
+            })
+        });
+    }
+
+    /// Sends an event to each observer that has room for it.
+    fn tell(&self, event: impl Fn(&Show) -> events::Event) {
+        for show in &self.shows {
+            let http = Http {
+                event: Some(event(show)),
+            };
+            let whole = TapEvent {
+                event: Some(Event::Http(http)),
+                ..self.common.clone()
+            };
+            // Who does not keep up misses something: it is a view, and not a record.
+            let _ = show.events.try_send(whole);
+        }
+    }
+}
+
+/// Waits for the end of a response; nothing once that has been told.
+struct Ending(Option<Box<Tapped>>);
+
+impl Observe for Ending {
+    fn data(&mut self, len: usize) {
+        if let Some(tapped) = &mut self.0 {
+            tapped.n_bytes += len as u64;
+        }
+    }
+
+    fn trailers(&mut self, trailers: &HeaderMap) {
+        if let Some(tapped) = self.0.take() {
+            let grpc = classify::grpc_status(trailers).and_then(|code| u32::try_from(code).ok());
+            tapped.ended(grpc.map(eos::End::GrpcStatusCode), Some(trailers));
+        }
+    }
+
+    fn end(&mut self, result: Result<(), &Error>) {
+        let Some(tapped) = self.0.take() else { return };
+        let grpc = tapped.grpc.and_then(|code| u32::try_from(code).ok());
+        tapped.ended(
+            match result {
+                Ok(()) => grpc.map(eos::End::GrpcStatusCode),
+                Err(error) => reset_code(error).map(eos::End::ResetErrorCode),
+            },
+            None,
+        );
+    }
+}
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        if let Some(tapped) = self.0.take() {
+            tapped.ended(Some(eos::End::ResetErrorCode(h2::Reason::CANCEL.into())), None); // the client went away
+        }
+    }
+}
+
+fn reset_code(error: &Error) -> Option<u32> {
+    match error {
+        Error::H2(error) => error.reason().map(Into::into),
+        _ => None,
+    }
+}
+
+fn method(method: &Method) -> http_types::HttpMethod {
+    let registered = http_method::Registered::from_str_name(method.as_str());
+    http_types::HttpMethod {
+        r#type: Some(match registered {
+            Some(known) => http_method::Type::Registered(known.into()),
+            None => http_method::Type::Unregistered(method.to_string()),
+        }),
+    }
+}
+
+fn headers<const N: usize>(pseudo: [(&str, String); N], rest: &HeaderMap) -> http_types::Headers {
+    let line = |name: &str, value: &[u8]| Header {
+        name: name.to_owned(),
+        value: value.to_vec(),
+    };
+    let rest = rest
+        .iter()
+        .map(|(name, value): (&HeaderName, _)| line(name.as_str(), value.as_bytes()));
+    let pseudo = pseudo.iter().map(|(name, value)| line(name, value.as_bytes()));
+    http_types::Headers {
+        headers: pseudo.chain(rest).collect(),
+    }
+}
+
+/// Events that wait for an observer at most.
+const MOST_WAITING: usize = 400;

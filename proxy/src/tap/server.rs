@@ -1,0 +1,189 @@
+//! Serves taps to who may see requests: by mutual TLS, or from this machine in the clear.
+
+use std::{
+    net::{SocketAddr, TcpListener},
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use futures_util::Stream;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::TcpStream,
+    sync::mpsc,
+};
+use tonic::{Code, Request, Response, Status};
+use tulle_core::{addr::canonical, drain, identity::Identity};
+use tulle_proto::tap::{
+    ObserveRequest, TapEvent,
+    observe_request::extract::{Extract, http::Extract as Headers},
+    tap_server::{Tap, TapServer},
+};
+
+use crate::{
+    net::io::Tcp,
+    tap::{Taps, Wish, matches::Match},
+    tls::{
+        creds::{Alpn, Credentials},
+        server as tls_server,
+    },
+};
+
+/// Where taps are served, and to whom.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub listen: SocketAddr,
+    pub clients: Vec<Identity>,
+}
+
+/// The service, to one client.
+struct Service {
+    taps: Arc<Taps>,
+    /// Whether this client may see anything.
+    is_permitted: bool,
+}
+
+/// Accepts until the drain begins; connections go on until it is over.
+pub(crate) async fn serve(
+    listener: TcpListener,
+    clients: Vec<Identity>,
+    taps: Arc<Taps>,
+    creds: Credentials,
+    drain: drain::Watch,
+) -> std::io::Result<()> {
+    let listener = tokio::net::TcpListener::from_std(listener)?;
+    let clients: Arc<[Identity]> = clients.into();
+    loop {
+        // Both may be dropped at any time.
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            () = drain.signaled() => return Ok(()),
+        };
+        let (stream, client) = match accepted {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                tracing::warn!(%error, "a connection to the tap server cannot be accepted");
+                tokio::time::sleep(PAUSE).await;
+                continue;
+            }
+        };
+        let (clients, taps, creds, drain) = (clients.clone(), taps.clone(), creds.clone(), drain.clone());
+        tokio::spawn(async move {
+            let served = connection(stream, client, &clients, taps, &creds);
+            // A tap that nobody ends is no reason to stay.
+            tokio::select! {
+                () = served => {}
+                () = drain.signaled() => {}
+            }
+        });
+    }
+}
+
+async fn connection(stream: TcpStream, client: SocketAddr, clients: &[Identity], taps: Arc<Taps>, creds: &Credentials) {
+    let is_local = canonical(client).ip().is_loopback();
+    let mut first = [0];
+    let looked = tokio::time::timeout(HANDSHAKE_LIMIT, stream.peek(&mut first)).await;
+    let Ok(Ok(1)) = looked else { return };
+    if first[0] != TLS_HANDSHAKE {
+        let is_permitted = is_local;
+        return http2(stream, Service { taps, is_permitted }).await;
+    }
+    let shaking = tls_server::accept(Tcp::new(stream), creds, Alpn::Unset);
+    match tokio::time::timeout(HANDSHAKE_LIMIT, shaking).await {
+        Ok(Ok((stream, peer))) => {
+            let is_permitted = peer.client_id.as_ref().is_some_and(|id| clients.contains(id));
+            if !is_permitted {
+                tracing::info!(%client, id = ?peer.client_id, "may not tap");
+            }
+            http2(stream, Service { taps, is_permitted }).await;
+        }
+        Ok(Err(error)) => tracing::info!(%client, %error, "TLS handshake with a client of tap failed"),
+        Err(_) => {}
+    }
+}
+
+async fn http2(io: impl AsyncRead + AsyncWrite + Unpin, service: Service) {
+    let mut server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
+    server
+        .timer(TokioTimer::new())
+        .keep_alive_interval(KEEP_ALIVE)
+        .max_concurrent_streams(MOST_STREAMS);
+    let service = TowerToHyperService::new(TapServer::new(service));
+    if let Err(error) = server.serve_connection(TokioIo::new(io), service).await {
+        tracing::debug!(%error, "a connection of tap ended");
+    }
+}
+
+#[tonic::async_trait]
+impl Tap for Service {
+    type ObserveStream = Shown;
+
+    async fn observe(&self, req: Request<ObserveRequest>) -> Result<Response<Shown>, Status> {
+        if !self.is_permitted {
+            return Err(Status::new(
+                Code::Unauthenticated,
+                "only the identities in LINKERD2_PROXY_TAP_SVC_NAME may tap",
+            ));
+        }
+        let ObserveRequest {
+            limit,
+            r#match,
+            extract,
+            sample_one_in,
+        } = req.into_inner();
+        if limit == 0 {
+            return Err(Status::invalid_argument(
+                "limit is 0; expected the number of requests to show",
+            ));
+        }
+        let matches = Match::read(r#match).map_err(|error| Status::invalid_argument(error.to_string()))?;
+        let headers = extract.and_then(|extract| extract.extract).is_some_and(|extract| {
+            let Extract::Http(http) = extract;
+            matches!(http.extract, Some(Headers::Headers(_)))
+        });
+        let (number, events) = self.taps.add(Wish {
+            matches,
+            limit,
+            one_in: sample_one_in,
+            headers,
+        });
+        Ok(Response::new(Shown {
+            taps: self.taps.clone(),
+            number,
+            events,
+        }))
+    }
+}
+
+/// The events of one tap; it ends when this is dropped.
+pub(crate) struct Shown {
+    taps: Arc<Taps>,
+    number: u32,
+    events: mpsc::Receiver<TapEvent>,
+}
+
+impl Stream for Shown {
+    type Item = Result<TapEvent, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.events.poll_recv(cx).map(|event| event.map(Ok))
+    }
+}
+
+impl Drop for Shown {
+    fn drop(&mut self) {
+        self.taps.remove(self.number);
+    }
+}
+
+/// The first byte of a TLS record that begins a handshake.
+const TLS_HANDSHAKE: u8 = 22;
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
+const PAUSE: Duration = Duration::from_millis(100);
+/// Who watches may have nothing to see for long.
+const KEEP_ALIVE: Duration = Duration::from_secs(20);
+const MOST_STREAMS: u32 = 100;

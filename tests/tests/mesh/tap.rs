@@ -1,0 +1,212 @@
+//! Who may see requests sees them as they pass, and nobody else does.
+
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use ::http::uri::Authority;
+use tokio::net::TcpSocket;
+use tokio::time::timeout;
+use tonic::{Code, Status, Streaming};
+use tulle_control::tls::client::{Channel, connect_over};
+use tulle_proto::tap::observe_request::{Extract, Match, extract, r#match as kinds};
+use tulle_proto::tap::tap_client::TapClient;
+use tulle_proto::tap::tap_event::{Event, ProxyDirection, http};
+use tulle_proto::tap::{ObserveRequest, TapEvent, eos};
+use tulle_tests::apps;
+use tulle_tests::client::{AnyBody, Http1, Http2, empty, full, request};
+use tulle_tests::mesh::{HTTP, Mesh, STRANGER, identity, mesh};
+
+/// A client of the tap of a workload, from some address.
+async fn tap(mesh: &Mesh, workload: &str, from: Ipv4Addr) -> TapClient<Channel> {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind((from, 0).into()).unwrap();
+    let stream = socket.connect((mesh.ip(workload), 4190).into()).await.unwrap();
+    TapClient::new(connect_over(stream, &Authority::from_static("tap")).await.unwrap())
+}
+
+async fn observe(
+    mesh: &Mesh,
+    workload: &str,
+    change: impl FnOnce(&mut ObserveRequest),
+) -> Result<Streaming<TapEvent>, Status> {
+    let mut wish = ObserveRequest {
+        limit: 100,
+        r#match: Some(every()),
+        extract: None,
+        sample_one_in: 0,
+    };
+    change(&mut wish);
+    let mut client = tap(mesh, workload, Ipv4Addr::LOCALHOST).await;
+    client.observe(wish).await.map(tonic::Response::into_inner)
+}
+
+fn match_of(kind: kinds::Match) -> Match {
+    Match { r#match: Some(kind) }
+}
+
+fn every() -> Match {
+    match_of(kinds::Match::All(kinds::Seq { matches: Vec::new() }))
+}
+
+fn path(prefix: &str) -> Match {
+    let text = kinds::http::StringMatch {
+        r#match: Some(kinds::http::string_match::Match::Prefix(prefix.into())),
+    };
+    match_of(kinds::Match::Http(kinds::Http {
+        r#match: Some(kinds::http::Match::Path(text)),
+    }))
+}
+
+async fn next(events: &mut Streaming<TapEvent>) -> (TapEvent, http::Event) {
+    let event = timeout(Duration::from_secs(5), events.message())
+        .await
+        .expect("in time");
+    let event = event.unwrap().expect("more");
+    let Some(Event::Http(http)) = event.event.clone() else {
+        panic!("{event:?}")
+    };
+    (event, http.event.unwrap())
+}
+
+/// The three events of a request.
+async fn whole(
+    events: &mut Streaming<TapEvent>,
+) -> (TapEvent, http::RequestInit, http::ResponseInit, http::ResponseEnd) {
+    let (event, http::Event::RequestInit(init)) = next(events).await else {
+        panic!()
+    };
+    let (_, http::Event::ResponseInit(answer)) = next(events).await else {
+        panic!()
+    };
+    let (_, http::Event::ResponseEnd(end)) = next(events).await else {
+        panic!()
+    };
+    assert_eq!((answer.id, end.id), (init.id, init.id));
+    (event, init, answer, end)
+}
+
+fn watched(test: impl AsyncFnOnce(&Mesh, Http1) + Send) {
+    let mesh = mesh().env("TAP_SVC_NAME", &identity("watcher"));
+    mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        test(mesh, client).await;
+    });
+}
+
+#[test]
+fn both_sides_show_a_request_and_how_it_ended() {
+    watched(async |mesh: &Mesh, mut client: Http1| {
+        let headers = |wish: &mut ObserveRequest| {
+            wish.extract = Some(Extract {
+                extract: Some(extract::Extract::Http(extract::Http {
+                    extract: Some(extract::http::Extract::Headers(Default::default())),
+                })),
+            });
+        };
+        let mut outbound = observe(mesh, "client", headers).await.unwrap();
+        let mut inbound = observe(mesh, "web", |_| ()).await.unwrap();
+        let answer = client.ask(request("/")).await.unwrap();
+        assert_eq!(answer.text(), "web\n");
+
+        let (event, init, rsp, end) = whole(&mut outbound).await;
+        assert_eq!(event.proxy_direction(), ProxyDirection::Outbound);
+        let destination = SocketAddr::try_from(event.destination.unwrap()).unwrap();
+        assert_eq!(destination, (mesh.ip("web"), HTTP).into());
+        let labels = event.destination_meta.unwrap().labels;
+        let expected = [("tls", "true"), ("server_id", &identity("web")), ("pod", "web")];
+        for (name, value) in expected {
+            assert_eq!(labels[name], value, "{labels:?}");
+        }
+        assert_eq!((init.authority.as_str(), init.path.as_str()), ("web.test", "/"));
+        assert_eq!((rsp.http_status, end.response_bytes), (200, 4));
+        let names = |headers: Option<tulle_proto::http_types::Headers>| {
+            let all = headers.unwrap().headers.into_iter();
+            all.map(|header| (header.name, header.value))
+                .collect::<BTreeMap<_, _>>()
+        };
+        assert_eq!(names(rsp.headers)["x-replica"], b"web");
+
+        let (event, init, rsp, end) = whole(&mut inbound).await;
+        assert_eq!(event.proxy_direction(), ProxyDirection::Inbound);
+        assert_eq!(event.source_meta.unwrap().labels["client_id"], identity("client"));
+        assert_eq!((rsp.http_status, end.response_bytes), (200, 4));
+        assert_eq!((init.headers, end.trailers), (None, None));
+    });
+}
+
+#[test]
+fn grpc_ends_with_its_status() {
+    watched(async |mesh: &Mesh, _: Http1| {
+        let mut inbound = observe(mesh, "web", |_| ()).await.unwrap();
+        let call = ::http::Request::post("http://web.test/tulle.bench.Echo/Unary")
+            .version(::http::Version::HTTP_2)
+            .header("content-type", "application/grpc")
+            .header("te", "trailers");
+        let mut client = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        client.ask(call.body(full(&b"\0\0\0\0\0"[..])).unwrap()).await.unwrap();
+        let (.., end) = whole(&mut inbound).await;
+        assert_eq!(end.eos.unwrap().end, Some(eos::End::GrpcStatusCode(0)));
+    });
+}
+
+#[test]
+fn only_what_matches_is_shown_and_only_so_much_of_it() {
+    watched(async |mesh: &Mesh, mut client: Http1| {
+        let wish = |wish: &mut ObserveRequest| {
+            wish.limit = 2;
+            wish.r#match = Some(match_of(kinds::Match::Not(Box::new(path("/delay")))));
+        };
+        let mut events = observe(mesh, "web", wish).await.unwrap();
+        for path in ["/delay/1", "/", "/delay/1", "/ready", "/"] {
+            client.ask(request(path)).await.unwrap();
+        }
+        for path in ["/", "/ready"] {
+            assert_eq!(whole(&mut events).await.1.path, path);
+        }
+        assert!(events.message().await.unwrap().is_none(), "there is no third");
+    });
+}
+
+#[test]
+fn a_sample_is_a_part() {
+    watched(async |mesh: &Mesh, mut client: Http1| {
+        let sample = |wish: &mut ObserveRequest| (wish.limit, wish.sample_one_in) = (50, 4);
+        let mut events = observe(mesh, "web", sample).await.unwrap();
+        let seen = tokio::spawn(async move { while events.message().await.unwrap().is_some() {} });
+        let mut n_asked = 0;
+        while !seen.is_finished() {
+            client.ask(request("/")).await.unwrap();
+            n_asked += 1;
+        }
+        // Five standard deviations around two hundred, and those that were asked before the end was noticed.
+        assert!((75..=400).contains(&n_asked), "{n_asked}");
+    });
+}
+
+#[test]
+fn who_may_not_see_anything_is_told_so() {
+    watched(async |mesh: &Mesh, mut client: Http1| {
+        let wish = ObserveRequest {
+            limit: 1,
+            r#match: Some(every()),
+            ..ObserveRequest::default()
+        };
+        let refused = tap(mesh, "web", STRANGER).await.observe(wish).await.unwrap_err();
+        assert_eq!(refused.code(), Code::Unauthenticated);
+        for change in [
+            |wish: &mut ObserveRequest| wish.limit = 0,
+            |wish: &mut ObserveRequest| wish.r#match = None,
+            |wish: &mut ObserveRequest| wish.r#match = Some(Match::default()),
+        ] {
+            let refused = observe(mesh, "web", change).await.unwrap_err();
+            assert_eq!(refused.code(), Code::InvalidArgument);
+        }
+        let ok: ::http::Request<AnyBody> = ::http::Request::get("/")
+            .header("host", "web.test")
+            .body(empty())
+            .unwrap();
+        assert_eq!(client.ask(ok).await.unwrap().status, 200);
+    });
+}
