@@ -156,29 +156,33 @@ pub(super) async fn run(
         let more = retries.filter(|retries| n_retries < retries.most);
         let copy = more.map(|retries| Copy::of(req, retries.max_body));
         let head = more.and_then(|retries| retries.timeout);
-        let mut limits = Limits::of(Terms { head, ..terms }, req);
+        let terms = Terms { head, ..terms };
+        let sees_grpc = retries.is_some_and(Retries::sees_grpc);
+        let mut limits = (sees_grpc || terms != Terms::default()).then(|| Limits::of(terms, req));
         tally.begun();
-        let sent = limits.head(attempt.send(req, None, &mut tried)).await;
-        let (result, grpc) = match sent {
+        let sent = attempt.send(req, None, &mut tried);
+        let sent = match &mut limits {
+            None => sent.await,
+            Some(limits) => limits.head(sent).await,
+        };
+        let (result, grpc) = match (sent, &mut limits) {
             // A client that has more to say may wait for the head before it does.
-            Ok(rsp) if retries.is_some_and(Retries::sees_grpc) && limits.is_sent() => {
-                match limits.body(peek(rsp)).await {
-                    Ok((rsp, grpc)) => (Ok(rsp), grpc),
-                    Err(error) => (Err(error), None),
-                }
-            }
-            result => (result, None),
+            (Ok(rsp), Some(limits)) if sees_grpc && limits.is_sent() => match limits.body(peek(rsp)).await {
+                Ok((rsp, grpc)) => (Ok(rsp), grpc),
+                Err(error) => (Err(error), None),
+            },
+            (result, _) => (result, None),
         };
         tally.ended(&result, grpc);
         let is_wanted = !retries.is_some_and(|retries| retries.after.calls(&result, grpc));
-        if is_wanted && n_retries > 0 {
+        if is_wanted && n_retries > 0 && result.is_ok() {
             tally.recovered();
         }
         if is_wanted || more.is_none() {
             if !is_wanted && retries.is_some_and(|retries| n_retries >= retries.most) {
                 tally.exhausted();
             }
-            return result.map(|rsp| limits.response(rsp));
+            return result.map(|rsp| watched(limits, rsp));
         }
         let Some((delay, again)) = more.zip(copy).and_then(|(retries, copy)| {
             let delay = retries.delay(delays.as_mut(), &result);
@@ -196,7 +200,7 @@ pub(super) async fn run(
             }
             Some((delay, copy.request()?))
         }) else {
-            return result.map(|rsp| limits.response(rsp));
+            return result.map(|rsp| watched(limits, rsp));
         };
         if let Ok(rsp) = result {
             discard(rsp.into_body());
@@ -263,6 +267,14 @@ impl After<'_> {
             // What was safe to repeat has been repeated, and what was shed would be again.
             (Self::Statuses(_) | Self::Failures(_), Err(_)) => false,
         }
+    }
+}
+
+/// A response that has only so much time, if any.
+fn watched(limits: Option<Limits>, rsp: Response<Body>) -> Response<Body> {
+    match limits {
+        None => rsp,
+        Some(limits) => limits.response(rsp),
     }
 }
 
