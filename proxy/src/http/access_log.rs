@@ -130,6 +130,8 @@ impl Entry {
         let Self { method, uri, .. } = self;
         let version = self.version();
         let (client, id) = (self.place.client, self.client_id());
+        // What is between quotes must not end them.
+        let uri = uri.to_string().replace('\\', "\\\\").replace('"', "\\\"");
         let status = status.map_or_else(|| "-".to_owned(), |status| status.as_u16().to_string());
         format!(
             "{client} {id} - [{}] \"{method} {uri} {version}\" {status}\n",

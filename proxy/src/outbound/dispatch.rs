@@ -53,18 +53,24 @@ pub(super) struct Counted {
     pub(super) passage: Passage,
     pub(super) backend: Arc<BackendSeries>,
     pub(super) last: Last,
+    pub(super) began_at: Instant,
 }
 
 impl Counted {
+    /// When the request of this attempt was over, or is: a further one has nothing left to wait for.
+    fn sent_at(&self) -> Instant {
+        self.passage.upload.ended().max(self.began_at)
+    }
+
     /// The attempt brought no response.
     pub(super) fn failed(&self, error: &Error) {
         self.backend
-            .ended(self.passage.upload.ended(), Instant::now(), &classify::failed(error));
+            .ended(self.sent_at(), Instant::now(), &classify::failed(error));
     }
 
     fn ended(&self, now: Instant, outcome: &Outcome) {
         let Passage { route, upload } = &self.passage;
-        self.backend.ended(upload.ended(), now, outcome);
+        self.backend.ended(self.sent_at(), now, outcome);
         if self.last == Last::Certainly {
             route.ended(upload.started(), now, outcome);
         }
@@ -380,6 +386,10 @@ impl Flight {
     /// The attempt brought no response.
     fn failed(mut self, error: &Error) {
         self.endpoint.series.response(classify::failed(error));
+        let error = match error {
+            Error::TooLargeToRetry(error) => &**error,
+            error => error,
+        };
         let is_its_fault = match error {
             // A pooled connection that turned out to be closed says nothing against its endpoint.
             Error::Closed { reused: true, .. } => false,

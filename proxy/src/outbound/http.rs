@@ -158,6 +158,10 @@ impl Attempt<'_> {
                     passage: passage.clone(),
                     backend: backend.clone(),
                     last,
+                    began_at: match last {
+                        Last::Certainly => passage.upload.started(), // the only one
+                        Last::Perhaps => Instant::now(),
+                    },
                 }
             });
         let dispatch = Dispatch {

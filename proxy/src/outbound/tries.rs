@@ -347,6 +347,7 @@ fn asked_retry<'a>(retry: Option<Cow<'a, Retry>>, headers: &mut HeaderMap) -> Op
     let grpc = parsed(headers, &names::L5D_RETRY_GRPC, |text| retry::codes(text).ok());
     let limit = parsed(headers, &names::L5D_RETRY_LIMIT, |text| text.parse().ok());
     let timeout = parsed(headers, &names::L5D_RETRY_TIMEOUT, |text| duration::parse(text).ok());
+    let timeout = timeout.filter(|limit| !limit.is_zero());
     if http.is_none() && grpc.is_none() && limit.is_none() && timeout.is_none() {
         return retry;
     }
