@@ -83,9 +83,9 @@ l5d-proxy-cause: no-endpoints; direction=outbound; hop=web.shop.serviceaccount.i
 - `l5d-proxy-cause` begins with a code that stays what it is. After it come, between semicolons, which side of which proxy gave up
   (`direction`, `hop`) and what it wanted to reach (`target`), and what else there is to know.
 - Clients of gRPC get the status in `grpc-status`, and `grpc-message` with the same words.
-- Peers and clients without an identity are told a status and nothing more.
+- Clients without an identity are told a status and nothing more; but a stream of gRPC that breaks off says why in its trailers.
 
-Each failure is counted in `tulle_failures_total{direction,cause}`, those of connections that carry no HTTP as well; `tulle explain CODE` prints what is here.
+Failures are counted in `tulle_failures_total{direction,cause}`, those of connections that carry no HTTP as well.
 ";
 
 const fn cause(
@@ -188,7 +188,7 @@ pub const ALL: &[Cause] = &[
         Whose::Server,
         "504, DEADLINE_EXCEEDED",
         "The request, with all its tries, took longer than its route allows.",
-        "Find out what is slow (`tulle stat`, traces), or raise `timeouts.request` of the route, `timeout.linkerd.io/request`, or the profile's `timeout`.",
+        "Find out what is slow (`response_latency_ms` of the sidecars), or raise `timeouts.request` of the route, `timeout.linkerd.io/request`, or the profile's `timeout`.",
     ),
     cause(
         "response-timeout",

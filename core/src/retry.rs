@@ -52,6 +52,7 @@ fn status(text: &str) -> Option<RangeInclusive<u16>> {
     (100 <= start && start <= end && end <= 599).then_some(start..=end)
 }
 
+/// Codes of gRPC that can be asked for.
 pub const CANCELLED: i32 = 1;
 pub const DEADLINE_EXCEEDED: i32 = 4;
 pub const RESOURCE_EXHAUSTED: i32 = 8;

@@ -240,6 +240,15 @@ pub struct Log {
     pub access_directions: Directions,
 }
 
+/// Which requests have lines in the access log.
+#[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
+pub enum Directions {
+    #[default]
+    Inbound,
+    Outbound,
+    Both,
+}
+
 impl Directions {
     pub fn inbound(self) -> bool {
         self != Self::Outbound
@@ -248,15 +257,6 @@ impl Directions {
     pub fn outbound(self) -> bool {
         self != Self::Inbound
     }
-}
-
-/// Which requests have lines in the access log.
-#[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
-pub enum Directions {
-    #[default]
-    Inbound,
-    Outbound,
-    Both,
 }
 
 impl Workers {

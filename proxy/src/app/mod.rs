@@ -129,15 +129,8 @@ impl App {
             .workers
             .count(thread::available_parallelism().map_or(1, usize::from));
         let sockets = bind_all(&mut config, workers)?;
-        let admin_listener = listen::bind(config.admin.listen, None, Sharing::Alone, SocketOptions::default())
-            .with_context(|| format!("listening on {} (admin)", config.admin.listen))?;
-        config.admin.listen = admin_listener.local_addr()?;
-        let tap_listener = config.tap.as_mut().map(|tap| {
-            let listener = listen::bind(tap.listen, None, Sharing::Alone, SocketOptions::default())
-                .with_context(|| format!("listening on {} (tap)", tap.listen))?;
-            tap.listen = listener.local_addr()?;
-            anyhow::Ok(listener)
-        });
+        let admin_listener = bind_alone(&mut config.admin.listen, "admin")?;
+        let tap_listener = config.tap.as_mut().map(|tap| bind_alone(&mut tap.listen, "tap"));
         let tap_listener = tap_listener.transpose()?;
         let taps = Arc::new(Taps::default());
         let registry = Registry::new();
@@ -417,6 +410,14 @@ impl Worker {
         });
         Ok(())
     }
+}
+
+/// Binds a listener that no worker shares; `addr` becomes the address that it has.
+fn bind_alone(addr: &mut SocketAddr, what: &str) -> anyhow::Result<TcpListener> {
+    let listener = listen::bind(*addr, None, Sharing::Alone, SocketOptions::default())
+        .with_context(|| format!("listening on {addr} ({what})"))?;
+    *addr = listener.local_addr()?;
+    Ok(listener)
 }
 
 /// Binds the listeners of all workers; where any port will do, the configuration learns which it is.

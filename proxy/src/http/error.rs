@@ -134,15 +134,13 @@ pub(crate) enum Late {
 
 /// Code `Unavailable` and its siblings of gRPC.
 pub(crate) mod grpc {
+    pub(crate) use tulle_core::retry::{DEADLINE_EXCEEDED, INTERNAL, RESOURCE_EXHAUSTED, UNAVAILABLE};
+
     pub(crate) const UNKNOWN: i32 = 2;
     pub(crate) const INVALID_ARGUMENT: i32 = 3;
-    pub(crate) const DEADLINE_EXCEEDED: i32 = 4;
     pub(crate) const NOT_FOUND: i32 = 5;
     pub(crate) const PERMISSION_DENIED: i32 = 7;
-    pub(crate) const RESOURCE_EXHAUSTED: i32 = 8;
     pub(crate) const FAILED_PRECONDITION: i32 = 9;
-    pub(crate) const INTERNAL: i32 = 13;
-    pub(crate) const UNAVAILABLE: i32 = 14;
 }
 
 /// What the client is told.
@@ -398,20 +396,7 @@ mod tests {
     use tulle_core::causes;
 
     use super::*;
-
-    /// The name of a gRPC status.
-    fn name(code: i32) -> &'static str {
-        match code {
-            grpc::INVALID_ARGUMENT => "INVALID_ARGUMENT",
-            grpc::DEADLINE_EXCEEDED => "DEADLINE_EXCEEDED",
-            grpc::NOT_FOUND => "NOT_FOUND",
-            grpc::PERMISSION_DENIED => "PERMISSION_DENIED",
-            grpc::RESOURCE_EXHAUSTED => "RESOURCE_EXHAUSTED",
-            grpc::INTERNAL => "INTERNAL",
-            grpc::UNAVAILABLE => "UNAVAILABLE",
-            _ => "another",
-        }
-    }
+    use crate::metrics::routes::code_name;
 
     #[test]
     fn the_page_of_errors_says_what_clients_are_told() {
@@ -478,7 +463,8 @@ mod tests {
         ] {
             let cause = causes::find(error.cause()).unwrap_or_else(|| panic!("{error:?}: {}", error.cause()));
             let answer = error.answer();
-            for told in [answer.status.as_str(), name(answer.grpc)] {
+            let code = code_name(u16::try_from(answer.grpc).ok());
+            for told in [answer.status.as_str(), code] {
                 assert!(
                     cause.answers.contains(told),
                     "{error:?}: {told} is not in {:?}",

@@ -238,12 +238,14 @@ impl Limited {
                     // What is never waited for would never be late.
                     Poll::Ready(Some(Ok(frame))) if !body.is_end_stream() => match limits.moved() {
                         None => return Poll::Ready(Some(Ok(frame))),
-                        Some(late) => late,
+                        Some(late) => {
+                            limits.give_up();
+                            late
+                        }
                     },
                     Poll::Ready(frame) => return Poll::Ready(frame),
                     Poll::Pending => ready!(limits.poll_over(cx, Phase::Body)),
                 };
-                limits.give_up();
                 let late = Error::Late(late);
                 if let Role::Response { body, .. } = std::mem::replace(&mut self.0, Role::Over) {
                     body.end_with(Err(&late));

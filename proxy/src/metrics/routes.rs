@@ -116,7 +116,7 @@ impl StatusSeries {
 }
 
 /// The name of a code of gRPC; one that there is not stands for what nobody knows.
-fn code_name(code: Option<u16>) -> &'static str {
+pub(crate) fn code_name(code: Option<u16>) -> &'static str {
     const NAMES: [&str; 17] = [
         "OK",
         "CANCELLED",

@@ -43,12 +43,9 @@ pub(super) struct Dispatch<'a> {
     pub(super) drain: &'a drain::Watch,
     /// Endpoints that earlier tries were sent to.
     pub(super) n_tried_before: usize,
-    /// What the request's route counts, where a policy speaks of routes.
-    pub(super) counted: Option<Counted>,
 }
 
 /// One attempt at a request, as its route counts it.
-#[derive(Clone)]
 pub(super) struct Counted {
     pub(super) passage: Passage,
     pub(super) backend: Arc<BackendSeries>,
@@ -108,7 +105,7 @@ struct Flight {
 
 impl Dispatch<'_> {
     /// Sends what is in `req` to an endpoint of the backend and returns its response; all that it was sent to are then among
-    /// `tried`.
+    /// `tried`, and the end of the response is told to what is in `counted`.
     ///
     /// # Errors
     /// No endpoint is available, or the last one that was tried failed.
@@ -117,6 +114,7 @@ impl Dispatch<'_> {
         req: &mut Request<Body>,
         upgrade: Option<oneshot::Receiver<Io>>,
         tried: &mut Tried,
+        counted: &mut Option<Counted>,
     ) -> Result<Response<Body>, Error> {
         let started = Instant::now();
         let needs = Needs::of(req, upgrade.is_some());
@@ -158,7 +156,6 @@ impl Dispatch<'_> {
             match (again, sent) {
                 (None, Ok(mut rsp)) => {
                     flight.judge(&rsp);
-                    flight.counted = self.counted.clone();
                     finish(&mut rsp, protocol, version, endpoint.identity().is_some());
                     let upgraded = rsp.body_mut().take_upgraded();
                     if upgraded.is_some() && upgrade.is_none() {
@@ -169,6 +166,7 @@ impl Dispatch<'_> {
                     if endpoint.identity().is_none() {
                         headers::strip_forged(rsp.headers_mut());
                     }
+                    flight.counted = counted.take();
                     let rsp = classify::observe(rsp, endpoint.series.clone(), started, flight);
                     tried.push(endpoint);
                     if let (Some(client), Some(upstream)) = (upgrade, upgraded) {

@@ -149,7 +149,7 @@ impl Attempt<'_> {
     ) -> Result<Response<Body>, Error> {
         let choice = self.backends.choose()?;
         filters::apply(&choice.filters, req, self.prefix)?;
-        let counted = self
+        let mut counted = self
             .passage
             .zip(choice.series.as_ref())
             .map(|((passage, last), backend)| {
@@ -172,11 +172,10 @@ impl Attempt<'_> {
             families: &self.connection.outbound.families,
             drain: &self.connection.drain,
             n_tried_before: tried.len(),
-            counted,
         };
-        let sent = dispatch.run(req, upgrade, tried).await;
+        let sent = dispatch.run(req, upgrade, tried, &mut counted).await;
         let mut rsp = sent.inspect_err(|error| {
-            if let Some(counted) = &dispatch.counted {
+            if let Some(counted) = &counted {
                 counted.failed(error);
             }
         })?;

@@ -109,14 +109,12 @@ async fn client(mesh: &Mesh) -> Http1 {
     Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await
 }
 
+/// Two further tries after a 503.
+const TWO_MORE: &str = "retry.linkerd.io/http: 503\nretry.linkerd.io/limit: '2'";
+
 #[test]
 fn what_a_route_calls_for_is_tried_again_with_its_body() {
-    let route = route(
-        "HTTPRoute",
-        "retry.linkerd.io/http: 503\nretry.linkerd.io/limit: '2'",
-        "",
-    );
-    routed(&route).run(async |mesh: &Mesh| {
+    routed(&route("HTTPRoute", TWO_MORE, "")).run(async |mesh: &Mesh| {
         let seen = Seen::default();
         let _app = server(mesh, "web", &seen, async |n| status(if n < 2 { 503 } else { 200 })).await;
         let mut client = client(mesh).await;
@@ -135,12 +133,7 @@ fn what_a_route_calls_for_is_tried_again_with_its_body() {
 
 #[test]
 fn nothing_else_is_tried_again_and_nothing_too_often() {
-    let route = route(
-        "HTTPRoute",
-        "retry.linkerd.io/http: 503\nretry.linkerd.io/limit: '2'",
-        "",
-    );
-    routed(&route).run(async |mesh: &Mesh| {
+    routed(&route("HTTPRoute", TWO_MORE, "")).run(async |mesh: &Mesh| {
         let seen = Seen::default();
         let _app = server(mesh, "web", &seen, async |n| status(if n < 3 { 503 } else { 500 })).await;
         let mut client = client(mesh).await;

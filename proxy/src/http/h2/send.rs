@@ -47,7 +47,7 @@ impl Sending {
     /// Ready when all has been handed over, or the peer wants no more.
     ///
     /// # Errors
-    /// The body failed, and the stream has been reset; or the stream was.
+    /// The body failed, and the stream has been reset, or has ended with a status of gRPC; or the stream was reset.
     pub(super) fn poll_send(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
         loop {
             if !self.chunk.is_empty() {
