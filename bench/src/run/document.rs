@@ -192,11 +192,12 @@ fn table(out: &mut String, row: Row, lines: &[&Line]) {
 }
 
 /// Metric, title and decimals.
-const COLUMNS: [(Metric, &str, usize); 18] = [
+const COLUMNS: [(Metric, &str, usize); 19] = [
     (Metric::RequestsPerSecond, "requests/s", 0),
     (Metric::SpeedPercent, "% of undisturbed", 0),
     (Metric::P50Us, "p50 µs", 0),
     (Metric::P99Us, "p99 µs", 0),
+    (Metric::P99Times, "× undisturbed", 1),
     (Metric::MibPerSecond, "MiB/s", 0),
     (Metric::ClientCpuUs, "client's µs CPU", 1),
     (Metric::ClientKernelPercent, "of it kernel %", 0),

@@ -12,7 +12,7 @@ use super::peer::{Side, Sidecars};
 use super::process::Process;
 use super::rows::{Row, Setup, Traffic};
 use super::scene::{HTTP_PORT, SERVER, SERVICE, Scene, TCP_PORT};
-use super::{slow, tulle};
+use super::{hostile, slow, tulle};
 
 /// What one measurement found.
 pub(super) type Sample = BTreeMap<Metric, f64>;
@@ -26,6 +26,8 @@ pub(super) enum Metric {
     SpeedPercent,
     P50Us,
     P99Us,
+    /// How many times as much that is as without what the row is about, just before.
+    P99Times,
     /// Payload of one direction.
     MibPerSecond,
     /// CPU time of the client's sidecar per request, in microseconds; of bulk and of streams per message.
@@ -104,6 +106,7 @@ pub(super) fn measure(
         Row::Idle => idle(scene, sidecars, idle_http),
         Row::IdleOpaque => idle(scene, sidecars, idle_opaque),
         Row::SlowHeads => slow::measure(scene, sidecars.context("there is no sidecar")?, duration),
+        Row::Hostile => hostile::measure(scene, sidecars.context("there is no sidecar")?),
         Row::Allocations => allocations(scene, duration),
     }
 }

@@ -12,6 +12,7 @@ pub mod costs;
 mod document;
 mod drive;
 mod generators;
+mod hostile;
 mod others;
 mod peer;
 mod plot;

@@ -106,10 +106,19 @@ impl Process {
 
     /// Resident memory in KiB.
     pub fn rss_kib(&self) -> anyhow::Result<u64> {
+        self.status("VmRSS:")
+    }
+
+    /// The most that was ever resident, in KiB.
+    pub fn peak_rss_kib(&self) -> anyhow::Result<u64> {
+        self.status("VmHWM:")
+    }
+
+    fn status(&self, name: &str) -> anyhow::Result<u64> {
         let status = self.proc("status")?;
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
         line.and_then(first_number)
-            .with_context(|| format!("no VmRSS in the status of {}", self.name))
+            .with_context(|| format!("no {name} in the status of {}", self.name))
     }
 
     fn proc(&self, file: &str) -> anyhow::Result<String> {

@@ -47,6 +47,9 @@ pub(crate) enum Row {
     IdleOpaque,
     /// HTTP/1 on 16 connections, while 2000 clients of each sidecar send a byte of a head a second.
     SlowHeads,
+    /// A client of 100 requests a second among 2000 that never end a head, 1000 that read nothing of 1 MiB, floods of resets and of
+    /// header frames, and 100,000 names of hosts.
+    Hostile,
     /// HTTP/1 on 64 connections through the client's sidecar alone, to a server that has none.
     OutboundOnly,
     /// HTTP/1 on 64 connections through the server's sidecar alone, from a client that has none.
@@ -117,7 +120,7 @@ impl Row {
             // The same as with both for who has none.
             Self::OutboundOnly | Self::InboundOnly => peer != Peer::None,
             // The others wait for as long as anything may take.
-            Self::Allocations | Self::SlowHeads => peer == Peer::Tulle,
+            Self::Allocations | Self::SlowHeads | Self::Hostile => peer == Peer::Tulle,
             _ => true,
         }
     }
@@ -144,7 +147,7 @@ impl Row {
                 traffic: Traffic::Opaque,
                 ..both
             },
-            Self::Idle => Setup { alone: true, ..both },
+            Self::Idle | Self::Hostile => Setup { alone: true, ..both },
             Self::IdleOpaque => Setup {
                 traffic: Traffic::Opaque,
                 alone: true,
