@@ -358,6 +358,13 @@ pub const ALL: &[Cause] = &[
         "The proxy has as many requests in flight as it may (`LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound twin).",
         "Find out why they take so long, add replicas, or raise the limit.",
     ),
+    cause(
+        "memory-short",
+        Whose::Mesh,
+        "503, UNAVAILABLE",
+        "The proxy uses nine tenths of the memory that it may have (`TULLE_PROXY_MEMORY_LIMIT`, or the limit of its container), and refuses new requests and connections before the kernel ends it.",
+        "Give the proxy more memory (`config.linkerd.io/proxy-memory-limit`), or add replicas. `tulle_memory_limit_bytes` and `process_resident_memory_bytes` tell how much there is and is used.",
+    ),
 ];
 
 #[cfg(test)]

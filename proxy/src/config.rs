@@ -30,6 +30,8 @@ pub struct Config {
     pub log: Log,
     /// Upper bound of the drain; 2 minutes.
     pub shutdown_grace_period: Duration,
+    /// Memory that the proxy may use, in bytes; that of its control group, if there is a limit.
+    pub memory_limit: Option<u64>,
     /// How long metric series outlive their owner; 10 minutes.
     pub metrics_retain_idle: Duration,
     /// Variables that ask for something that this proxy does not do; the process warns of them once.

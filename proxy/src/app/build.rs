@@ -29,6 +29,7 @@ use crate::{
     net::{
         connect::{self, SocketOptions},
         counts,
+        memory::Shortage,
     },
     outbound::{Outbound, backend::Factory, discover::Discover, endpoint::Common, metrics as outbound_metrics},
     policy::{
@@ -117,6 +118,7 @@ pub(super) struct Parts<'a> {
     pub(super) tcp: &'a counts::Families,
     pub(super) access_log: Option<&'a AccessLog>,
     pub(super) taps: &'a Arc<Taps>,
+    pub(super) shortage: &'a Shortage,
 }
 
 impl Parts<'_> {
@@ -174,6 +176,7 @@ impl Parts<'_> {
                 "outbound",
                 direction,
                 self.access_log.filter(|_| config.log.access_directions.outbound()),
+                self.shortage,
             ),
             reasons: match config.outbound.informational_headers {
                 Visibility::Shown => Reasons::Told,
@@ -227,6 +230,7 @@ impl Parts<'_> {
                 "inbound",
                 direction,
                 self.access_log.filter(|_| config.log.access_directions.inbound()),
+                self.shortage,
             ),
             families: inbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone()),
             taps: self.taps.clone(),
@@ -241,10 +245,11 @@ fn wrappers(
     name: &'static str,
     direction: &Direction,
     access_log: Option<&AccessLog>,
+    shortage: &Shortage,
 ) -> Wrappers {
     Wrappers {
         access_log: access_log.cloned(),
-        admission: Admission::new(direction.max_in_flight),
+        admission: Admission::new(direction.max_in_flight, shortage.clone()),
         observe: Observe::new(registry, name),
         errors: errors(registry, name),
     }

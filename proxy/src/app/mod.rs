@@ -41,7 +41,9 @@ use crate::{
         copy::Carrying,
         counts,
         listen::{self, Sharing},
-        listeners, orig_dst,
+        listeners,
+        memory::{self, Shortage},
+        orig_dst,
     },
     outbound::Outbound,
     tap::{self, Taps},
@@ -105,6 +107,7 @@ struct Admin {
     listener: TcpListener,
     identity: Identity,
     tap: Option<(TcpListener, Arc<Taps>)>,
+    memory: Option<memory::Watch>,
 }
 
 /// What keeps our credentials current.
@@ -160,6 +163,8 @@ impl App {
             AccessLog::start(format, std::io::stderr(), dropped).context("starting the access log")
         });
         let access_log = access_log.transpose()?;
+        let shortage = Shortage::default();
+        let memory = memory::Watch::new(config.memory_limit, shortage.clone(), &registry);
         let parts = Parts {
             config: &config,
             surroundings: &surroundings,
@@ -171,6 +176,7 @@ impl App {
             tcp: &tcp,
             access_log: access_log.as_ref(),
             taps: &taps,
+            shortage: &shortage,
         };
         let (outbound, inbound) = (parts.outbound(), parts.inbound());
         let shutdown = Arc::new(Notify::new());
@@ -189,6 +195,7 @@ impl App {
             listener: admin_listener,
             identity,
             tap: tap_listener.map(|listener| (listener, taps)),
+            memory,
         };
         Ok(Self {
             config,
@@ -234,6 +241,7 @@ impl App {
             listener,
             identity,
             tap,
+            memory,
         } = self.admin;
         let tap_clients = self.config.tap.map(|tap| tap.clients).unwrap_or_default();
         let tap_creds = self.creds.clone();
@@ -243,6 +251,9 @@ impl App {
         thread::Builder::new().name("admin".into()).spawn(move || {
             runtime.block_on(async {
                 tokio::spawn(identity.run(uncertified));
+                if let Some(memory) = memory {
+                    tokio::spawn(memory.run());
+                }
                 if let Some((listener, taps)) = tap {
                     let ends = admin_ends.clone();
                     tokio::spawn(async move {

@@ -112,6 +112,7 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
     };
     let shutdown_grace_period = env.or("SHUTDOWN_GRACE_PERIOD", values::duration, Duration::from_secs(120));
     let metrics_retain_idle = env.or("METRICS_RETAIN_IDLE", values::duration, Duration::from_secs(600));
+    let memory_limit = env.get(MEMORY_LIMIT, values::number);
     let ignored = env.ignored();
     let identity = identity(env);
     let control = control(env, cluster_networks);
@@ -126,6 +127,7 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
         log,
         shutdown_grace_period,
         metrics_retain_idle,
+        memory_limit,
         ignored,
     })
 }
@@ -572,6 +574,7 @@ const WORKLOAD_API: &[&str] = &["IDENTITY_SPIRE_WORKLOAD_API_ADDRESS", "IDENTITY
 const OUR_PREFIX: &str = "TULLE_PROXY_";
 const BALANCER: &str = "TULLE_PROXY_BALANCER";
 const ACCESS_LOG_DIRECTIONS: &str = "TULLE_PROXY_ACCESS_LOG_DIRECTIONS";
+const MEMORY_LIMIT: &str = "TULLE_PROXY_MEMORY_LIMIT";
 const DEFAULT_LOG: &str = "warn,tulle=info,hickory=error";
 const QUEUE_CAPACITY: usize = 10_000;
 const SHOWN_CHARACTERS: usize = 80;

@@ -89,6 +89,8 @@ pub(crate) enum Error {
     QueueFull,
     #[error("too many requests in flight")]
     Shed,
+    #[error("memory is about to run out")]
+    MemoryShort,
     #[error("no route for request")]
     RouteNotFound,
     #[error("backend refuses: {0}")]
@@ -198,7 +200,7 @@ impl Error {
             | Self::Miscounted
             | Self::RequireId { .. }
             | Self::Late(_) => Side::Peer,
-            Self::TakenBack | Self::Shed | Self::QueueFull | Self::Undiscovered(_) => Side::Us,
+            Self::TakenBack | Self::Shed | Self::MemoryShort | Self::QueueFull | Self::Undiscovered(_) => Side::Us,
             Self::NoEndpoints
             | Self::FailFast(..)
             | Self::Unavailable(_)
@@ -254,6 +256,7 @@ impl Error {
             | Self::Unavailable(_)
             | Self::QueueFull
             | Self::Shed
+            | Self::MemoryShort
             | Self::Undiscovered(_) => answer(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true),
             Self::RequestBody(_) | Self::BadRequest(_) | Self::Left | Self::Client(_) => {
                 answer(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, true)
@@ -278,7 +281,12 @@ impl Error {
     pub(crate) fn label(&self) -> &'static str {
         match self {
             Self::TooLargeToRetry(error) => error.label(),
-            Self::Shed | Self::QueueFull | Self::Unavailable(_) | Self::NoEndpoints | Self::NoBackends => "loadshed",
+            Self::Shed
+            | Self::MemoryShort
+            | Self::QueueFull
+            | Self::Unavailable(_)
+            | Self::NoEndpoints
+            | Self::NoBackends => "loadshed",
             Self::FailFast(..) => "failfast",
             Self::RequireId { .. } => "identity required",
             Self::Late(_) => "response timeout",
@@ -327,7 +335,12 @@ impl Error {
         match self {
             Self::TooLargeToRetry(error) => error.stream_label(),
             Self::FailFast(..) => "FAIL_FAST",
-            Self::Shed | Self::QueueFull | Self::Unavailable(_) | Self::NoEndpoints | Self::NoBackends => "LOAD_SHED",
+            Self::Shed
+            | Self::MemoryShort
+            | Self::QueueFull
+            | Self::Unavailable(_)
+            | Self::NoEndpoints
+            | Self::NoBackends => "LOAD_SHED",
             Self::Late(Late::Request(_)) => "REQUEST_TIMEOUT",
             Self::Late(Late::Head(_) | Late::Profile(_)) => "RESPONSE_HEADERS_TIMEOUT",
             Self::Late(Late::Response(_)) => "RESPONSE_STREAM_TIMEOUT",
@@ -370,6 +383,7 @@ impl Error {
             Self::FailFast(..) | Self::Unavailable(_) => "endpoints-unready",
             Self::QueueFull => "queue-full",
             Self::Shed => "overload",
+            Self::MemoryShort => "memory-short",
             Self::RouteNotFound => "no-route",
             Self::NoBackend(_) | Self::NoBackends => "no-backend",
             Self::InvalidPolicy(_) => "invalid-policy",
@@ -443,6 +457,7 @@ mod tests {
             Error::NoBackend("it has no dispatcher"),
             Error::QueueFull,
             Error::Shed,
+            Error::MemoryShort,
             Error::RouteNotFound,
             Error::InvalidPolicy("of nobody".into()),
             Error::Unauthorized {

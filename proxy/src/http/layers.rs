@@ -28,6 +28,7 @@ use crate::{
         server::Closer,
     },
     metrics::failures::Failures,
+    net::memory::Shortage,
 };
 
 /// What all connections of one direction are wrapped in.
@@ -65,6 +66,7 @@ impl Wrappers {
 pub(crate) struct Admission {
     in_flight: AtomicUsize,
     limit: usize,
+    shortage: Shortage,
 }
 
 /// A place among the requests in flight.
@@ -72,21 +74,37 @@ pub(crate) struct Admission {
 pub(crate) struct Slot(Arc<Admission>);
 
 impl Admission {
-    pub(crate) fn new(limit: usize) -> Arc<Self> {
+    pub(crate) fn new(limit: usize, shortage: Shortage) -> Arc<Self> {
         Arc::new(Self {
             in_flight: AtomicUsize::new(0),
             limit,
+            shortage,
         })
     }
 
-    fn enter(self: &Arc<Self>) -> Result<Slot, Error> {
+    /// Whether connections are to be turned away as well.
+    pub(crate) fn is_memory_short(&self) -> bool {
+        self.shortage.is_there()
+    }
+
+    fn enter(self: &Arc<Self>) -> Result<Slot, Full> {
+        if self.is_memory_short() {
+            return Err(Full::Memory);
+        }
         let slot = Slot(self.clone());
         if self.in_flight.fetch_add(1, Ordering::Relaxed) >= self.limit {
-            Err(Error::Shed)
+            Err(Full::Places)
         } else {
             Ok(slot)
         }
     }
+}
+
+/// Of what there is no more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Full {
+    Places,
+    Memory,
 }
 
 impl Drop for Slot {
@@ -120,7 +138,7 @@ pin_project! {
     pub(crate) struct AdmitFuture<F> {
         #[pin]
         inner: Option<F>,
-        slot: Option<Slot>,
+        slot: Result<Slot, Full>,
     }
 }
 
@@ -137,15 +155,10 @@ where
     }
 
     fn call(&mut self, req: Request<Body>) -> Self::Future {
-        match self.admission.enter() {
-            Ok(slot) => AdmitFuture {
-                inner: Some(self.inner.call(req)),
-                slot: Some(slot),
-            },
-            Err(_) => AdmitFuture {
-                inner: None,
-                slot: None,
-            },
+        let slot = self.admission.enter();
+        AdmitFuture {
+            inner: slot.is_ok().then(|| self.inner.call(req)),
+            slot,
         }
     }
 }
@@ -156,10 +169,13 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for AdmitFuture<F
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.project();
         let Some(inner) = this.inner.as_pin_mut() else {
-            return Poll::Ready(Err(Error::Shed));
+            return Poll::Ready(Err(match this.slot {
+                Err(Full::Memory) => Error::MemoryShort,
+                _ => Error::Shed,
+            }));
         };
         let rsp = ready!(inner.poll(cx))?;
-        let slot = this.slot.take();
+        let slot = std::mem::replace(this.slot, Err(Full::Places)).ok();
         Poll::Ready(Ok(rsp.map(|body| body.holding(slot))))
     }
 }

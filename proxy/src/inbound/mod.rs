@@ -29,6 +29,7 @@ use tulle_core::{
 use crate::{
     http::{
         client::{Client, PoolConfig, Protocol},
+        error::Error,
         h2,
         layers::Wrappers,
         respond::{Place, Reasons},
@@ -128,6 +129,10 @@ impl Inbound {
         };
         if !self.ips.is_empty() && !self.ips.contains(&target.ip()) {
             tracing::info!(client = %client.0, %target, "refused: not an address of this workload");
+            return None;
+        }
+        if self.wrappers.admission.is_memory_short() {
+            self.families.tcp_failed(target, "loadshed", Error::MemoryShort.cause());
             return None;
         }
         let connection = Connection {

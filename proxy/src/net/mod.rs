@@ -11,4 +11,5 @@ pub(crate) mod first;
 pub(crate) mod io;
 pub(crate) mod listen;
 pub(crate) mod listeners;
+pub(crate) mod memory;
 pub(crate) mod orig_dst;

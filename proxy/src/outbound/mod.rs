@@ -29,6 +29,7 @@ use tulle_core::{
 use crate::{
     http::{
         client::Protocol,
+        error::Error,
         layers::Wrappers,
         respond::{Place, Reasons},
         server::{self, Closer},
@@ -84,6 +85,10 @@ impl Outbound {
         };
         if self.own.iter().any(|own| is_listener(*own, dst.0)) {
             tracing::info!(client = %client.0, dst = %dst.0, "refused: this proxy was dialled itself");
+            return None;
+        }
+        if self.wrappers.admission.is_memory_short() {
+            self.families.tcp_failed(dst.0, "loadshed", Error::MemoryShort.cause());
             return None;
         }
         let destination = match self.discover.get(dst, self.detect_timeout.min(MAX_DISCOVERY)).await {

@@ -14,6 +14,7 @@ mod failure;
 mod http1;
 mod identity;
 mod invalid_policy;
+mod limits;
 mod policy;
 mod routing;
 mod tap;

@@ -1,0 +1,240 @@
+//! How much memory there is for us, and whether it is about to run out, so that we refuse work before the kernel ends us.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use tokio::time::sleep;
+use tulle_core::metrics::{Gauge, Labels, Registry};
+
+/// Whether memory is about to run out; shared with all who admit work.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Shortage(Arc<AtomicBool>);
+
+impl Shortage {
+    pub(crate) fn is_there(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Looks after the memory of this process.
+pub(crate) struct Watch {
+    usage: Usage,
+    /// In bytes.
+    limit: u64,
+    shortage: Shortage,
+    shown: Arc<Gauge>,
+}
+
+/// Where it stands how much is used.
+#[derive(Debug, PartialEq)]
+enum Usage {
+    /// What of this process is resident.
+    Process,
+    /// What the kernel counts towards the limit of our control group, without the files that it can drop.
+    Group {
+        usage: PathBuf,
+        stat: PathBuf,
+        droppable: &'static str,
+    },
+}
+
+impl Watch {
+    /// Watches against `limit` in bytes, or against that of our control group; nothing where there is none.
+    pub(crate) fn new(limit: Option<u64>, shortage: Shortage, registry: &Registry) -> Option<Self> {
+        let (usage, limit) = match limit {
+            Some(limit) => (Usage::Process, limit),
+            None => {
+                let own = fs::read_to_string("/proc/self/cgroup").ok()?;
+                group(Path::new("/sys/fs/cgroup"), &own)?
+            }
+        };
+        let limits = registry.gauge("tulle_memory_limit_bytes", "Memory that this process may use");
+        limits.get(&Labels::new()).set(i64::try_from(limit).unwrap_or(i64::MAX));
+        let short = registry.gauge(
+            "tulle_memory_short",
+            "1 while requests and connections are refused because memory is about to run out",
+        );
+        Some(Self {
+            usage,
+            limit,
+            shortage,
+            shown: short.get(&Labels::new()),
+        })
+    }
+
+    pub(crate) async fn run(self) {
+        loop {
+            let used = self.look();
+            let is_quiet = used.is_none_or(|used| used < self.limit / 2);
+            sleep(if is_quiet { SELDOM } else { OFTEN }).await;
+        }
+    }
+
+    /// Looks once; returns what is used.
+    fn look(&self) -> Option<u64> {
+        let was_short = self.shortage.is_there();
+        let mut used = self.usage.read()?;
+        if !was_short && is_short(used, self.limit, false) {
+            give_back();
+            used = self.usage.read()?;
+        }
+        let is_short = is_short(used, self.limit, was_short);
+        if is_short != was_short {
+            let limit = self.limit;
+            match is_short {
+                true => tracing::warn!(
+                    used,
+                    limit,
+                    "memory is about to run out: requests and connections are refused"
+                ),
+                false => tracing::info!(used, limit, "there is memory again"),
+            }
+            self.shortage.0.store(is_short, Ordering::Relaxed);
+            self.shown.set(i64::from(is_short));
+        }
+        Some(used)
+    }
+}
+
+/// From nine tenths of the limit on; and once it was so, until a twentieth of it is free again.
+fn is_short(used: u64, limit: u64, was_short: bool) -> bool {
+    let of_limit = |percent| u128::from(limit) * percent <= u128::from(used) * 100;
+    of_limit(90) || (was_short && of_limit(85))
+}
+
+/// Where our control group stands, and its limit, in either version of them.
+fn group(mount: &Path, own: &str) -> Option<(Usage, u64)> {
+    own.lines().find_map(|line| {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (controllers, path) = (fields.next()?, fields.next()?.trim_start_matches('/'));
+        let (root, usage, limit, droppable) = match controllers {
+            "" => (mount.to_owned(), "memory.current", "memory.max", "inactive_file"),
+            _ if controllers.split(',').any(|name| name == "memory") => (
+                mount.join("memory"),
+                "memory.usage_in_bytes",
+                "memory.limit_in_bytes",
+                "total_inactive_file",
+            ),
+            _ => return None,
+        };
+        // A container may see its own group as the root, whatever it is called outside.
+        let own = [root.join(path), root]
+            .into_iter()
+            .find(|dir| dir.join(usage).exists())?;
+        let limit = fs::read_to_string(own.join(limit)).ok()?.trim().parse().ok()?;
+        let usage = Usage::Group {
+            usage: own.join(usage),
+            stat: own.join("memory.stat"),
+            droppable,
+        };
+        (limit < NO_LIMIT).then_some((usage, limit))
+    })
+}
+
+impl Usage {
+    fn read(&self) -> Option<u64> {
+        match self {
+            Self::Process => {
+                let status = fs::read_to_string("/proc/self/status").ok()?;
+                Some(named(&status, "VmRSS:")? * 1024)
+            }
+            Self::Group { usage, stat, droppable } => {
+                let used: u64 = fs::read_to_string(usage).ok()?.trim().parse().ok()?;
+                let stat = fs::read_to_string(stat).ok()?;
+                Some(used.saturating_sub(named(&stat, droppable).unwrap_or(0)))
+            }
+        }
+    }
+}
+
+/// The number behind a name, in lines of names and numbers.
+fn named(text: &str, name: &str) -> Option<u64> {
+    let mut lines = text.lines().map(str::split_ascii_whitespace);
+    lines.find_map(|mut words| (words.next()? == name).then(|| words.next()?.parse().ok())?)
+}
+
+/// Returns to the kernel what was freed and is kept for later.
+#[cfg(target_env = "gnu")]
+#[allow(unsafe_code)]
+fn give_back() {
+    // SAFETY: it takes a number alone, and may be called by any thread at any time.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
+#[cfg(not(target_env = "gnu"))]
+fn give_back() {}
+
+/// Between two looks, where more than half of the limit is free.
+const SELDOM: Duration = Duration::from_secs(1);
+/// The same, where less is.
+const OFTEN: Duration = Duration::from_millis(100);
+/// A limit so high is none: version 1 has no other way to say so.
+const NO_LIMIT: u64 = 1 << 60;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_short_from_nine_tenths_on_until_a_twentieth_is_free_again() {
+        for (used, was_short, expected) in [
+            (0, false, false),
+            (899, false, false),
+            (900, false, true),
+            (2000, false, true),
+            (850, true, true),
+            (849, true, false),
+        ] {
+            assert_eq!(is_short(used, 1000, was_short), expected, "{used} {was_short}");
+        }
+    }
+
+    #[test]
+    fn groups_of_both_versions_are_found_wherever_they_are_mounted() {
+        let mount = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = mount.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        write("pod/memory.current", "5000\n");
+        write("pod/memory.max", "8000\n");
+        write("pod/memory.stat", "anon 1\ninactive_file 2000\n");
+        write("memory/memory.usage_in_bytes", "700\n");
+        write("memory/memory.limit_in_bytes", "9000\n");
+        write("memory/memory.stat", "inactive_file 1\ntotal_inactive_file 100\n");
+        write("free/memory.current", "1\n");
+        write("free/memory.max", "max\n");
+        let found = |own| group(mount.path(), own).map(|(usage, limit)| (usage.read(), limit));
+        assert_eq!(found("0::/pod\n"), Some((Some(3000), 8000)));
+        assert_eq!(
+            found("5:cpu:/x\n4:memory:/kubepods/of/outside\n0::/\n"),
+            Some((Some(600), 9000))
+        );
+        assert_eq!(found("0::/free\n"), None);
+        assert_eq!(found("0::/gone\n"), None);
+        assert_eq!(found(""), None);
+    }
+
+    #[tokio::test]
+    async fn the_process_is_measured_against_a_limit_that_is_given() {
+        for (limit, expected) in [(1, true), (u64::MAX, false)] {
+            let registry = Registry::new();
+            let shortage = Shortage::default();
+            let watch = Watch::new(Some(limit), shortage.clone(), &registry).unwrap();
+            assert!(watch.look().unwrap() > 1_000_000);
+            assert_eq!(shortage.is_there(), expected);
+            let shown = format!("tulle_memory_short {}", i64::from(expected));
+            assert!(registry.render().contains(&shown), "{}", registry.render());
+        }
+    }
+}
