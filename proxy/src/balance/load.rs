@@ -161,7 +161,7 @@ impl Estimate {
     }
 }
 
-/// One request in flight to an endpoint; it counts until this is dropped.
+/// One request in flight to an endpoint; it counts until the endpoint has answered, or this is dropped.
 #[derive(Debug)]
 pub(crate) struct Pending<E: Candidate> {
     endpoint: Arc<E>,
@@ -179,28 +179,34 @@ impl<E: Candidate> Pending<E> {
         }
     }
 
-    /// The endpoint has answered.
-    pub(crate) fn answered(mut self, now: Instant) {
-        self.is_measured = true;
-        self.endpoint
-            .load()
-            .observe(now.saturating_duration_since(self.sent_at), now);
+    pub(crate) fn endpoint(&self) -> &Arc<E> {
+        &self.endpoint
     }
 
-    /// The endpoint has failed, or asked us to stay away for a while.
-    pub(crate) fn failed(mut self, retry_after: Option<Duration>, now: Instant) {
-        self.is_measured = true;
-        self.endpoint
-            .load()
-            .penalize(now.saturating_duration_since(self.sent_at), retry_after, now);
+    /// The endpoint has answered; what comes afterwards counts no more.
+    pub(crate) fn answered(&mut self, now: Instant) {
+        self.measured(|load, sent_at| load.observe(now.saturating_duration_since(sent_at), now));
+    }
+
+    /// The endpoint has failed, or asked us to stay away for a while; what comes afterwards counts no more.
+    pub(crate) fn failed(&mut self, retry_after: Option<Duration>, now: Instant) {
+        self.measured(|load, sent_at| load.penalize(now.saturating_duration_since(sent_at), retry_after, now));
+    }
+
+    fn measured(&mut self, note: impl FnOnce(&Load, Instant)) {
+        if !std::mem::replace(&mut self.is_measured, true) {
+            let load = self.endpoint.load();
+            note(load, self.sent_at);
+            load.pending.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 }
 
 impl<E: Candidate> Drop for Pending<E> {
     fn drop(&mut self) {
-        let load = self.endpoint.load();
-        load.pending.fetch_sub(1, Ordering::Relaxed);
         if !self.is_measured {
+            let load = self.endpoint.load();
+            load.pending.fetch_sub(1, Ordering::Relaxed);
             // Given up on: the true time is unknown, but no shorter. An endpoint so slow that every client gives up
             // would otherwise never look slow. Rare, so reading the clock here is cheap enough.
             let now = Instant::now();
@@ -340,7 +346,7 @@ mod tests {
             load: Load::new(peak_ewma(), now),
             breaker,
         });
-        let (first, second) = (Pending::new(peer.clone(), now), Pending::new(peer.clone(), now));
+        let (mut first, second) = (Pending::new(peer.clone(), now), Pending::new(peer.clone(), now));
         assert_eq!(peer.load.pending(), 2);
         first.answered(now + 4 * MS);
         assert_eq!(peer.load.pending(), 1);

@@ -184,6 +184,16 @@ impl Body {
         }
     }
 
+    /// Whether its time is over, to be asked while its receiver takes nothing of it.
+    pub(crate) fn poll_late(&mut self, cx: &mut Context<'_>) -> Poll<Error> {
+        let Source::Limited(limited) = &mut self.source else {
+            return Poll::Pending;
+        };
+        let late = ready!(limited.poll_late(cx));
+        self.ended(Err(&late));
+        Poll::Ready(late)
+    }
+
     fn ended(&mut self, result: Result<(), &Error>) {
         if let Some(mut observer) = self.observer.take() {
             observer.end(result);

@@ -1,41 +1,37 @@
 //! Success or failure of a response, gRPC's trailers included, and what its end is reported to.
 
-use std::sync::Arc;
-
-use http::{HeaderMap, Response, StatusCode};
+use http::{HeaderMap, HeaderName, Response, StatusCode};
 use tokio::time::Instant;
 
 use crate::{
     http::{
         body::{Body, Observe},
         error::{Error, grpc},
+        headers,
     },
     metrics::http::{End, Outcome, Series},
 };
 
-/// Told once, when a response has ended or its receiver went away.
+/// Told of one response: how it went, until it has ended or its receiver went away.
 pub(crate) trait Ended: Send + 'static {
+    /// What the response counts in.
+    fn series(&self) -> Option<&Series> {
+        None
+    }
     /// The first byte of the body arrived, or there is none.
-    fn first_data(&mut self);
+    fn first_data(&mut self, _now: Instant) {}
     /// A piece of the body passed.
     fn data(&mut self, _len: usize) {}
     /// Whether the response counts as a success.
     fn class(&self, outcome: &Outcome) -> bool {
         outcome.success
     }
-    fn ended(&mut self, outcome: Outcome);
+    fn ended(&mut self, _outcome: Outcome, _now: Instant) {}
 }
 
-/// Nobody else cares.
-impl Ended for () {
-    fn first_data(&mut self) {}
-    fn ended(&mut self, _: Outcome) {}
-}
-
-/// Watches a response body to its end and tells `series` and `also`.
+/// Watches a response body to its end.
 struct Classify<E: Ended> {
-    series: Option<Arc<Series>>,
-    also: E,
+    told: E,
     started: Instant,
     status: StatusCode,
     grpc: Option<i32>,
@@ -43,27 +39,12 @@ struct Classify<E: Ended> {
     reported: bool,
 }
 
-/// Counts `response` in `series` when it ends. `started` is when its request came.
-pub(crate) fn observe(
-    response: Response<Body>,
-    series: Arc<Series>,
-    started: Instant,
-    also: impl Ended,
-) -> Response<Body> {
-    watch(response, Some(series), started, also)
-}
-
-/// Tells `also` how `response` went, and nobody else.
-pub(crate) fn tell(response: Response<Body>, also: impl Ended) -> Response<Body> {
-    watch(response, None, Instant::now(), also)
-}
-
-fn watch(response: Response<Body>, series: Option<Arc<Series>>, started: Instant, also: impl Ended) -> Response<Body> {
+/// Tells how `response` goes; `started` is when its request came.
+pub(crate) fn observe(response: Response<Body>, started: Instant, told: impl Ended) -> Response<Body> {
     let status = response.status();
     let grpc = grpc_status(response.headers());
     let watch = Classify {
-        series,
-        also,
+        told,
         started,
         status,
         grpc,
@@ -75,7 +56,7 @@ fn watch(response: Response<Body>, series: Option<Arc<Series>>, started: Instant
 
 /// The code of `grpc-status`, in headers or trailers; one that is none of gRPC's means that nobody knows.
 pub(crate) fn grpc_status(headers: &HeaderMap) -> Option<i32> {
-    let code: i32 = headers.get("grpc-status")?.to_str().ok()?.parse().ok()?;
+    let code: i32 = headers::get(headers, &GRPC_STATUS)?.to_str().ok()?.parse().ok()?;
     Some(if (0..=16).contains(&code) { code } else { grpc::UNKNOWN })
 }
 
@@ -109,37 +90,39 @@ pub(crate) fn is_success(status: StatusCode, grpc_status: Option<i32>) -> bool {
 }
 
 impl<E: Ended> Classify<E> {
-    fn first(&mut self) {
-        if self.first {
-            self.first = false;
-            if let Some(series) = &self.series {
-                series.latency(self.status, self.started.elapsed());
-            }
-            self.also.first_data();
+    fn first(&mut self, now: Instant) {
+        if let Some(series) = self.told.series() {
+            series.latency(self.status, now.saturating_duration_since(self.started));
         }
+        self.told.first_data(now);
     }
 
     fn report(&mut self, end: End) {
-        self.first();
+        let now = Instant::now();
+        if self.first {
+            self.first(now);
+        }
         let mut outcome = Outcome {
             status: self.status,
             grpc: self.grpc,
             success: end == End::Complete && is_success(self.status, self.grpc),
             end,
         };
-        outcome.success = self.also.class(&outcome);
-        if let Some(series) = &self.series {
+        outcome.success = self.told.class(&outcome);
+        if let Some(series) = self.told.series() {
             series.response(outcome);
         }
-        self.also.ended(outcome);
+        self.told.ended(outcome, now);
         self.reported = true;
     }
 }
 
 impl<E: Ended> Observe for Classify<E> {
     fn data(&mut self, len: usize) {
-        self.first();
-        self.also.data(len);
+        if std::mem::take(&mut self.first) {
+            self.first(Instant::now());
+        }
+        self.told.data(len);
     }
 
     fn trailers(&mut self, trailers: &HeaderMap) {
@@ -163,6 +146,9 @@ impl<E: Ended> Drop for Classify<E> {
         }
     }
 }
+
+/// Where gRPC says how a call ended.
+pub(crate) const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 
 #[cfg(test)]
 mod tests {

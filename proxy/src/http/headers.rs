@@ -15,6 +15,18 @@ const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const TRAILERS: &[u8] = b"trailers";
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 
+/// The first value of a header. Messages have few headers, so that looking at each is less than looking one up.
+pub(crate) fn get<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a HeaderValue> {
+    headers
+        .iter()
+        .find_map(|(other, value)| (other == name).then_some(value))
+}
+
+/// Whether there is anything that only proxies say.
+pub(crate) fn of_proxies(headers: &HeaderMap) -> bool {
+    headers.keys().any(|name| name.as_str().starts_with("l5d-"))
+}
+
 /// Removes what concerns only the connection a message came on.
 pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
     // Most messages have none of them, and looking at each name once is less than looking for each of them.
@@ -143,9 +155,7 @@ pub(crate) fn number(digits: &[u8]) -> Option<u64> {
 /// Whether the request speaks gRPC.
 pub(crate) fn is_grpc(version: Version, headers: &HeaderMap) -> bool {
     version == Version::HTTP_2
-        && headers
-            .get(header::CONTENT_TYPE)
-            .is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"))
+        && get(headers, &header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"))
 }
 
 /// How long a server asks not to be asked again: `retry-after` in seconds or as a date, or what gRPC has for it.
@@ -166,28 +176,27 @@ pub(crate) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
 
 /// Removes what only a peer's proxy may tell us from a response; returns its reasons for the log and for retries.
 pub(crate) fn strip_proxy_headers(headers: &mut HeaderMap) -> ProxyWords {
-    let mut words = ProxyWords::default();
-    if headers.contains_key(names::L5D_PROXY_ERROR) {
-        words.error = headers.remove(names::L5D_PROXY_ERROR);
+    if !of_proxies(headers) {
+        return ProxyWords::default();
     }
-    if headers.contains_key(names::L5D_PROXY_CONNECTION) {
-        words.close = headers
-            .remove(names::L5D_PROXY_CONNECTION)
-            .is_some_and(|value| value == "close");
+    let close = headers.remove(names::L5D_PROXY_CONNECTION);
+    ProxyWords {
+        error: headers.remove(names::L5D_PROXY_ERROR),
+        close: close.is_some_and(|value| value == "close"),
     }
-    words
 }
 
 /// Removes from an application's response what only proxies say.
 pub(crate) fn strip_forged(headers: &mut HeaderMap) {
+    if !of_proxies(headers) {
+        return;
+    }
     for name in [
         names::L5D_PROXY_ERROR,
         names::L5D_PROXY_CAUSE,
         names::L5D_PROXY_CONNECTION,
     ] {
-        if headers.contains_key(&name) {
-            headers.remove(name);
-        }
+        headers.remove(name);
     }
 }
 

@@ -24,6 +24,8 @@ use crate::http::{
 pub(crate) struct Terms {
     /// For the end of the response, whatever is tried until then; and how long that was from the start.
     pub(crate) deadline: Option<(Instant, Duration)>,
+    /// For the head of the response, whatever is tried until then; and how long that was from the start.
+    pub(crate) answer: Option<(Instant, Duration)>,
     /// From the end of the request to the head of the response.
     pub(crate) head: Option<Duration>,
     /// From the end of the request to the end of the response.
@@ -103,35 +105,44 @@ impl Limits {
         }
     }
 
-    /// Waits for the head of the response.
-    ///
-    /// # Errors
-    /// Those of `sent`, or it took too long.
-    pub(crate) async fn head<T>(&mut self, sent: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
-        self.bound(Phase::Head, sent).await
+    /// What became of waiting for the head of a response, which ends when its time is over.
+    pub(crate) fn poll_head<T>(
+        this: &mut Option<&mut Self>,
+        polled: Poll<Result<T, Error>>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<T, Error>> {
+        Self::in_time(this, Phase::Head, polled, cx)
     }
 
     /// Waits for something of the response's body.
     ///
     /// # Errors
-    /// As [`Limits::head`].
+    /// Those of `read`, or it took too long.
     pub(crate) async fn body<T>(&mut self, read: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
         self.pace.lock().moved_at = Instant::now();
-        self.bound(Phase::Body, read).await
+        let (mut read, mut this) = (pin!(read), Some(self));
+        poll_fn(|cx| {
+            let polled = read.as_mut().poll(cx);
+            Self::in_time(&mut this, Phase::Body, polled, cx)
+        })
+        .await
+    }
+
+    fn in_time<T>(
+        this: &mut Option<&mut Self>,
+        phase: Phase,
+        polled: Poll<Result<T, Error>>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<T, Error>> {
+        match this {
+            Some(this) if polled.is_pending() => this.poll_over(cx, phase).map(|late| Err(Error::Late(late))),
+            _ => polled,
+        }
     }
 
     /// Whether the request has been sent to its end.
     pub(crate) fn is_sent(&self) -> bool {
         self.pace.lock().sent_at.is_some()
-    }
-
-    async fn bound<T>(&mut self, phase: Phase, awaited: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
-        let mut awaited = pin!(awaited);
-        poll_fn(|cx| match awaited.as_mut().poll(cx) {
-            Poll::Ready(result) => Poll::Ready(result),
-            Poll::Pending => self.poll_over(cx, phase).map(|late| Err(Error::Late(late))),
-        })
-        .await
     }
 
     /// Watches over the response to its end.
@@ -191,6 +202,7 @@ impl Limits {
         }
         let Terms {
             deadline,
+            answer,
             head,
             response,
             idle,
@@ -202,6 +214,9 @@ impl Limits {
         let is = |wanted| phase == wanted;
         [
             deadline.map(|(at, limit)| (at, Late::Request(limit))),
+            answer
+                .filter(|_| is(Phase::Head))
+                .map(|(at, limit)| (at, Late::Profile(limit))),
             since(pace.sent_at, head.filter(|_| is(Phase::Head)), Late::Head),
             since(pace.sent_at, response, Late::Response),
             since(Some(pace.moved_at), idle.filter(|_| is(Phase::Body)), Late::Idle),
@@ -246,13 +261,28 @@ impl Limited {
                     Poll::Ready(frame) => return Poll::Ready(frame),
                     Poll::Pending => ready!(limits.poll_over(cx, Phase::Body)),
                 };
-                let late = Error::Late(late);
-                if let Role::Response { body, .. } = std::mem::replace(&mut self.0, Role::Over) {
-                    body.end_with(Err(&late));
-                }
-                Poll::Ready(Some(Err(late)))
+                Poll::Ready(Some(Err(self.end(late))))
             }
         }
+    }
+
+    /// Whether the time of a response is over, while nobody asks for more of it.
+    pub(crate) fn poll_late(&mut self, cx: &mut Context<'_>) -> Poll<Error> {
+        match &mut self.0 {
+            Role::Response { limits, .. } => {
+                let late = ready!(limits.poll_over(cx, Phase::Body));
+                Poll::Ready(self.end(late))
+            }
+            Role::Request { .. } | Role::Over => Poll::Pending,
+        }
+    }
+
+    fn end(&mut self, late: Late) -> Error {
+        let late = Error::Late(late);
+        if let Role::Response { body, .. } = std::mem::replace(&mut self.0, Role::Over) {
+            body.end_with(Err(&late));
+        }
+        late
     }
 
     /// The body that is watched over.
@@ -293,8 +323,6 @@ impl Pace {
 
 #[cfg(test)]
 mod tests {
-    use std::future::pending;
-
     use http_body_util::BodyExt as _;
     use tokio::time::advance;
 
@@ -304,7 +332,8 @@ mod tests {
 
     /// Waits for a head that never comes.
     async fn wait(limits: &mut Limits) -> Late {
-        match limits.head(pending::<Result<(), Error>>()).await {
+        let mut limits = Some(limits);
+        match poll_fn(|cx| Limits::poll_head(&mut limits, Poll::<Result<(), Error>>::Pending, cx)).await {
             Err(Error::Late(late)) => late,
             other => panic!("{other:?}"),
         }
@@ -315,6 +344,7 @@ mod tests {
         let start = Instant::now();
         let terms = Terms {
             deadline: Some((start + 3 * S, 3 * S)),
+            answer: None,
             head: Some(S),
             response: Some(2 * S),
             idle: Some(S / 2),

@@ -9,7 +9,7 @@ use http::{
 };
 use tulle_core::names::header::L5D_ORIG_PROTO;
 
-use crate::http::{body::Body, error::Error};
+use crate::http::{body::Body, error::Error, headers};
 
 const HTTP_11: &str = "HTTP/1.1";
 const HTTP_10: &str = "HTTP/1.0";
@@ -30,9 +30,7 @@ pub(crate) fn upgrade(req: &mut Request<Body>) -> Result<(), Error> {
     let headers = req.headers_mut();
     headers.insert(L5D_ORIG_PROTO, HeaderValue::from_static(mark));
     headers.remove(header::HOST);
-    if headers.contains_key(header::TRANSFER_ENCODING) {
-        headers.remove(header::TRANSFER_ENCODING);
-    }
+    strip_for_http2(headers);
     *req.version_mut() = Version::HTTP_2;
     Ok(())
 }
@@ -151,7 +149,7 @@ pub(crate) fn mark_response(rsp: &mut Response<Body>, version: Version) {
 
 /// Removes headers that are not allowed in HTTP/2.
 pub(crate) fn strip_for_http2(headers: &mut HeaderMap) {
-    if headers.contains_key(header::TRANSFER_ENCODING) {
+    if headers::get(headers, &header::TRANSFER_ENCODING).is_some() {
         headers.remove(header::TRANSFER_ENCODING);
     }
 }

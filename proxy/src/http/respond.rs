@@ -8,9 +8,8 @@ use http::{
 };
 use tulle_core::names::header as names;
 
-use crate::http::{body::Body, error::Error, headers};
+use crate::http::{body::Body, classify::GRPC_STATUS, error::Error, headers};
 
-const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 
 /// What must be known of a request to answer it with an error.

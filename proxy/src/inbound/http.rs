@@ -20,13 +20,17 @@ use crate::{
         client::{Client, Protocol, Reuse},
         error::{Error, Retry},
         filters, headers, orig_proto, tunnel,
+        upload::Upload,
     },
     inbound::{
         Inbound, Peer,
-        metrics::{Passage, RouteSeries, connection_labels, with_meta},
+        metrics::{RouteSeries, connection_labels, with_meta},
         policy::{Current, Port},
     },
-    metrics::{http::Series, routes::Kind},
+    metrics::{
+        http::{Outcome, Series},
+        routes::Kind,
+    },
     net::io::{Io, Tcp},
     policy::{
         authz::{self, Authorization},
@@ -50,6 +54,54 @@ pub(super) struct HttpConnection {
     pub(super) client_id: Option<HeaderValue>,
     pub(super) seen: Mutex<Seen>,
     pub(super) drain: drain::Watch,
+}
+
+/// One request, as its route counts it.
+struct Passage {
+    handles: Arc<Handles>,
+    upload: Upload,
+    is_over: bool,
+}
+
+impl Passage {
+    fn new(handles: Arc<Handles>, upload: Upload) -> Self {
+        Self {
+            handles,
+            upload,
+            is_over: false,
+        }
+    }
+
+    /// It brought no response.
+    fn failed(&mut self, error: &Error) {
+        let outcome = classify::failed(error);
+        self.handles.series.response(outcome);
+        self.ended(outcome, Instant::now());
+    }
+}
+
+/// The client has left.
+impl Drop for Passage {
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.failed(&Error::Left);
+        }
+    }
+}
+
+impl Ended for Passage {
+    fn series(&self) -> Option<&Series> {
+        Some(&self.handles.series)
+    }
+
+    fn data(&mut self, len: usize) {
+        self.handles.route.frame(len);
+    }
+
+    fn ended(&mut self, outcome: Outcome, now: Instant) {
+        self.is_over = true;
+        self.handles.route.ended(&self.upload, &outcome, now);
+    }
 }
 
 /// Series that requests on this connection were counted in, so that each is looked up once.
@@ -81,7 +133,9 @@ impl HttpConnection {
             }
         }
         let handles = self.authorize(req)?;
-        let mut passage = Passage::of(&handles.route, started, req);
+        handles.route.request();
+        let upload = Upload::of(req, started, &handles.route.request_frames);
+        let mut passage = Passage::new(handles, upload);
         let tapped = match self.inbound.taps.is_watched() {
             true => self.tap(req),
             false => None,
@@ -95,13 +149,11 @@ impl HttpConnection {
                 if let Some(tapped) = tapped {
                     tapped.failed(&error);
                 }
-                let outcome = classify::failed(&error);
-                handles.series.response(outcome);
-                passage.ended(outcome);
+                passage.failed(&error);
                 return Err(error);
             }
         };
-        let mut rsp = classify::observe(rsp, handles.series.clone(), started, passage);
+        let mut rsp = classify::observe(rsp, started, passage);
         if let Some(version) = restored {
             orig_proto::mark_response(&mut rsp, version);
         }

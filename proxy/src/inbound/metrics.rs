@@ -2,12 +2,11 @@
 
 use std::{net::SocketAddr, sync::Arc};
 
-use http::Request;
 use tokio::time::Instant;
 use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 
 use crate::{
-    http::{body::Body, classify::Ended, upload::Upload},
+    http::upload::Upload,
     metrics::{
         failures::Failures,
         http::{self as http_metrics, Outcome},
@@ -56,14 +55,8 @@ pub(super) struct RouteSeries {
     statuses: StatusSeries,
     request_duration: Arc<Histogram>,
     response_duration: Arc<Histogram>,
-    request_frames: Arc<Histogram>,
+    pub(super) request_frames: Arc<Histogram>,
     response_frames: Arc<Histogram>,
-}
-
-/// One request, as its route counts it.
-pub(super) struct Passage {
-    route: Arc<RouteSeries>,
-    upload: Upload,
 }
 
 impl RouteFamilies {
@@ -97,29 +90,20 @@ impl RouteFamilies {
     }
 }
 
-impl Passage {
-    /// Begins to count `req`.
-    pub(super) fn of(route: &Arc<RouteSeries>, started: Instant, req: &mut Request<Body>) -> Self {
-        route.requests.inc();
-        Self {
-            upload: Upload::of(req, started, &route.request_frames),
-            route: route.clone(),
-        }
-    }
-}
-
-impl Ended for Passage {
-    fn first_data(&mut self) {}
-
-    fn data(&mut self, len: usize) {
-        self.route.response_frames.observe(len as f64);
+impl RouteSeries {
+    pub(super) fn request(&self) {
+        self.requests.inc();
     }
 
-    fn ended(&mut self, outcome: Outcome) {
-        let now = Instant::now();
-        routes::observe(&self.route.request_duration, self.upload.started(), now);
-        routes::observe(&self.route.response_duration, self.upload.ended(), now);
-        self.route.statuses.ended(&outcome);
+    pub(super) fn frame(&self, len: usize) {
+        self.response_frames.observe(len as f64);
+    }
+
+    /// A response has come to its end, or failed to come.
+    pub(super) fn ended(&self, upload: &Upload, outcome: &Outcome, now: Instant) {
+        routes::observe(&self.request_duration, upload.started(), now);
+        routes::observe(&self.response_duration, upload.ended(), now);
+        self.statuses.ended(outcome);
     }
 }
 

@@ -3,9 +3,9 @@
 use std::{sync::Arc, time::Duration};
 
 use http::StatusCode;
-use parking_lot::Mutex;
-use smallvec::SmallVec;
 use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
+
+use crate::metrics::known::Known;
 
 /// Upper bounds in milliseconds; what lies above is counted in the implied last bucket.
 const LATENCY_MS: &[f64] = &[
@@ -21,17 +21,13 @@ pub(crate) struct Families {
     latency: Family<Histogram>,
 }
 
-/// Handles by what they count.
-pub(super) type Few<K, M> = SmallVec<[(K, Arc<M>); 2]>;
-
 /// The series of requests that share their labels.
 pub(crate) struct Series {
     families: Families,
     labels: Labels,
     requests: Arc<Counter>,
-    /// Few statuses occur, so a short list is faster than a map.
-    latencies: Mutex<Few<StatusCode, Histogram>>,
-    responses: Mutex<Few<Outcome, Counter>>,
+    latencies: Known<StatusCode, Arc<Histogram>>,
+    responses: Known<Outcome, Arc<Counter>>,
 }
 
 /// How a response went, as far as labels tell.
@@ -95,8 +91,8 @@ impl Families {
             families: self.clone(),
             requests: self.requests.get(&labels),
             labels,
-            latencies: Mutex::default(),
-            responses: Mutex::default(),
+            latencies: Known::default(),
+            responses: Known::default(),
         })
     }
 }
@@ -107,38 +103,29 @@ impl Series {
     }
 
     pub(crate) fn latency(&self, status: StatusCode, elapsed: Duration) {
+        let histogram = self.latencies.get(status, || {
+            let labels = self.labels.clone().with("status_code", status.as_u16());
+            self.families.latency.get(&labels)
+        });
         // Whole milliseconds, as in the system that this is compatible with.
-        let ms = elapsed.as_millis() as f64;
-        let mut known = self.latencies.lock();
-        if let Some((_, histogram)) = known.iter().find(|(of, _)| *of == status) {
-            return histogram.observe(ms);
-        }
-        let histogram = self
-            .families
-            .latency
-            .get(&self.labels.clone().with("status_code", status.as_u16()));
-        histogram.observe(ms);
-        known.push((status, histogram));
+        histogram.observe(elapsed.as_millis() as f64);
     }
 
     pub(crate) fn response(&self, outcome: Outcome) {
-        let mut known = self.responses.lock();
-        if let Some((_, counter)) = known.iter().find(|(of, _)| *of == outcome) {
-            return counter.inc();
-        }
-        let mut labels = self
-            .labels
-            .clone()
-            .with("status_code", outcome.status.as_u16())
-            .with("classification", if outcome.success { "success" } else { "failure" });
-        if let Some(code) = outcome.grpc {
-            labels = labels.with("grpc_status", code);
-        }
-        if let Some(error) = outcome.end.label() {
-            labels = labels.with("error", error);
-        }
-        let counter = self.families.responses.get(&labels);
+        let counter = self.responses.get(outcome, || {
+            let mut labels = self
+                .labels
+                .clone()
+                .with("status_code", outcome.status.as_u16())
+                .with("classification", if outcome.success { "success" } else { "failure" });
+            if let Some(code) = outcome.grpc {
+                labels = labels.with("grpc_status", code);
+            }
+            if let Some(error) = outcome.end.label() {
+                labels = labels.with("error", error);
+            }
+            self.families.responses.get(&labels)
+        });
         counter.inc();
-        known.push((outcome, counter));
     }
 }

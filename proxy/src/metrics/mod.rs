@@ -2,4 +2,5 @@
 
 pub(crate) mod failures;
 pub(crate) mod http;
+mod known;
 pub(crate) mod routes;

@@ -1,13 +1,15 @@
 //! What is counted of the requests of one route, or of one backend behind it: how long they took, how they ended, and the pieces
 //! in which they came.
 
-use std::fmt::Display;
+use std::{fmt::Display, sync::Arc};
 
-use parking_lot::Mutex;
 use tokio::time::Instant;
 use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 
-use crate::metrics::http::{End, Few, Outcome};
+use crate::metrics::{
+    http::{End, Outcome},
+    known::Known,
+};
 
 /// Upper bounds of frame sizes in bytes.
 pub(crate) const FRAMES: &[f64] = &[128., 1_024., 10_240.];
@@ -51,7 +53,7 @@ type Ending = (Option<u16>, Option<&'static str>);
 pub(crate) struct StatusSeries {
     statuses: Statuses,
     labels: Labels,
-    known: Mutex<Few<Ending, Counter>>,
+    known: Known<Ending, Arc<Counter>>,
 }
 
 impl Statuses {
@@ -68,7 +70,7 @@ impl Statuses {
         StatusSeries {
             statuses: self.clone(),
             labels,
-            known: Mutex::default(),
+            known: Known::default(),
         }
     }
 
@@ -97,21 +99,16 @@ impl StatusSeries {
             End::Broken(fault) | End::Failed(fault) => Some(fault.stream),
             End::Abandoned => Some("CANCEL"),
         };
-        let key = (self.statuses.of(outcome), error);
-        let mut known = self.known.lock();
-        if let Some((_, counter)) = known.iter().find(|(of, _)| *of == key) {
-            return counter.inc();
-        }
-        let mut labels = self
-            .labels
-            .clone()
-            .with(self.statuses.status, self.statuses.text(key.0));
-        if self.statuses.tells_errors {
-            labels = labels.with("error", error.unwrap_or_default());
-        }
-        let counter = self.statuses.family.get(&labels);
+        let status = self.statuses.of(outcome);
+        let counter = self.known.get((status, error), || {
+            let (name, text) = (self.statuses.status, self.statuses.text(status));
+            let mut labels = self.labels.clone().with(name, text);
+            if self.statuses.tells_errors {
+                labels = labels.with("error", error.unwrap_or_default());
+            }
+            self.statuses.family.get(&labels)
+        });
         counter.inc();
-        known.push((key, counter));
     }
 }
 

@@ -2,7 +2,7 @@
 
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
 use http_body::Body as _;
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{future::poll_fn, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 use tokio::{sync::oneshot, time::Instant};
 use tulle_core::{drain, metrics::Labels, names::header as names};
 use tulle_proto::tap::tap_event::ProxyDirection;
@@ -13,18 +13,21 @@ use crate::{
         body::Body,
         classify::{self, Ended},
         client::{Protocol, Reuse},
-        error::{Error, Retry, Side, grpc},
-        headers, orig_proto,
+        error::{Error, Late, Retry, Side, grpc},
+        headers,
+        limits::Limits,
+        orig_proto,
         replay::{self, Kept},
         tunnel,
+        upload::Upload,
     },
-    metrics::http::{End, Outcome},
+    metrics::http::{End, Outcome, Series},
     net::io::Io,
     outbound::{
         backend::Backend,
         endpoint::Endpoint,
         http::Last,
-        metrics::{BackendSeries, Families, Passage},
+        metrics::{BackendSeries, Families},
         reach::{MAX_TRIES, Tried},
     },
     tap::{Subject, Tapped},
@@ -41,35 +44,60 @@ pub(super) struct Dispatch<'a> {
     pub(super) required: Option<&'a str>,
     pub(super) families: &'a Families,
     pub(super) drain: &'a drain::Watch,
+    /// When the attempt began.
+    pub(super) started: Instant,
     /// Endpoints that earlier tries were sent to.
     pub(super) n_tried_before: usize,
 }
 
 /// One attempt at a request, as its route counts it.
 pub(super) struct Counted {
-    pub(super) passage: Passage,
-    pub(super) backend: Arc<BackendSeries>,
-    pub(super) last: Last,
-    pub(super) began_at: Instant,
+    upload: Upload,
+    backend: Arc<BackendSeries>,
+    last: Last,
+    began_at: Instant,
+    is_over: bool,
 }
 
 impl Counted {
+    /// Counts an attempt that begins at `began_at`.
+    pub(super) fn begin(upload: Upload, backend: Arc<BackendSeries>, last: Last, began_at: Instant) -> Self {
+        backend.request();
+        Self {
+            upload,
+            backend,
+            last,
+            began_at,
+            is_over: false,
+        }
+    }
+
     /// When the request of this attempt was over, or is: a further one has nothing left to wait for.
     fn sent_at(&self) -> Instant {
-        self.passage.upload.ended().max(self.began_at)
+        self.upload.ended().max(self.began_at)
     }
 
     /// The attempt brought no response.
-    pub(super) fn failed(&self, error: &Error) {
+    pub(super) fn failed(&mut self, error: &Error) {
+        self.is_over = true;
         self.backend
             .ended(self.sent_at(), Instant::now(), &classify::failed(error));
     }
 
-    fn ended(&self, now: Instant, outcome: &Outcome) {
-        let Passage { route, upload } = &self.passage;
+    fn ended(&mut self, now: Instant, outcome: &Outcome) {
+        self.is_over = true;
         self.backend.ended(self.sent_at(), now, outcome);
         if self.last == Last::Certainly {
-            route.ended(upload.started(), now, outcome);
+            self.backend.route.ended(self.upload.started(), now, outcome);
+        }
+    }
+}
+
+/// The client has left.
+impl Drop for Counted {
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.failed(&Error::Left);
         }
     }
 }
@@ -95,42 +123,48 @@ pub(super) struct Copy {
 
 /// What a request is on its way to one endpoint.
 struct Flight {
-    endpoint: Arc<Endpoint>,
-    /// Until the first data of the response.
-    pending: Option<Pending<Endpoint>>,
+    /// At the endpoint, until the first data of the response.
+    pending: Pending<Endpoint>,
     /// How long it asks to be left alone.
     retry_after: Option<Duration>,
     counted: Option<Counted>,
+    is_over: bool,
 }
 
 impl Dispatch<'_> {
     /// Sends what is in `req` to an endpoint of the backend and returns its response; all that it was sent to are then among
-    /// `tried`, and the end of the response is told to what is in `counted`.
+    /// `tried`, and its end is told to what is in `counted`.
     ///
     /// # Errors
-    /// No endpoint is available, or the last one that was tried failed.
+    /// No endpoint is available, the last one that was tried failed, or it took longer than `limits` let it.
     pub(super) async fn run(
         &self,
         req: &mut Request<Body>,
         upgrade: Option<oneshot::Receiver<Io>>,
         tried: &mut Tried,
+        mut limits: Option<&mut Limits>,
         counted: &mut Option<Counted>,
     ) -> Result<Response<Body>, Error> {
-        let started = Instant::now();
+        let started = self.started;
         let needs = Needs::of(req, upgrade.is_some());
-        let (mut endpoint, mut ready) = self.reach(tried, needs).await?;
         let mut copy = upgrade.is_none().then(|| Copy::of(req, replay::LIMIT));
         loop {
+            let (endpoint, ready) = {
+                let mut reached = pin!(self.reach(tried, needs));
+                poll_fn(|cx| Limits::poll_head(&mut limits, reached.as_mut().poll(cx), cx)).await?
+            };
             let version = req.version();
             let protocol = needs.protocol(&endpoint);
             prepare(req, &endpoint, protocol)?;
             let mut flight = Flight::start(&endpoint, started);
-            endpoint.series.request();
             let tapped = match endpoint.taps.is_watched() {
                 true => self.tap(req, &endpoint),
                 false => None,
             };
-            let sent = endpoint.client(self.worker).send(ready, req).await;
+            let sent = {
+                let mut sent = pin!(endpoint.client(self.worker).send(ready, req));
+                poll_fn(|cx| Limits::poll_head(&mut limits, sent.as_mut().poll(cx), cx)).await
+            };
             let sent = match tapped {
                 None => sent,
                 Some(tapped) => match sent {
@@ -167,7 +201,7 @@ impl Dispatch<'_> {
                         headers::strip_forged(rsp.headers_mut());
                     }
                     flight.counted = counted.take();
-                    let rsp = classify::observe(rsp, endpoint.series.clone(), started, flight);
+                    let rsp = classify::observe(rsp, started, flight);
                     tried.push(endpoint);
                     if let (Some(client), Some(upstream)) = (upgrade, upgraded) {
                         tunnel::spawn(client, upstream, self.drain);
@@ -186,7 +220,7 @@ impl Dispatch<'_> {
                         Ok(rsp) => {
                             // Its end tells what the endpoint made of the request.
                             flight.judge(&rsp);
-                            let rsp = classify::observe(rsp, endpoint.series.clone(), started, flight);
+                            let rsp = classify::observe(rsp, started, flight);
                             rsp.into_body().end_with(Ok(()));
                         }
                     }
@@ -194,7 +228,6 @@ impl Dispatch<'_> {
                 }
             }
             tried.push(endpoint);
-            (endpoint, ready) = self.reach(tried, needs).await?;
         }
     }
 
@@ -231,7 +264,7 @@ impl Needs {
     fn of(req: &Request<Body>, upgrade: bool) -> Self {
         let version = req.version();
         // Without a host, a server may take the whole connection to be for one site.
-        let anonymous = req.uri().authority().is_none() && !req.headers().contains_key(header::HOST);
+        let anonymous = req.uri().authority().is_none() && headers::get(req.headers(), &header::HOST).is_none();
         let own = upgrade || version == Version::HTTP_10 || anonymous;
         Self {
             version,
@@ -357,11 +390,12 @@ fn lines(headers: &HeaderMap) -> Vec<(HeaderName, HeaderValue)> {
 
 impl Flight {
     fn start(endpoint: &Arc<Endpoint>, started: Instant) -> Self {
+        endpoint.series.request();
         Self {
-            endpoint: endpoint.clone(),
-            pending: Some(Pending::new(endpoint.clone(), started)),
+            pending: Pending::new(endpoint.clone(), started),
             retry_after: None,
             counted: None,
+            is_over: false,
         }
     }
 
@@ -374,16 +408,16 @@ impl Flight {
         if away {
             self.retry_after = headers::retry_after(rsp.headers());
         }
-        if (overloaded || (code != Some(grpc::PERMISSION_DENIED) && !classify::is_success(status, code)))
-            && let Some(pending) = self.pending.take()
-        {
-            pending.failed(self.retry_after, Instant::now());
+        if overloaded || (code != Some(grpc::PERMISSION_DENIED) && !classify::is_success(status, code)) {
+            self.pending.failed(self.retry_after, Instant::now());
         }
     }
 
     /// The attempt brought no response.
     fn failed(mut self, error: &Error) {
-        self.endpoint.series.response(classify::failed(error));
+        self.is_over = true;
+        let endpoint = self.pending.endpoint().clone();
+        endpoint.series.response(classify::failed(error));
         let error = match error {
             Error::TooLargeToRetry(error) => &**error,
             error => error,
@@ -391,24 +425,26 @@ impl Flight {
         let is_its_fault = match error {
             // A pooled connection that turned out to be closed says nothing against its endpoint.
             Error::Closed { reused: true, .. } => false,
+            // How long the whole may take is for who asks to say, and others may have used it up.
+            Error::Late(Late::Request(_)) => false,
             error => error.side() == Side::Peer && !error.is_of_request_body(),
         };
         if !is_its_fault {
             return;
         }
         let now = Instant::now();
-        if let Some(pending) = self.pending.take() {
-            pending.failed(None, now);
-        }
-        self.endpoint.breaker().record(breaker::Outcome::Failure, None, now);
+        self.pending.failed(None, now);
+        endpoint.breaker().record(breaker::Outcome::Failure, None, now);
     }
 }
 
 impl Ended for Flight {
-    fn first_data(&mut self) {
-        if let Some(pending) = self.pending.take() {
-            pending.answered(Instant::now());
-        }
+    fn series(&self) -> Option<&Series> {
+        Some(&self.pending.endpoint().series)
+    }
+
+    fn first_data(&mut self, now: Instant) {
+        self.pending.answered(now);
     }
 
     fn data(&mut self, len: usize) {
@@ -417,12 +453,9 @@ impl Ended for Flight {
         }
     }
 
-    fn ended(&mut self, outcome: Outcome) {
-        let now = Instant::now();
-        if let Some(pending) = self.pending.take() {
-            pending.answered(now);
-        }
-        if let Some(counted) = &self.counted {
+    fn ended(&mut self, outcome: Outcome, now: Instant) {
+        self.is_over = true;
+        if let Some(counted) = &mut self.counted {
             counted.ended(now, &outcome);
         }
         let overloaded =
@@ -438,7 +471,16 @@ impl Ended for Flight {
             } if classify::is_success(status, grpc) => return,
             _ => breaker::Outcome::Failure,
         };
-        self.endpoint.breaker().record(verdict, self.retry_after, now);
+        self.pending.endpoint().breaker().record(verdict, self.retry_after, now);
+    }
+}
+
+/// The client has left.
+impl Drop for Flight {
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.pending.endpoint().series.response(classify::failed(&Error::Left));
+        }
     }
 }
 

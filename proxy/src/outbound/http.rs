@@ -7,14 +7,14 @@ use tokio::{sync::oneshot, time::Instant};
 use tulle_core::{drain, names::header as names};
 
 use crate::{
-    http::{body::Body, classify, error::Error, filters, headers},
+    http::{body::Body, classify, error::Error, filters, headers, limits::Limits, upload::Upload},
     net::io::Io,
     outbound::{
         Outbound,
         backend::Backends,
         destination::{Destination, HttpPlan, Plan, Router},
         dispatch::{Counted, Dispatch},
-        metrics::Passage,
+        metrics::{Passage, RouteSeries},
         reach::Tried,
     },
     policy::{
@@ -45,12 +45,12 @@ impl HttpConnection {
         let plan = self.destination.plan.load_full(); // one snapshot for the whole request
         let router = router(&plan, req.version())?;
         let required = self.required_identity(req);
-        let to = |backends, prefix, passage| Attempt {
+        let to = |backends, prefix, upload| Attempt {
             connection: self,
             required: required.as_deref(),
             backends,
             prefix,
-            passage,
+            upload,
         };
         let routes = match router {
             Router::Routes(routes) => routes,
@@ -58,43 +58,45 @@ impl HttpConnection {
                 let attempt = to(&profile.backends, None, None);
                 return match upgrade {
                     None => Box::pin(profile.send(&attempt, req)).await,
-                    Some(_) => attempt.send(req, upgrade, &mut Tried::new()).await,
+                    Some(_) => attempt.send(req, upgrade, &mut Tried::new(), None).await,
                 };
             }
         };
         let found = route::find(routes, &Head::of(req.method(), req.uri(), req.headers()));
         let found = found.ok_or(Error::RouteNotFound)?; // O6
-        filters::apply(&found.rule.filters, req, found.prefix)?;
         let HttpPlan {
             backends,
             allowed,
             series,
         } = &found.rule.payload;
-        let passage = Passage::of(series, Instant::now(), req);
-        let sent = match allowed {
-            None => {
-                let attempt = to(backends, found.prefix, Some((&passage, Last::Certainly)));
-                attempt.send(req, upgrade, &mut Tried::new()).await // O7–O11
-            }
-            // Larger, as it has timers.
-            Some(allowed) => {
-                let attempt = to(backends, found.prefix, Some((&passage, Last::Perhaps)));
-                let sent = Box::pin(allowed.send(&attempt, req, upgrade, &**series)).await;
-                sent.map(|rsp| classify::tell(rsp, passage.clone()))
-            }
+        let mut entered = Entered::begin(series, req);
+        let sent = match filters::apply(&found.rule.filters, req, found.prefix) {
+            Err(answer) => Err(answer),
+            Ok(()) => match allowed {
+                None => {
+                    let attempt = to(backends, found.prefix, Some((&entered.upload, Last::Certainly)));
+                    attempt.send(req, upgrade, &mut Tried::new(), None).await // O7–O11
+                }
+                // Larger, as it has timers.
+                Some(allowed) => {
+                    let attempt = to(backends, found.prefix, Some((&entered.upload, Last::Perhaps)));
+                    let sent = Box::pin(allowed.send(&attempt, req, upgrade, &**series)).await;
+                    sent.map(|rsp| {
+                        let (route, upload) = (series.clone(), entered.upload.clone());
+                        classify::observe(rsp, upload.started(), Passage { route, upload })
+                    })
+                }
+            },
         };
-        let mut rsp = sent.inspect_err(|error| {
-            series.ended(passage.upload.started(), Instant::now(), &classify::failed(error));
-        })?;
+        entered.told(&sent);
+        let mut rsp = sent?;
         filter_response(&found.rule.filters, &mut rsp); // O12
         Ok(rsp)
     }
 
     /// The identity that the application demands, if any.
     fn required_identity(&self, req: &mut Request<Body>) -> Option<String> {
-        if !req.headers().contains_key(names::L5D_REQUIRE_ID) {
-            return None;
-        }
+        headers::get(req.headers(), &names::L5D_REQUIRE_ID)?;
         let required = req.headers_mut().remove(names::L5D_REQUIRE_ID)?;
         Some(String::from_utf8_lossy(required.as_bytes()).into_owned())
     }
@@ -117,6 +119,41 @@ fn filter_response(filters: &[Filter], rsp: &mut Response<Body>) {
     }
 }
 
+/// A request that its route counts, until it has a response.
+struct Entered<'a> {
+    series: &'a RouteSeries,
+    upload: Upload,
+    is_told: bool,
+}
+
+impl<'a> Entered<'a> {
+    fn begin(series: &'a RouteSeries, req: &mut Request<Body>) -> Self {
+        Self {
+            upload: Upload::of(req, Instant::now(), &series.frames),
+            series,
+            is_told: false,
+        }
+    }
+
+    /// Counts a request that brought no response; of others the response's end tells.
+    fn told(&mut self, sent: &Result<Response<Body>, Error>) {
+        self.is_told = true;
+        if let Err(error) = sent {
+            let now = Instant::now();
+            self.series.ended(self.upload.started(), now, &classify::failed(error));
+        }
+    }
+}
+
+/// The client has left.
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        if !self.is_told {
+            self.told(&Err(Error::Left));
+        }
+    }
+}
+
 /// How a request is sent, whenever it is: to a backend drawn anew.
 #[derive(Clone, Copy)]
 pub(super) struct Attempt<'a> {
@@ -126,7 +163,8 @@ pub(super) struct Attempt<'a> {
     backends: &'a Backends<Filter>,
     /// Bytes of the path that the route's match covered.
     prefix: Option<usize>,
-    passage: Option<(&'a Passage, Last)>,
+    /// Of a request that its route counts.
+    upload: Option<(&'a Upload, Last)>,
 }
 
 /// Whether nothing follows an attempt, so that its response ends the request.
@@ -137,7 +175,7 @@ pub(super) enum Last {
 }
 
 impl Attempt<'_> {
-    /// Draws a backend and sends what is in `req` to it, rather to endpoints that are not among `tried`.
+    /// Draws a backend and sends what is in `req` to it, within `limits`, rather to endpoints that are not among `tried`.
     ///
     /// # Errors
     /// As [`Dispatch::run`], or a filter answers.
@@ -146,24 +184,18 @@ impl Attempt<'_> {
         req: &mut Request<Body>,
         upgrade: Option<oneshot::Receiver<Io>>,
         tried: &mut Tried,
+        limits: Option<&mut Limits>,
     ) -> Result<Response<Body>, Error> {
         let choice = self.backends.choose()?;
         filters::apply(&choice.filters, req, self.prefix)?;
+        let started = match self.upload {
+            Some((upload, Last::Certainly)) => upload.started(), // the only one
+            _ => Instant::now(),
+        };
         let mut counted = self
-            .passage
+            .upload
             .zip(choice.series.as_ref())
-            .map(|((passage, last), backend)| {
-                backend.request();
-                Counted {
-                    passage: passage.clone(),
-                    backend: backend.clone(),
-                    last,
-                    began_at: match last {
-                        Last::Certainly => passage.upload.started(), // the only one
-                        Last::Perhaps => Instant::now(),
-                    },
-                }
-            });
+            .map(|((upload, last), backend)| Counted::begin(upload.clone(), backend.clone(), last, started));
         let dispatch = Dispatch {
             worker: self.connection.worker,
             client: self.connection.client,
@@ -171,11 +203,12 @@ impl Attempt<'_> {
             required: self.required,
             families: &self.connection.outbound.families,
             drain: &self.connection.drain,
+            started,
             n_tried_before: tried.len(),
         };
-        let sent = dispatch.run(req, upgrade, tried, &mut counted).await;
+        let sent = dispatch.run(req, upgrade, tried, limits, &mut counted).await;
         let mut rsp = sent.inspect_err(|error| {
-            if let Some(counted) = &counted {
+            if let Some(counted) = &mut counted {
                 counted.failed(error);
             }
         })?;

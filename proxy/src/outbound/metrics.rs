@@ -2,12 +2,11 @@
 
 use std::{net::SocketAddr, sync::Arc};
 
-use http::Request;
 use tokio::time::Instant;
 use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 
 use crate::{
-    http::{body::Body, classify::Ended, upload::Upload},
+    http::{classify::Ended, upload::Upload},
     metrics::{
         failures::Failures,
         http::{self as http_metrics, Outcome},
@@ -79,7 +78,7 @@ pub(crate) struct RouteSeries {
     labels: Labels,
     duration: Arc<Histogram>,
     statuses: StatusSeries,
-    frames: Arc<Histogram>,
+    pub(super) frames: Arc<Histogram>,
     retries: Arc<Counter>,
     retry_successes: Arc<Counter>,
     retries_exhausted: Arc<Counter>,
@@ -88,6 +87,7 @@ pub(crate) struct RouteSeries {
 
 /// The series of one backend of a route.
 pub(crate) struct BackendSeries {
+    pub(super) route: Arc<RouteSeries>,
     requests: Arc<Counter>,
     duration: Arc<Histogram>,
     statuses: StatusSeries,
@@ -163,9 +163,10 @@ impl Families {
 
 impl RouteSeries {
     /// What is counted of a backend of this route.
-    pub(super) fn backend(&self, backend: &Meta) -> Arc<BackendSeries> {
+    pub(super) fn backend(self: &Arc<Self>, backend: &Meta) -> Arc<BackendSeries> {
         let (families, labels) = (&self.families, with_place(self.labels.clone(), "backend", backend));
         Arc::new(BackendSeries {
+            route: self.clone(),
             requests: families.backend_requests.get(&labels),
             duration: families.backend_duration.get(&labels),
             statuses: families.backend_statuses.series(labels.clone()),
@@ -219,27 +220,14 @@ impl BackendSeries {
 }
 
 /// One request, as its route counts it.
-#[derive(Clone)]
-pub(crate) struct Passage {
+pub(super) struct Passage {
     pub(super) route: Arc<RouteSeries>,
     pub(super) upload: Upload,
 }
 
-impl Passage {
-    /// Begins to count `req`.
-    pub(super) fn of(route: &Arc<RouteSeries>, started: Instant, req: &mut Request<Body>) -> Self {
-        Self {
-            upload: Upload::of(req, started, &route.frames),
-            route: route.clone(),
-        }
-    }
-}
-
 impl Ended for Passage {
-    fn first_data(&mut self) {}
-
-    fn ended(&mut self, outcome: Outcome) {
-        self.route.ended(self.upload.started(), Instant::now(), &outcome);
+    fn ended(&mut self, outcome: Outcome, now: Instant) {
+        self.route.ended(self.upload.started(), now, &outcome);
     }
 }
 

@@ -43,7 +43,7 @@ pub(super) async fn open(plan: &OpaquePlan) -> Result<Io, OpaqueError> {
     let mut tried: SmallVec<[Arc<Endpoint>; MAX_TRIES]> = SmallVec::new();
     loop {
         let endpoint = choice.backend.pick(&tried).await?;
-        let pending = Pending::new(endpoint.clone(), Instant::now());
+        let mut pending = Pending::new(endpoint.clone(), Instant::now());
         match endpoint.connector.open(None).await {
             Ok(io) => {
                 endpoint.breaker().connected();

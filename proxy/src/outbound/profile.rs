@@ -13,7 +13,7 @@ use crate::{
     http::{
         body::Body,
         classify::{self, Ended},
-        error::{Error, Late},
+        error::Error,
         limits::Terms,
         replay,
     },
@@ -119,22 +119,16 @@ impl ProfilePlan {
             budget,
         });
         let tally = Attempts { route, metrics };
-        let tries = tries::run(attempt, req, Terms::default(), retries.as_ref(), &tally);
-        let result = match route.and_then(|route| route.timeout) {
-            None => tries.await,
-            Some(limit) => Box::pin(tokio::time::timeout(limit, tries))
-                .await
-                .unwrap_or(Err(Error::Late(Late::Profile(limit)))),
+        let timeout = route.and_then(|route| route.timeout);
+        let terms = Terms {
+            answer: timeout.map(|limit| (started + limit, limit)),
+            ..Terms::default()
         };
-        match result {
+        match tries::run(attempt, req, terms, retries.as_ref(), &tally).await {
             Ok(rsp) => {
                 let class = route.and_then(|route| route.classify(rsp.status()));
-                Ok(classify::observe(
-                    rsp,
-                    metrics.logical.clone(),
-                    started,
-                    Classified(class),
-                ))
+                let series = metrics.logical.clone();
+                Ok(classify::observe(rsp, started, Classified { series, class }))
             }
             Err(error) => {
                 metrics.logical.response(classify::failed(&error));
@@ -179,18 +173,22 @@ impl Tally for Attempts<'_> {
     }
 }
 
-/// The class that a route gives a response, instead of the usual one.
-struct Classified(Option<Class>);
+/// A response, counted by its route.
+struct Classified {
+    series: Arc<Series>,
+    /// What the route gives it, instead of the usual one.
+    class: Option<Class>,
+}
 
 impl Ended for Classified {
-    fn first_data(&mut self) {}
+    fn series(&self) -> Option<&Series> {
+        Some(&self.series)
+    }
 
     fn class(&self, outcome: &Outcome) -> bool {
-        match self.0 {
+        match self.class {
             Some(class) => class == Class::Success && outcome.end == End::Complete,
             None => outcome.success,
         }
     }
-
-    fn ended(&mut self, _: Outcome) {}
 }

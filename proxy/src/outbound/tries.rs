@@ -111,6 +111,7 @@ impl Allowed {
         }
         let terms = Terms {
             deadline: timeouts.request.map(|limit| (start + limit, limit)),
+            answer: None,
             head: None,
             response: timeouts.response,
             idle: timeouts.idle,
@@ -118,7 +119,7 @@ impl Allowed {
         if upgrade.is_some() {
             // What follows is not a response, and has all the time it wants.
             let mut limits = Limits::of(terms, req);
-            return limits.head(attempt.send(req, upgrade, &mut Tried::new())).await;
+            return attempt.send(req, upgrade, &mut Tried::new(), Some(&mut limits)).await;
         }
         let retries = retry.filter(|retry| retry.max_retries > 0).map(|retry| {
             self.budget.deposit(start);
@@ -149,6 +150,7 @@ pub(super) async fn run(
     retries: Option<&Retries<'_>>,
     tally: &impl Tally,
 ) -> Result<Response<Body>, Error> {
+    let is_grpc = headers::is_grpc(req.version(), req.headers());
     let mut tried = Tried::new();
     let mut delays = retries.and_then(Retries::delays);
     let mut n_retries = 0;
@@ -160,11 +162,7 @@ pub(super) async fn run(
         let sees_grpc = retries.is_some_and(Retries::sees_grpc);
         let mut limits = (sees_grpc || terms != Terms::default()).then(|| Limits::of(terms, req));
         tally.begun();
-        let sent = attempt.send(req, None, &mut tried);
-        let sent = match &mut limits {
-            None => sent.await,
-            Some(limits) => limits.head(sent).await,
-        };
+        let sent = attempt.send(req, None, &mut tried, limits.as_mut()).await;
         let (result, grpc) = match (sent, &mut limits) {
             // A client that has more to say may wait for the head before it does.
             (Ok(rsp), Some(limits)) if sees_grpc && limits.is_sent() => match limits.body(peek(rsp)).await {
@@ -174,7 +172,7 @@ pub(super) async fn run(
             (result, _) => (result, None),
         };
         tally.ended(&result, grpc);
-        let is_wanted = !retries.is_some_and(|retries| retries.after.calls(&result, grpc));
+        let is_wanted = !retries.is_some_and(|retries| retries.after.calls(&result, is_grpc, grpc));
         if is_wanted && n_retries > 0 && result.is_ok() {
             tally.recovered();
         }
@@ -242,8 +240,8 @@ impl Retries<'_> {
 }
 
 impl After<'_> {
-    /// Whether this result calls for another try.
-    fn calls(&self, result: &Result<Response<Body>, Error>, grpc: Option<i32>) -> bool {
+    /// Whether this result of a request, of gRPC or not, calls for another try.
+    fn calls(&self, result: &Result<Response<Body>, Error>, is_grpc: bool, grpc: Option<i32>) -> bool {
         match (self, result) {
             (Self::Statuses(conditions), Ok(rsp)) => {
                 let grpc = grpc.or_else(|| classify::grpc_status(rsp.headers()));
@@ -255,7 +253,7 @@ impl After<'_> {
             (Self::Statuses(_), Err(Error::Late(_) | Error::RequireId { .. } | Error::Miscounted)) => false,
             (Self::Statuses(conditions), Err(error)) if error.side() == Side::Peer => {
                 let answer = error.answer();
-                is_in(&conditions.http, answer.status.as_u16()) || conditions.grpc.contains(&answer.grpc)
+                is_in(&conditions.http, answer.status.as_u16()) || (is_grpc && conditions.grpc.contains(&answer.grpc))
             }
             (Self::Failures(route), Ok(rsp)) => {
                 let grpc = grpc.or_else(|| classify::grpc_status(rsp.headers()));

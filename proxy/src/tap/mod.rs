@@ -90,6 +90,8 @@ pub(crate) struct Tapped {
     answered_at: Option<Instant>,
     n_bytes: u64,
     grpc: Option<i32>,
+    /// Whether its end has been shown.
+    is_over: bool,
 }
 
 /// A request before one observer.
@@ -180,6 +182,7 @@ impl Taps {
             answered_at: None,
             n_bytes: 0,
             grpc: None,
+            is_over: false,
         };
         tapped.tell(|show| {
             events::Event::RequestInit(RequestInit {
@@ -282,15 +285,18 @@ impl Tapped {
                 headers: show.headers.then(all),
             })
         });
-        rsp.map(|body| body.observed(Box::new(Ending(Some(self)))))
+        rsp.map(|body| body.observed(Box::new(Ending(self))))
     }
 
     /// Shows that there is no response.
-    pub(crate) fn failed(self: Box<Self>, error: &Error) {
+    pub(crate) fn failed(mut self: Box<Self>, error: &Error) {
         self.ended(reset_code(error).map(eos::End::ResetErrorCode), None);
     }
 
-    fn ended(&self, end: Option<eos::End>, trailers: Option<&HeaderMap>) {
+    fn ended(&mut self, end: Option<eos::End>, trailers: Option<&HeaderMap>) {
+        if std::mem::replace(&mut self.is_over, true) {
+            return;
+        }
         self.tell(|show| {
             events::Event::ResponseEnd(ResponseEnd {
                 id: Some(show.id),
@@ -319,41 +325,33 @@ impl Tapped {
     }
 }
 
-/// Waits for the end of a response; nothing once that has been told.
-struct Ending(Option<Box<Tapped>>);
-
-impl Observe for Ending {
-    fn data(&mut self, len: usize) {
-        if let Some(tapped) = &mut self.0 {
-            tapped.n_bytes += len as u64;
-        }
-    }
-
-    fn trailers(&mut self, trailers: &HeaderMap) {
-        if let Some(tapped) = self.0.take() {
-            let grpc = classify::grpc_status(trailers).and_then(|code| u32::try_from(code).ok());
-            tapped.ended(grpc.map(eos::End::GrpcStatusCode), Some(trailers));
-        }
-    }
-
-    fn end(&mut self, result: Result<(), &Error>) {
-        let Some(tapped) = self.0.take() else { return };
-        let grpc = tapped.grpc.and_then(|code| u32::try_from(code).ok());
-        tapped.ended(
-            match result {
-                Ok(()) => grpc.map(eos::End::GrpcStatusCode),
-                Err(error) => reset_code(error).map(eos::End::ResetErrorCode),
-            },
-            None,
-        );
+/// Nobody waits for the end any more.
+impl Drop for Tapped {
+    fn drop(&mut self) {
+        self.ended(Some(eos::End::ResetErrorCode(h2::Reason::CANCEL.into())), None);
     }
 }
 
-impl Drop for Ending {
-    fn drop(&mut self) {
-        if let Some(tapped) = self.0.take() {
-            tapped.ended(Some(eos::End::ResetErrorCode(h2::Reason::CANCEL.into())), None); // the client went away
-        }
+/// Waits for the end of a response.
+struct Ending(Box<Tapped>);
+
+impl Observe for Ending {
+    fn data(&mut self, len: usize) {
+        self.0.n_bytes += len as u64;
+    }
+
+    fn trailers(&mut self, trailers: &HeaderMap) {
+        let grpc = classify::grpc_status(trailers).and_then(|code| u32::try_from(code).ok());
+        self.0.ended(grpc.map(eos::End::GrpcStatusCode), Some(trailers));
+    }
+
+    fn end(&mut self, result: Result<(), &Error>) {
+        let grpc = self.0.grpc.and_then(|code| u32::try_from(code).ok());
+        let end = match result {
+            Ok(()) => grpc.map(eos::End::GrpcStatusCode),
+            Err(error) => reset_code(error).map(eos::End::ResetErrorCode),
+        };
+        self.0.ended(end, None);
     }
 }
 

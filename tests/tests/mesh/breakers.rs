@@ -120,3 +120,30 @@ fn a_client_that_leaves_says_nothing_of_an_endpoint() {
             assert_eq!(rsp.status(), 200);
         });
 }
+
+#[test]
+fn an_endpoint_that_does_not_answer_in_time_is_taken_out() {
+    let annotations = "retry.linkerd.io/http: 5xx, retry.linkerd.io/timeout: 200ms, \
+        balancer.linkerd.io/failure-accrual: consecutive, \
+        balancer.linkerd.io/failure-accrual-consecutive-max-failures: '2', \
+        balancer.linkerd.io/failure-accrual-consecutive-min-penalty: 60s, \
+        balancer.linkerd.io/failure-accrual-consecutive-max-penalty: 60s";
+    accruing(annotations).run(async |mesh: &Mesh| {
+        let asked = Arc::new(AtomicUsize::new(0));
+        let count = asked.clone();
+        let _silent = apps::http(mesh.listen("web-0", HTTP).await, move |_| {
+            count.fetch_add(1, Ordering::Relaxed);
+            std::future::pending()
+        });
+        let good = Replica::start(mesh, "web-1", 200).await;
+        let mut client = client(mesh).await;
+        for n in 1..=50 {
+            assert_eq!(client.ask(request("/")).await.unwrap().status, 200);
+            assert_eq!(good.asked(), n, "each is tried again elsewhere");
+        }
+        assert_eq!(asked.load(Ordering::Relaxed), 2);
+        let late = ["error=\"RESPONSE_HEADERS_TIMEOUT\""];
+        let name = "outbound_http_route_backend_response_statuses_total";
+        assert_eq!(mesh.metric("client", name, &late).await, 2.0);
+    });
+}

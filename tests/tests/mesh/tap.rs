@@ -96,6 +96,46 @@ fn watched(test: impl AsyncFnOnce(&Mesh, Http1) + Send) {
 }
 
 #[test]
+fn a_client_that_leaves_before_its_answer_is_seen_and_counted() {
+    let mesh = mesh().env("TAP_SVC_NAME", &identity("watcher"));
+    mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
+        let _app = apps::http(mesh.listen("web", HTTP).await, |_| std::future::pending());
+        let mut outbound = observe(mesh, "client", |_| ()).await.unwrap();
+        let mut inbound = observe(mesh, "web", |_| ()).await.unwrap();
+        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let asking = tokio::spawn(async move { client.ask(request("/")).await });
+        let left = Some(eos::End::ResetErrorCode(h2::Reason::CANCEL.into()));
+        for events in [&mut inbound, &mut outbound] {
+            let (_, event) = next(events).await;
+            assert!(matches!(event, http::Event::RequestInit(_)), "{event:?}");
+        }
+        asking.abort();
+        for events in [&mut inbound, &mut outbound] {
+            let (_, http::Event::ResponseEnd(end)) = next(events).await else {
+                panic!()
+            };
+            assert_eq!(end.eos.unwrap().end, left);
+        }
+        for (workload, name, label) in [
+            ("client", "response_total", "error=\"client-left\""),
+            ("web", "response_total", "error=\"client-left\""),
+            (
+                "client",
+                "outbound_http_route_request_statuses_total",
+                "error=\"CANCEL\"",
+            ),
+            (
+                "client",
+                "outbound_http_route_backend_response_statuses_total",
+                "error=\"CANCEL\"",
+            ),
+        ] {
+            assert_eq!(mesh.metric(workload, name, &[label]).await, 1.0, "{workload} {name}");
+        }
+    });
+}
+
+#[test]
 fn both_sides_show_a_request_and_how_it_ended() {
     watched(async |mesh: &Mesh, mut client: Http1| {
         let headers = |wish: &mut ObserveRequest| {

@@ -452,3 +452,27 @@ spec:
         assert!(skipped >= 3.0, "{skipped}");
     });
 }
+
+#[test]
+fn a_client_that_stops_reading_outlives_no_timeout() {
+    routed(&route("HTTPRoute", "timeout.linkerd.io/request: 500ms", "")).run(async |mesh: &Mesh| {
+        let _app = server(mesh, "web", &Seen::default(), async |_| {
+            let piece = || Ok::<_, Infallible>(Frame::data(Bytes::from_static(&[b'x'; 65_536])));
+            Response::new(any(StreamBody::new(stream::repeat_with(piece))))
+        })
+        .await;
+        let to_web = mesh.service("web", HTTP);
+        let mut one = client(mesh).await;
+        let mut two = Http2::over(mesh.dial("client", to_web).await).await;
+        let unread = (
+            one.send(get("one")).await.unwrap(),
+            two.send(get2("two")).await.unwrap(),
+        );
+        let late = ["error=\"deadline\""];
+        eventually("both are given up", async || {
+            (mesh.metric("client", "response_total", &late).await >= 2.0).then_some(())
+        })
+        .await;
+        drop(unread);
+    });
+}

@@ -284,7 +284,10 @@ fn written(
         };
         let written = match polled {
             Poll::Ready(written) => written,
-            Poll::Pending => Err(ready!(connection.lock().poll_left(cx, may_have_left))),
+            Poll::Pending => Err(match message.poll_late(cx) {
+                Poll::Ready(late) => late,
+                Poll::Pending => ready!(connection.lock().poll_left(cx, may_have_left)),
+            }),
         };
         if written.is_err() && message.ends_with_connection() {
             connection.lock().io.reset(); // an end would look like the body's

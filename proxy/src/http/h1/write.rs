@@ -17,6 +17,7 @@ use tokio::{
 };
 
 use crate::http::{
+    body::Body,
     error::Error,
     h1::{
         head::{self, is_framing},
@@ -271,6 +272,13 @@ impl Hold {
             *self = Self::No;
         }
         Poll::Ready(())
+    }
+}
+
+impl Message<Body> {
+    /// Whether the time of its body is over, to be asked while nothing more can be written.
+    pub(crate) fn poll_late(&mut self, cx: &mut Context<'_>) -> Poll<Error> {
+        self.body.poll_late(cx)
     }
 }
 

@@ -44,6 +44,19 @@ impl Sending {
         }
     }
 
+    /// Ends the stream because its body has failed.
+    fn fail(&mut self, error: Error) -> Result<(), Error> {
+        // A stream that was reset is reset as it was: clients of gRPC know what that means.
+        if self.of_grpc && !matches!(&error, Error::H2(error) if error.is_reset()) {
+            self.stream
+                .send_trailers(respond::trailers(&error))
+                .map_err(Error::H2)?;
+        } else {
+            self.stream.send_reset(reason(&error, Reason::CANCEL));
+        }
+        Err(error)
+    }
+
     /// Ready when all has been handed over, or the peer wants no more.
     ///
     /// # Errors
@@ -52,10 +65,14 @@ impl Sending {
         loop {
             if !self.chunk.is_empty() {
                 self.stream.reserve_capacity(self.chunk.len());
-                let Some(capacity) = ready!(self.stream.poll_capacity(cx)) else {
-                    return Poll::Ready(Ok(())); // the peer closed its side of the stream
+                let capacity = match self.stream.poll_capacity(cx) {
+                    Poll::Ready(Some(capacity)) => capacity.map_err(Error::H2)?,
+                    Poll::Ready(None) => return Poll::Ready(Ok(())), // the peer closed its side of the stream
+                    Poll::Pending => {
+                        let late = ready!(self.body.poll_late(cx));
+                        return Poll::Ready(self.fail(late));
+                    }
                 };
-                let capacity = capacity.map_err(Error::H2)?;
                 if capacity == 0 {
                     continue; // spurious: polling again registers for more
                 }
@@ -75,17 +92,7 @@ impl Sending {
                     self.stream.send_data(Bytes::new(), true).map_err(Error::H2)?;
                     return Poll::Ready(Ok(()));
                 }
-                // A stream that was reset is reset as it was: clients of gRPC know what that means.
-                Some(Err(error)) if self.of_grpc && !matches!(&error, Error::H2(error) if error.is_reset()) => {
-                    self.stream
-                        .send_trailers(respond::trailers(&error))
-                        .map_err(Error::H2)?;
-                    return Poll::Ready(Err(error));
-                }
-                Some(Err(error)) => {
-                    self.stream.send_reset(reason(&error, Reason::CANCEL));
-                    return Poll::Ready(Err(error));
-                }
+                Some(Err(error)) => return Poll::Ready(self.fail(error)),
                 Some(Ok(frame)) => match frame.into_data() {
                     Ok(data) if data.is_empty() && !self.body.is_end_stream() => {}
                     Ok(data) if data.is_empty() => {
