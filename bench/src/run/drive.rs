@@ -90,7 +90,13 @@ pub(super) fn measure(
     match row {
         Row::HttpC1 => http1(Http1::get(1)),
         Row::HttpC16 => http1(Http1::get(16)),
-        Row::HttpC64 | Row::OutboundOnly | Row::InboundOnly | Row::OneWorker | Row::TwoWorkers => http1(Http1::get(64)),
+        Row::HttpC64
+        | Row::OutboundOnly
+        | Row::InboundOnly
+        | Row::Routed
+        | Row::Profiled
+        | Row::OneWorker
+        | Row::TwoWorkers => http1(Http1::get(64)),
         Row::Post1Kib => post(16, 1 << 10),
         Row::Post32Kib => post(16, 32 << 10),
         Row::Post1Mib => post(4, 1 << 20),

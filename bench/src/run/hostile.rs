@@ -79,7 +79,7 @@ fn polite(namespace: &Namespace, duration: Duration) -> anyhow::Result<Polite> {
         let (begun, mut connection) = (Instant::now(), None);
         for n in 0_u32.. {
             let due = begun + PACE * n;
-            if due >= begun + duration {
+            if due.max(Instant::now()) >= begun + duration {
                 break;
             }
             std::thread::sleep(due.saturating_duration_since(Instant::now()));
@@ -122,7 +122,7 @@ fn micros(duration: Duration) -> u64 {
 struct Harm {
     /// Streams that were opened and reset.
     resets: AtomicU64,
-    /// Connections of floods that a sidecar ended.
+    /// Connections of floods that a sidecar ended, or read no more of.
     ended: AtomicU64,
     /// Requests to names that nobody has heard of, answered.
     names: AtomicU64,
@@ -132,6 +132,15 @@ struct Harm {
 impl Harm {
     fn goes_on(&self) -> bool {
         !self.is_over.load(Ordering::Relaxed)
+    }
+
+    /// Counts a flood that a sidecar ended; one that it no longer listens to is given up.
+    async fn flooded(&self, flood: impl Future<Output = anyhow::Result<()>>) {
+        let is_ended = !matches!(timeout(ROUND, flood).await, Ok(Ok(())));
+        if is_ended && self.goes_on() {
+            self.ended.fetch_add(1, Ordering::Relaxed);
+        }
+        sleep(AGAIN).await;
     }
 }
 
@@ -171,8 +180,8 @@ async fn resets(addr: SocketAddr, harm: &Harm) {
     while harm.goes_on() {
         let flood = async {
             let (mut sender, connection) = h2::client::handshake(TcpStream::connect(addr).await?).await?;
-            let connection = tokio::spawn(connection);
-            while harm.goes_on() && !connection.is_finished() {
+            tokio::spawn(connection);
+            while harm.goes_on() {
                 pace.tick().await;
                 sender = sender.ready().await?;
                 let req = http::Request::get("http://web.test/bytes/1048576").body(())?;
@@ -182,10 +191,7 @@ async fn resets(addr: SocketAddr, harm: &Harm) {
             }
             anyhow::Ok(())
         };
-        if matches!(timeout(LOUD, flood).await, Ok(Err(_))) {
-            harm.ended.fetch_add(1, Ordering::Relaxed);
-        }
-        sleep(AGAIN).await;
+        harm.flooded(flood).await;
     }
 }
 
@@ -211,12 +217,9 @@ async fn headers(addr: SocketAddr, harm: &Harm) {
                 pace.tick().await;
                 stream.write_all(&more).await?;
             }
-            std::io::Result::Ok(())
+            Ok(())
         };
-        if flood.await.is_err() {
-            harm.ended.fetch_add(1, Ordering::Relaxed);
-        }
-        sleep(AGAIN).await;
+        harm.flooded(flood).await;
     }
 }
 
@@ -245,8 +248,7 @@ async fn names(addr: SocketAddr, harm: &Harm) {
             }
             Ok(())
         };
-        let _ = timeout(LOUD, asking).await; // it begins again
-        sleep(AGAIN).await;
+        let _ = timeout(ROUND, asking).await; // it begins again
     }
 }
 
@@ -267,5 +269,7 @@ const NAMES: u64 = 100_000;
 const RESETS: u64 = 1000;
 /// Requests that are sent together.
 const TOGETHER: u64 = 64;
-/// Before a flood begins again that was ended.
+/// How long a connection of a flood goes on at most.
+const ROUND: Duration = Duration::from_secs(2);
+/// Before a flood begins again.
 const AGAIN: Duration = Duration::from_millis(20);

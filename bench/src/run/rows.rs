@@ -54,6 +54,10 @@ pub(crate) enum Row {
     OutboundOnly,
     /// HTTP/1 on 64 connections through the server's sidecar alone, from a client that has none.
     InboundOnly,
+    /// HTTP/1 on 64 connections by routes with retries, timeouts and a filter, and a route's own authorization.
+    Routed,
+    /// HTTP/1 on 64 connections by a ServiceProfile with retries and a timeout.
+    Profiled,
     /// HTTP/1 on 64 connections, with one worker a sidecar that may use a quarter of a core.
     #[value(name = "workers-1")]
     #[serde(rename = "workers-1")]
@@ -94,6 +98,14 @@ pub(super) enum Build {
     Callgrind,
 }
 
+/// What decides about requests.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Rules {
+    Default,
+    Routes,
+    Profile,
+}
+
 /// How sidecars are started.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Setup {
@@ -106,6 +118,8 @@ pub(super) struct Setup {
     pub(super) build: Build,
     /// Heads have to come within this time, where it can be told; otherwise all have their defaults.
     pub(super) head_timeout: Option<Duration>,
+    /// What there is beside a policy that permits the client.
+    pub(super) rules: Rules,
     /// Nothing else is measured with the same processes.
     pub(super) alone: bool,
 }
@@ -119,8 +133,8 @@ impl Row {
             Self::OneWorker | Self::TwoWorkers => !matches!(peer, Peer::None | Peer::Nginx),
             // The same as with both for who has none.
             Self::OutboundOnly | Self::InboundOnly => peer != Peer::None,
-            // The others wait for as long as anything may take.
-            Self::Allocations | Self::SlowHeads | Self::Hostile => peer == Peer::Tulle,
+            // The others wait for as long as anything may take, or know nothing of it.
+            Self::Allocations | Self::SlowHeads | Self::Hostile | Self::Routed | Self::Profiled => peer == Peer::Tulle,
             _ => true,
         }
     }
@@ -133,6 +147,7 @@ impl Row {
             throttle: None,
             build: Build::Shipped,
             head_timeout: None,
+            rules: Rules::Default,
             alone: false,
         };
         match self {
@@ -164,6 +179,14 @@ impl Row {
             },
             Self::InboundOnly => Setup {
                 path: Path::Inbound,
+                ..both
+            },
+            Self::Routed => Setup {
+                rules: Rules::Routes,
+                ..both
+            },
+            Self::Profiled => Setup {
+                rules: Rules::Profile,
                 ..both
             },
             Self::OneWorker | Self::TwoWorkers => Setup {

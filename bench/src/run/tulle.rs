@@ -17,7 +17,7 @@ use tulle_core::netns::Namespace;
 
 use super::peer::{Side, Sidecars};
 use super::process::Process;
-use super::rows::{Build, Path, Setup};
+use super::rows::{Build, Path, Rules, Setup};
 use super::scene::{self, CONTROL, PROXY_UID, Scene};
 use super::{callgrind, costs, tools};
 
@@ -33,7 +33,12 @@ pub(super) fn start(scene: &Scene, setup: &Setup) -> anyhow::Result<Sidecars> {
         Path::Both => include_str!("../../peers/mesh.yaml"),
         Path::Outbound | Path::Inbound => include_str!("../../peers/mesh-plain.yaml"),
     };
-    let mesh = Mesh::create(scene.dir.path(), manifests)?;
+    let rules = match setup.rules {
+        Rules::Default => "",
+        Rules::Routes => include_str!("../../peers/mesh-routed.yaml"),
+        Rules::Profile => include_str!("../../peers/mesh-profiled.yaml"),
+    };
+    let mesh = Mesh::create(scene.dir.path(), &format!("{manifests}---\n{rules}"))?;
     let mut command = scene.control.command(tools::beside("tulle-control")?);
     command.args(mesh.control_args());
     let mut control = Process::start("tulle-control", command, scene.dir.path())?;

@@ -14,7 +14,7 @@ use hyper_util::service::TowerToHyperService;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::TcpStream,
-    sync::mpsc,
+    sync::{Semaphore, mpsc},
 };
 use tonic::{Code, Request, Response, Status};
 use tulle_core::{addr::canonical, drain, identity::Identity};
@@ -57,6 +57,7 @@ pub(crate) async fn serve(
 ) -> std::io::Result<()> {
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let clients: Arc<[Identity]> = clients.into();
+    let places = Arc::new(Semaphore::new(MOST_CONNECTIONS));
     loop {
         // Both may be dropped at any time.
         let accepted = tokio::select! {
@@ -71,6 +72,10 @@ pub(crate) async fn serve(
                 continue;
             }
         };
+        let Ok(place) = places.clone().try_acquire_owned() else {
+            tracing::info!(%client, most = MOST_CONNECTIONS, "refused: there are as many connections to the tap server as may be");
+            continue;
+        };
         let (clients, taps, creds, drain) = (clients.clone(), taps.clone(), creds.clone(), drain.clone());
         tokio::spawn(async move {
             let served = connection(stream, client, &clients, taps, &creds);
@@ -79,6 +84,7 @@ pub(crate) async fn serve(
                 () = served => {}
                 () = drain.signaled() => {}
             }
+            drop(place);
         });
     }
 }
@@ -187,3 +193,5 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// Who watches may have nothing to see for long.
 const KEEP_ALIVE: Duration = Duration::from_secs(20);
 const MOST_STREAMS: u32 = 100;
+/// Those that nobody permitted, too, as who it is turns out later.
+const MOST_CONNECTIONS: usize = 64;
