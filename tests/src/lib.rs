@@ -11,4 +11,5 @@ pub mod images;
 pub mod load;
 pub mod machine;
 pub mod mesh;
+pub mod policies;
 pub mod programs;

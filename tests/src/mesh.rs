@@ -47,6 +47,7 @@ pub struct Builder {
     env: Vec<(String, String)>,
     /// Of services, by their app, between commas.
     annotations: BTreeMap<String, String>,
+    limit: Duration,
 }
 
 /// How proxies reach one another.
@@ -107,6 +108,7 @@ pub fn mesh() -> Builder {
         flags: Vec::new(),
         env: Vec::new(),
         annotations: BTreeMap::new(),
+        limit: LIMIT,
     }
 }
 
@@ -182,6 +184,12 @@ impl Builder {
         self
     }
 
+    /// Lets the test take longer than others.
+    pub fn within(mut self, limit: Duration) -> Self {
+        self.limit = limit;
+        self
+    }
+
     /// Starts with a manifest besides those of workloads and services.
     pub fn manifest(mut self, name: &str, yaml: &str) -> Self {
         self.manifests.push((name.into(), yaml.into()));
@@ -193,19 +201,20 @@ impl Builder {
     /// Without root there are no network namespaces, and the test is skipped with a word.
     ///
     /// # Panics
-    /// When the mesh cannot be started, the test fails or takes more than half a minute.
+    /// When the mesh cannot be started, the test fails, or takes more than half a minute where nothing else is said.
     pub fn run(self, test: impl AsyncFnOnce(&Mesh) + Send) {
         if !nix::unistd::Uid::effective().is_root() {
             eprintln!("SKIPPED: a mesh needs a network namespace, and only root may make one");
             return;
         }
         let namespace = namespace();
+        let limit = self.limit;
         let inside = || -> anyhow::Result<()> {
             let mesh = self.start()?;
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async {
                 mesh.ready().await;
-                let limited = tokio::time::timeout(LIMIT, test(&mesh));
+                let limited = tokio::time::timeout(limit, test(&mesh));
                 limited.await.expect("the test ends in time");
             });
             // Connections of the test end before the proxies do, so that nothing holds their drain open.
@@ -412,7 +421,11 @@ impl Mesh {
 
     /// A connection from an address without a proxy to a port of `workload`, through the latter's proxy.
     pub async fn arrive(&self, from: Ipv4Addr, workload: &str, port: u16) -> TcpStream {
-        let dst = self.app(workload, port);
+        self.stray(from, workload, self.app(workload, port)).await
+    }
+
+    /// A connection that arrives at the proxy of `workload`, whatever it has dialled.
+    pub async fn stray(&self, from: Ipv4Addr, workload: &str, dst: SocketAddr) -> TcpStream {
         self.connect(from, dst, self.proxies[workload].inbound).await
     }
 
@@ -602,5 +615,5 @@ fn full(name: &str) -> String {
 
 /// Of the names of network namespaces.
 const PREFIX: &str = "tulletest";
-/// What no test should need.
+/// What a test should not need.
 const LIMIT: Duration = Duration::from_secs(30);

@@ -65,6 +65,10 @@ impl Process {
         )
     }
 
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     pub fn id(&self) -> u32 {
         self.child.id()
     }

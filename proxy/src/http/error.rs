@@ -495,4 +495,75 @@ mod tests {
             assert!(causes::find(error.cause()).is_some(), "{error:?}");
         }
     }
+
+    /// What clients of Linkerd's proxy are told: status, code of gRPC, and whether their connection is closed.
+    #[test]
+    fn answers_are_those_of_the_contract() {
+        let (addr, limit) = (SocketAddr::from(([10, 0, 0, 1], 80)), Duration::from_secs(1));
+        let refused = || ConnectError::Io {
+            addr,
+            source: std::io::ErrorKind::ConnectionRefused.into(),
+        };
+        let status = |status| StatusCode::from_u16(status).unwrap();
+        let redirect = Error::Redirect {
+            status: status(302),
+            location: HeaderValue::from_static("http://x/"),
+        };
+        let injected = Error::Injected {
+            status: status(418),
+            message: String::new(),
+        };
+        let injected_grpc = Error::InjectedGrpc {
+            code: 8,
+            message: String::new(),
+        };
+        let unauthorized = Error::Unauthorized {
+            rule: String::new(),
+            why: "no-tls",
+        };
+        let not_required = Error::RequireId {
+            required: String::new(),
+            actual: None,
+        };
+        let closed = Error::Closed {
+            addr,
+            reused: false,
+            sent: true,
+        };
+        for (error, expected) in [
+            (Error::InvalidPolicy(String::new()), (500, 13, true)),
+            (Error::RouteNotFound, (404, 5, false)),
+            (unauthorized, (403, 7, false)),
+            (Error::RateLimited { limit: String::new() }, (429, 8, false)),
+            (redirect, (302, 5, false)),
+            (injected, (418, 9, false)),
+            (injected_grpc, (200, 8, false)),
+            (Error::Connect(refused()), (502, 14, true)),
+            (closed, (502, 14, true)),
+            (
+                Error::Response(std::io::ErrorKind::UnexpectedEof.into()),
+                (502, 14, true),
+            ),
+            (Error::H2(Reason::INTERNAL_ERROR.into()), (502, 14, true)),
+            (
+                Error::ConnectTimeout(ConnectError::Timeout { addr, limit }),
+                (504, 4, true),
+            ),
+            (Error::FailFast(limit, false), (504, 4, true)),
+            (Error::Shed, (503, 14, true)),
+            (Error::QueueFull, (503, 14, true)),
+            (Error::Unavailable(false), (503, 14, true)),
+            (Error::Late(Late::Request(limit)), (504, 4, false)),
+            (Error::Late(Late::Response(limit)), (504, 4, false)),
+            (Error::Late(Late::Head(limit)), (504, 4, false)),
+            (Error::Late(Late::Idle(limit)), (504, 4, false)),
+            (Error::Late(Late::Profile(limit)), (504, 4, true)),
+            (not_required, (502, 14, true)),
+            (Error::NoBackend("it has no dispatcher"), (502, 14, true)),
+            (Error::NoBackends, (503, 14, true)),
+        ] {
+            let Answer { status, grpc, close } = error.answer();
+            assert_eq!((status.as_u16(), grpc, close), expected, "{error:?}");
+        }
+    }
 }

@@ -9,6 +9,7 @@
 mod costs;
 mod credentials;
 mod direct;
+mod ending;
 mod first_byte;
 mod foreign_tls;
 mod grpc;

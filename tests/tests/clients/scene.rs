@@ -167,6 +167,25 @@ impl Scene {
         }
     }
 
+    /// A process of the scene, by its name.
+    pub(crate) fn process(&self, name: &str) -> &Process {
+        let named = self.processes.iter().find(|process| process.name() == name);
+        named.expect("it was started")
+    }
+
+    /// Waits until a family of the server's sidecar counts so many, in series that have all these labels.
+    pub(crate) fn at_least(&self, family: &str, labels: &[&str], n: u64) {
+        let deadline = Instant::now() + COUNT_LIMIT;
+        loop {
+            let found = self.series(family, labels, "direction").values().sum::<u64>();
+            if found >= n {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{family} counts {found}, not {n}");
+            std::thread::sleep(COUNT_PAUSE);
+        }
+    }
+
     fn keep(&mut self, process: Process) {
         self.processes.push(process);
     }

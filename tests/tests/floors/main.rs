@@ -3,6 +3,7 @@
 //! The tables below are those of `ARCHITECTURE.md`.
 //! A file imports from its own room and from lower floors, never up and never sideways.
 
+mod documented;
 mod paths;
 
 use std::collections::BTreeSet;

@@ -1,11 +1,15 @@
 //! A proxy that ends finishes what it has begun.
 
 use futures_util::future::join;
+use futures_util::{SinkExt as _, StreamExt as _};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio_tungstenite::tungstenite::Message;
 use tulle_tests::apps;
 use tulle_tests::client::{Http1, Http2, request, request2};
 use tulle_tests::eventually::eventually;
 use tulle_tests::load::load;
-use tulle_tests::mesh::{HTTP, Mesh, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, mesh};
 
 /// Waits until a request is with the application of `web`.
 async fn in_flight(mesh: &Mesh, workload: &str) {
@@ -78,5 +82,41 @@ fn a_replica_that_ends_under_load_fails_nothing() {
         load(mesh, "client", mesh.service("web", HTTP), 8, during)
             .await
             .assert_all_ok();
+    });
+}
+
+#[test]
+fn bytes_hold_a_proxy_that_ends_until_its_time_is_up_and_it_is_observable_to_the_end() {
+    let mesh = mesh().workload("client").workload("web");
+    let mesh = mesh.its_env("SHUTDOWN_GRACE_PERIOD", "2s");
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let mut bytes = mesh.dial("client", mesh.service("web", OPAQUE)).await;
+        let stream = mesh.dial("client", mesh.service("web", HTTP)).await;
+        let (mut socket, _) = tokio_tungstenite::client_async("ws://web.test/ws", stream)
+            .await
+            .unwrap();
+        let mut both = async || {
+            bytes.write_all(b"hello").await?;
+            bytes.read_exact(&mut [0; 5]).await?;
+            socket
+                .send(Message::text("hello"))
+                .await
+                .map_err(std::io::Error::other)?;
+            match socket.next().await {
+                Some(Ok(message)) if message.is_text() => Ok(()),
+                other => Err(std::io::Error::other(format!("{other:?}"))),
+            }
+        };
+        both().await.unwrap();
+        mesh.shut_down("web");
+        eventually("nobody is let in any more", async || {
+            TcpStream::connect((mesh.ip("web"), 4143)).await.is_err().then_some(())
+        })
+        .await;
+        both().await.unwrap();
+        assert!(mesh.metric("web", "tcp_open_connections", &["peer=\"src\""]).await >= 2.);
+        eventually("the time is up", async || both().await.is_err().then_some(())).await;
+        mesh.ended("web").await;
     });
 }

@@ -83,6 +83,19 @@ endpoints: [{{addresses: [{STRANGER}]}}, {{addresses: ['@legacy']}}]
         });
 }
 
+#[test]
+fn an_endpoint_that_cannot_be_connected_to_in_time_is_a_gateway_timeout() {
+    mesh()
+        .env("OUTBOUND_CONNECT_TIMEOUT", "200ms")
+        .workload("client")
+        .run(async |mesh: &Mesh| {
+            let addr = (STRANGER, HTTP).into();
+            let _silent = silent(addr).await;
+            let answer = mesh.get("client", addr, "/").await;
+            assert_eq!((answer.status.as_u16(), answer.cause()), (504, "connect-timeout"));
+        });
+}
+
 /// A listener to which nobody can connect any more: its queue is full.
 async fn silent(addr: SocketAddr) -> (TcpListener, TcpStream) {
     let socket = TcpSocket::new_v4().unwrap();

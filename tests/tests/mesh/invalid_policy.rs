@@ -1,45 +1,15 @@
 //! A policy that cannot be understood lets nobody in.
 
 use std::collections::BTreeMap;
-use std::net::Ipv4Addr;
-use std::pin::Pin;
-use std::sync::Arc;
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::TcpListener;
-use tokio::sync::watch;
-use tokio_stream::wrappers::WatchStream;
-use tokio_stream::{Stream, StreamExt as _};
-use tonic::service::Routes;
-use tonic::{Request, Response, Status};
-use tulle_control::serving;
-use tulle_control::serving::metrics::GrpcMetrics;
-use tulle_control::tls::creds::ServerCreds;
-use tulle_core::drain;
-use tulle_core::metrics::Registry;
-use tulle_proto::inbound::inbound_server_policies_server::{InboundServerPolicies, InboundServerPoliciesServer};
-use tulle_proto::inbound::{Authn, Authz, Network, PortSpec, ProxyProtocol, Server, authn, proxy_protocol};
+use tulle_proto::inbound::{Authn, Authz, Network, ProxyProtocol, Server, authn, proxy_protocol};
 use tulle_proto::net::{IpAddress, IpNetwork, ip_address};
 use tulle_tests::apps;
 use tulle_tests::client::{Http1, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, mesh};
-
-/// Says the same of every port.
-struct Policies(watch::Receiver<Server>);
-
-#[tonic::async_trait]
-impl InboundServerPolicies for Policies {
-    type WatchPortStream = Pin<Box<dyn Stream<Item = Result<Server, Status>> + Send>>;
-
-    async fn get_port(&self, _: Request<PortSpec>) -> Result<Response<Server>, Status> {
-        Err(Status::unimplemented("proxies watch"))
-    }
-
-    async fn watch_port(&self, _: Request<PortSpec>) -> Result<Response<Self::WatchPortStream>, Status> {
-        Ok(Response::new(Box::pin(WatchStream::new(self.0.clone()).map(Ok))))
-    }
-}
+use tulle_tests::policies::{self, Policies};
 
 /// Everybody may.
 fn open() -> Server {
@@ -74,18 +44,10 @@ fn open() -> Server {
 
 #[test]
 fn an_update_that_cannot_be_understood_denies_and_cuts() {
-    let mesh = mesh().workload("web").its_env("POLICY_SVC_ADDR", "127.0.0.1:8090");
+    let mesh = mesh().workload("web").its_env("POLICY_SVC_ADDR", policies::ADDR);
     mesh.run(async |mesh: &Mesh| {
-        let (said, says) = watch::channel(open());
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 8090)).await.unwrap();
-        let routes = Routes::new(InboundServerPoliciesServer::new(Policies(says)));
-        let server = serving::Server {
-            creds: Arc::new(ServerCreds::new("nobody".into())),
-            routes: routes.prepare(),
-            metrics: GrpcMetrics::new(&Registry::new()),
-        };
-        let (_signal, drain) = drain::channel();
-        tokio::spawn(server.serve(listener, drain));
+        let policies = Policies::serve().await;
+        policies.say_of_ports(Ok(open()));
         apps::echo(mesh, "web").await;
         let mut client = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
         let known = [r#"srv_name="open""#];
@@ -98,7 +60,9 @@ fn an_update_that_cannot_be_understood_denies_and_cuts() {
         bytes.write_all(b"not HTTP, and long enough to know\n").await.unwrap();
         bytes.read_exact(&mut [0; 8]).await.unwrap();
 
-        said.send_modify(|server| server.authorizations[0].networks.clear());
+        let mut bad = open();
+        bad.authorizations[0].networks.clear();
+        policies.say_of_ports(Ok(bad));
         eventually("requests are refused", async || {
             let mut client = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
             (client.ask(request("/")).await.unwrap().status == 500).then_some(())
@@ -108,7 +72,7 @@ fn an_update_that_cannot_be_understood_denies_and_cuts() {
         // A reset is an end as well.
         let _ = bytes.read_to_end(&mut rest).await;
 
-        said.send_replace(open());
+        policies.say_of_ports(Ok(open()));
         eventually("a good policy is in force again", async || {
             let mut client = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
             (client.ask(request("/")).await.unwrap().status == 200).then_some(())

@@ -16,8 +16,12 @@ mod identity;
 mod invalid_policy;
 mod limits;
 mod policy;
+mod races;
+mod refusals;
 mod routing;
+mod splits;
 mod tap;
-
+mod told;
 mod transparency;
 mod tries;
+mod websocket;

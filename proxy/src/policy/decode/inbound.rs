@@ -398,6 +398,32 @@ mod tests {
         server
     }
 
+    fn edited(metadata: Option<Metadata>, edit: impl FnOnce(&mut proto_meta::Resource)) -> Option<Metadata> {
+        let mut metadata = metadata;
+        if let Some(Metadata {
+            kind: Some(metadata::Kind::Resource(resource)),
+        }) = &mut metadata
+        {
+            edit(resource);
+        }
+        metadata
+    }
+
+    fn speaking(kind: Kind) -> Server {
+        server(|server, _| server.protocol = Some(ProxyProtocol { kind: Some(kind) }))
+    }
+
+    fn http1(route: proto::HttpRoute) -> proto::proxy_protocol::Http1 {
+        proto::proxy_protocol::Http1 {
+            routes: vec![route],
+            local_rate_limit: None,
+        }
+    }
+
+    fn grpc_of(route: proto::GrpcRoute) -> proto::proxy_protocol::Grpc {
+        proto::proxy_protocol::Grpc { routes: vec![route] }
+    }
+
     fn detected(message: Server) -> (ServerPolicy, ServerHttp) {
         let policy = server_policy(message).unwrap();
         let ServerProtocol::Detect { timeout, http } = policy.protocol.clone() else {
@@ -445,6 +471,13 @@ mod tests {
             (
                 "protocol is missing",
                 server(|server, _| server.protocol = Some(ProxyProtocol { kind: None })),
+            ),
+            (
+                "protocol is missing",
+                Server {
+                    protocol: None,
+                    ..server(|_, _| ())
+                },
             ),
             ("detect timeout is missing", server(|_, detect| detect.timeout = None)),
             ("label name is missing", server(|server, _| server.labels.clear())),
@@ -508,6 +541,53 @@ mod tests {
                 }),
             ),
             (
+                "metadata.group is missing",
+                server(|_, detect| {
+                    detect.http_routes[0].metadata = edited(resource("r"), |resource| resource.group.clear());
+                }),
+            ),
+            (
+                "metadata.kind is missing",
+                server(|_, detect| {
+                    detect.http_routes[0].metadata = edited(resource("r"), |resource| resource.kind.clear());
+                }),
+            ),
+            (
+                "metadata.port is \"65536\"",
+                server(|_, detect| {
+                    detect.http_routes[0].metadata = edited(resource("r"), |resource| resource.port = 65_536);
+                }),
+            ),
+            (
+                "prefix length 33",
+                server(|server, _| {
+                    let except = &mut server.authorizations[0].networks[0].except;
+                    except.extend(net("10.1.0.0/16"));
+                    except[0].prefix_len = 33;
+                }),
+            ),
+            (
+                "metadata is missing",
+                server(|_, detect| detect.http_local_rate_limit = Some(Default::default())),
+            ),
+            (
+                "host match is missing",
+                server(|_, detect| {
+                    detect.http_routes[0].hosts = vec![HostMatch { r#match: None }];
+                }),
+            ),
+            (
+                "metadata is missing",
+                speaking(Kind::Http1(http1(proto::HttpRoute {
+                    metadata: None,
+                    ..route()
+                }))),
+            ),
+            (
+                "metadata is missing",
+                speaking(Kind::Grpc(grpc_of(proto::GrpcRoute::default()))),
+            ),
+            (
                 "path match is missing",
                 server(|_, detect| {
                     detect.http_routes[0].rules[0].matches[0].path =
@@ -533,6 +613,85 @@ mod tests {
                 "{error:#} does not say {reason:?}"
             );
         }
+    }
+
+    #[test]
+    fn labels_name_a_server_or_a_default() {
+        for (given, expected) in [
+            (&[("name", "web")][..], ("policy.linkerd.io", "server", "web")),
+            (&[("name", "default:deny")], ("", "default", "deny")),
+            (&[("group", "g"), ("kind", "k"), ("name", "web")], ("g", "k", "web")),
+        ] {
+            let message = server(|server, _| server.labels = labels(given));
+            let meta = server_policy(message).unwrap().meta;
+            assert_eq!((meta.group(), meta.kind(), meta.name()), expected);
+            // What has no resource is named by its labels.
+            let message = server(|server, _| server.authorizations[0].labels = labels(given));
+            let kind = if expected.1 == "server" {
+                "serverauthorization"
+            } else {
+                expected.1
+            };
+            let meta = server_policy(message).unwrap().authorizations[0].meta.clone();
+            assert_eq!((meta.group(), meta.kind(), meta.name()), (expected.0, kind, expected.2));
+        }
+        let message = server(|server, _| server.authorizations[0].metadata = resource("a"));
+        assert_eq!(
+            server_policy(message).unwrap().authorizations[0].meta.kind(),
+            "httproute"
+        );
+    }
+
+    #[test]
+    fn every_protocol_is_read() {
+        for (kind, expected) in [
+            (Kind::Opaque(Default::default()), ServerProtocol::Opaque),
+            (Kind::Tls(Default::default()), ServerProtocol::Tls),
+        ] {
+            assert_eq!(server_policy(speaking(kind)).unwrap().protocol, expected);
+        }
+        let http2 = proto::proxy_protocol::Http2 {
+            routes: vec![route()],
+            local_rate_limit: None,
+        };
+        let calls = proto::GrpcRoute {
+            metadata: resource("calls"),
+            rules: vec![Default::default()],
+            ..Default::default()
+        };
+        for (kind, name) in [
+            (Kind::Http1(http1(route())), "r"),
+            (Kind::Http2(http2), "r"),
+            (Kind::Grpc(grpc_of(calls)), "calls"),
+            (Kind::Grpc(proto::proxy_protocol::Grpc { routes: vec![] }), "default"),
+        ] {
+            let policy = server_policy(speaking(kind.clone())).unwrap();
+            let as_told = match policy.protocol {
+                ServerProtocol::Http1(_) => matches!(kind, Kind::Http1(_)),
+                ServerProtocol::Http2(_) => matches!(kind, Kind::Http2(_)),
+                ServerProtocol::Grpc(_) => matches!(kind, Kind::Grpc(_)),
+                _ => false,
+            };
+            assert!(as_told, "{kind:?}");
+            let (ServerProtocol::Http1(http) | ServerProtocol::Http2(http) | ServerProtocol::Grpc(http)) =
+                &policy.protocol
+            else {
+                panic!()
+            };
+            assert_eq!(http.routes[0].meta.name(), name);
+            assert_eq!(http.routes[0].rules[0].payload, policy.authorizations);
+        }
+    }
+
+    /// Those of its addresses are no business of ours.
+    #[test]
+    fn addresses_of_a_server_are_passed_over() {
+        let nonsense = tulle_proto::net::IpAddress { ip: None };
+        let message = server(|server, _| server.server_ips = vec![nonsense]);
+        assert_eq!(
+            server_policy(message).unwrap(),
+            server_policy(server(|_, _| ())).unwrap()
+        );
     }
 
     #[test]

@@ -508,4 +508,6 @@ const MAX_MIN_REQUESTS: u32 = 1_000_000;
 const MAX_JITTER: f64 = 100.0;
 
 #[cfg(test)]
+mod rows;
+#[cfg(test)]
 mod tests;

@@ -11,11 +11,11 @@ use tulle_proto::meta::{Resource, metadata};
 
 use super::*;
 
-fn seconds(seconds: i64) -> Option<prost_types::Duration> {
+pub(super) fn seconds(seconds: i64) -> Option<prost_types::Duration> {
     Some(prost_types::Duration { seconds, nanos: 0 })
 }
 
-fn metadata(name: &str) -> Option<Metadata> {
+pub(super) fn metadata(name: &str) -> Option<Metadata> {
     let resource = Resource {
         group: "core".into(),
         kind: "Service".into(),
@@ -28,20 +28,20 @@ fn metadata(name: &str) -> Option<Metadata> {
     })
 }
 
-fn peak_ewma() -> Load {
+pub(super) fn peak_ewma() -> Load {
     Load::PeakEwma(PeakEwma {
         default_rtt: seconds(1),
         decay: seconds(10),
     })
 }
 
-fn balance(path: &str, load: Option<Load>) -> Option<BackendKind> {
+pub(super) fn balance(path: &str, load: Option<Load>) -> Option<BackendKind> {
     let dst = DiscoveryKind::Dst(DestinationGet { path: path.into() });
     let discovery = Some(EndpointDiscovery { kind: Some(dst) });
     Some(BackendKind::Balancer(BalanceP2c { discovery, load }))
 }
 
-fn backend_of(kind: Option<BackendKind>) -> proto::Backend {
+pub(super) fn backend_of(kind: Option<BackendKind>) -> proto::Backend {
     let queue = Some(proto::Queue {
         capacity: 100,
         failfast_timeout: seconds(3),
@@ -65,7 +65,7 @@ fn first(backends: Vec<proto::http_route::RouteBackend>) -> Option<proto::http_r
     Some(proto::http_route::Distribution { kind })
 }
 
-fn random(weights: &[u32]) -> Option<proto::http_route::Distribution> {
+pub(super) fn random(weights: &[u32]) -> Option<proto::http_route::Distribution> {
     let backends = weights.iter().map(|weight| proto::http_route::WeightedRouteBackend {
         backend: Some(to(backend_of(balance("web.shop:80", Some(peak_ewma()))))),
         weight: *weight,
@@ -99,7 +99,7 @@ fn opaque(rules: usize, routes: usize) -> Opaque {
     }
 }
 
-fn backoff() -> Option<proto::ExponentialBackoff> {
+pub(super) fn backoff() -> Option<proto::ExponentialBackoff> {
     Some(proto::ExponentialBackoff {
         min_backoff: seconds(1),
         max_backoff: seconds(60),
@@ -108,7 +108,7 @@ fn backoff() -> Option<proto::ExponentialBackoff> {
     })
 }
 
-fn unified(edit: impl FnOnce(&mut Unified)) -> Option<AccrualKind> {
+pub(super) fn unified(edit: impl FnOnce(&mut Unified)) -> Option<AccrualKind> {
     let mut unified = Unified {
         success_rate_threshold: 0.8,
         decay: None,
@@ -120,7 +120,7 @@ fn unified(edit: impl FnOnce(&mut Unified)) -> Option<AccrualKind> {
     Some(AccrualKind::Unified(unified))
 }
 
-fn retry_of(edit: impl FnOnce(&mut proto::http_route::Retry)) -> Option<proto::http_route::Retry> {
+pub(super) fn retry_of(edit: impl FnOnce(&mut proto::http_route::Retry)) -> Option<proto::http_route::Retry> {
     let status_ranges = vec![StatusRange { start: 500, end: 599 }];
     let mut retry = proto::http_route::Retry {
         max_retries: 2,
@@ -133,14 +133,14 @@ fn retry_of(edit: impl FnOnce(&mut proto::http_route::Retry)) -> Option<proto::h
     Some(retry)
 }
 
-fn policy_of(kind: Option<Kind>) -> proto::OutboundPolicy {
+pub(super) fn policy_of(kind: Option<Kind>) -> proto::OutboundPolicy {
     proto::OutboundPolicy {
         protocol: Some(proto::ProxyProtocol { kind }),
         metadata: metadata("web"),
     }
 }
 
-fn with_accrual(kind: Option<AccrualKind>) -> proto::OutboundPolicy {
+pub(super) fn with_accrual(kind: Option<AccrualKind>) -> proto::OutboundPolicy {
     let failure_accrual = Some(proto::FailureAccrual { kind, ejection: None });
     policy_of(Some(Kind::Http1(Http1 {
         routes: Vec::new(),
@@ -148,7 +148,7 @@ fn with_accrual(kind: Option<AccrualKind>) -> proto::OutboundPolicy {
     })))
 }
 
-fn with_rule(edit: impl FnOnce(&mut proto::http_route::Rule)) -> proto::OutboundPolicy {
+pub(super) fn with_rule(edit: impl FnOnce(&mut proto::http_route::Rule)) -> proto::OutboundPolicy {
     let mut rule = rule();
     edit(&mut rule);
     let route = proto::HttpRoute {
@@ -168,7 +168,7 @@ fn with_backend(edit: impl FnOnce(&mut proto::Backend)) -> proto::OutboundPolicy
     with_rule(|rule| rule.backends = first(vec![to(backend)]))
 }
 
-fn with_filter(kind: Option<proto::http_route::filter::Kind>) -> proto::OutboundPolicy {
+pub(super) fn with_filter(kind: Option<proto::http_route::filter::Kind>) -> proto::OutboundPolicy {
     with_rule(|rule| rule.filters = vec![proto::http_route::Filter { kind }])
 }
 

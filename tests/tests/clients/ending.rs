@@ -1,0 +1,107 @@
+//! A sidecar that is sent SIGTERM, under load.
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tokio::time::Instant;
+use tulle_core::netns::Namespace;
+
+use crate::scene::{HTTP, Scene, scene, service};
+
+#[test]
+fn a_sidecar_that_is_told_to_end_goes_on_while_its_application_does_and_fails_nothing_in_flight() {
+    for name in ["server", "client"] {
+        let Some(scene) = scene(&[]) else { return };
+        end(&scene, name);
+    }
+}
+
+fn end(scene: &Scene, name: &'static str) {
+    let sidecar = Pid::from_raw(scene.process(&format!("sidecar-{name}")).id().cast_signed());
+    let (stop, n_ok) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+    let load: Vec<_> = (0..4)
+        .map(|_| {
+            let (stop, n_ok) = (stop.clone(), n_ok.clone());
+            in_client(scene, move || {
+                while !stop.load(Ordering::Relaxed) {
+                    let answer = ask("/");
+                    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+                    n_ok.fetch_add(1, Ordering::Relaxed);
+                }
+            })
+        })
+        .collect();
+    until("requests are answered", || n_ok.load(Ordering::Relaxed) > 20);
+
+    // Its application still listens, so that others may not know yet that it ends: it takes whatever comes.
+    kill(sidecar, Signal::SIGTERM).unwrap();
+    let before = n_ok.load(Ordering::Relaxed);
+    until("requests go on", || n_ok.load(Ordering::Relaxed) > before + 50);
+    stop.store(true, Ordering::Relaxed);
+    load.into_iter().for_each(joined);
+
+    // Told once more: nothing new, and all that is in flight to its end.
+    let in_flight: Vec<_> = (0..8)
+        .map(|_| {
+            in_client(scene, || {
+                let answer = ask("/delay/2000");
+                assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+            })
+        })
+        .collect();
+    let total = n_ok.load(Ordering::Relaxed) as u64 + 8;
+    scene.at_least(
+        "request_total",
+        &["direction=\"inbound\"", "target_port=\"8080\""],
+        total,
+    );
+    kill(sidecar, Signal::SIGTERM).unwrap();
+    in_flight.into_iter().for_each(joined);
+    until(&format!("the sidecar of the {name} has ended"), || {
+        let stat = std::fs::read_to_string(format!("/proc/{sidecar}/stat")).unwrap_or_default();
+        // Nobody has asked for its status yet.
+        stat.is_empty() || stat.contains(") Z ")
+    });
+}
+
+/// Runs something at the client's host.
+fn in_client(scene: &Scene, run: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
+    let host: Arc<Namespace> = scene.client.clone();
+    thread::spawn(move || host.run(run).unwrap())
+}
+
+fn joined(thread: JoinHandle<()>) {
+    if let Err(panic) = thread.join() {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+/// One request over a connection of its own; the whole answer.
+fn ask(path: &str) -> String {
+    let to: SocketAddr = service(HTTP);
+    let asking = || -> std::io::Result<String> {
+        let mut stream = TcpStream::connect(to)?;
+        stream.set_read_timeout(Some(LIMIT))?;
+        write!(stream, "GET {path} HTTP/1.1\r\nhost: mesh\r\nconnection: close\r\n\r\n")?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok(answer)
+    };
+    asking().unwrap_or_else(|error| error.to_string())
+}
+
+fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + LIMIT;
+    while !condition() {
+        assert!(Instant::now() < deadline, "not true in time: {what}");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+const LIMIT: Duration = Duration::from_secs(20);

@@ -1,0 +1,95 @@
+//! The page on compatibility names tests that there are.
+
+use std::fs;
+
+use super::root;
+
+/// Tests of a row that the sections on the proxy name and that do not exist, and rows that claim something and name none.
+fn wrong_rows(page: &str, source_of: impl Fn(&str) -> Option<String>) -> Vec<String> {
+    let mut wrong = Vec::new();
+    let mut is_checked = false;
+    for line in page.lines() {
+        if let Some(title) = line.strip_prefix("## ") {
+            is_checked = title.starts_with("Proxy: ");
+        }
+        let cells: Vec<&str> = line.split(" | ").collect();
+        let (true, [row, verdict, tests]) = (is_checked, &cells[..]) else {
+            continue;
+        };
+        let (row, tests) = (row.trim_start_matches("| "), tests.trim_end_matches('|').trim());
+        if matches!(tests, "Test" | "") {
+            if verdict.starts_with("improved") {
+                wrong.push(format!("{row}: neither a test, nor that there is none"));
+            }
+            continue;
+        }
+        let mut source = None;
+        for word in tests.split([' ', ',', ';']) {
+            if let Some(file) = word.strip_prefix('`').and_then(|word| word.strip_suffix('`')) {
+                if file.ends_with(".rs") {
+                    source = source_of(file);
+                    if source.is_none() {
+                        wrong.push(format!("{row}: there is no {file}"));
+                    }
+                }
+                continue;
+            }
+            let name = word.trim_end_matches('…');
+            let is_name = name.contains('_')
+                && name
+                    .chars()
+                    .all(|c| c.is_ascii_lowercase() || "_0123456789".contains(c));
+            if !is_name {
+                continue;
+            }
+            let is_whole = !word.ends_with('…');
+            let is_there = source.as_ref().is_some_and(|source| {
+                source.lines().any(|line| {
+                    let rest = line.split_once("fn ").and_then(|(_, rest)| rest.strip_prefix(name));
+                    rest.is_some_and(|rest| !is_whole || rest.starts_with('('))
+                })
+            });
+            if !is_there {
+                wrong.push(format!("{row}: there is no test {word}"));
+            }
+        }
+    }
+    wrong
+}
+
+#[test]
+fn the_page_on_compatibility_names_tests_that_there_are() {
+    let page = fs::read_to_string(root().join("docs/compatibility.md")).expect("the page is there");
+    let source_of = |file: &str| {
+        let places = [root().join("tests/tests").join(file), root().join(file)];
+        places.iter().find_map(|path| fs::read_to_string(path).ok())
+    };
+    let wrong = wrong_rows(&page, source_of);
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn a_test_that_does_not_exist_is_found() {
+    let source_of = |file: &str| (file == "mesh/a.rs").then(|| "#[test]\nfn one_and_two() {".to_owned());
+    let page = "\
+## Other
+| x | kept | `mesh/b.rs` nothing_here |
+## Proxy: a
+| Row | | Test |
+| x | kept | `mesh/a.rs` one_and…, one_and_two |
+| y | kept | `mesh/a.rs` one_and, two_and… |
+| z | kept | `mesh/b.rs` one_and_two |
+| no | improved: a bit | |
+| well | not yet | |
+";
+    assert_eq!(
+        wrong_rows(page, source_of),
+        [
+            "y: there is no test one_and",
+            "y: there is no test two_and…",
+            "z: there is no mesh/b.rs",
+            "z: there is no test one_and_two",
+            "no: neither a test, nor that there is none",
+        ]
+    );
+}

@@ -1,0 +1,178 @@
+//! ServiceProfiles: traffic split by weight, and retries within a budget, counted at the servers.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use http::Response;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tulle_tests::apps::{self, App};
+use tulle_tests::client::{Http1, full, request};
+use tulle_tests::eventually::eventually;
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, mesh};
+
+/// A server that counts, and whose status can be changed.
+struct Server {
+    asked: Arc<AtomicUsize>,
+    connected: Arc<AtomicUsize>,
+    _apps: [App; 2],
+}
+
+impl Server {
+    async fn start(mesh: &Mesh, workload: &str, status: &Arc<AtomicU16>) -> Self {
+        let (asked, connected) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let (requests, status) = (asked.clone(), status.clone());
+        let http = apps::http(mesh.listen(workload, HTTP).await, move |_| {
+            requests.fetch_add(1, Ordering::Relaxed);
+            let status = status.load(Ordering::Relaxed);
+            async move { Response::builder().status(status).body(full("")).unwrap() }
+        });
+        let connections = connected.clone();
+        let tcp = apps::raw(mesh.listen(workload, OPAQUE).await, move |_| {
+            connections.fetch_add(1, Ordering::Relaxed);
+            std::future::ready(())
+        });
+        Self {
+            asked,
+            connected,
+            _apps: [http, tcp],
+        }
+    }
+
+    fn asked(&self) -> usize {
+        self.asked.load(Ordering::Relaxed)
+    }
+}
+
+/// A profile of `web` with all that its spec may have.
+fn profile(spec: &str) -> String {
+    format!(
+        "\
+apiVersion: linkerd.io/v1alpha2
+kind: ServiceProfile
+metadata: {{name: web.shop.svc.cluster.local, namespace: shop}}
+spec:
+{spec}
+"
+    )
+}
+
+fn overrides(port: u16) -> String {
+    format!(
+        "  dstOverrides:
+  - {{authority: 'web.shop.svc.cluster.local:{port}', weight: 70}}
+  - {{authority: 'canary.shop.svc.cluster.local:{port}', weight: 30}}
+  - {{authority: 'nobody.shop.svc.cluster.local:{port}', weight: 0}}
+"
+    )
+}
+
+/// `client`, and three services of which `web` has a profile.
+fn split(spec: &str, test: impl AsyncFnOnce(&Mesh, [Server; 3], Arc<AtomicU16>) + Send) {
+    let mesh = mesh().workload("client").workload("web").workload("canary");
+    let mesh = mesh.workload("nobody").manifest("profile", &profile(spec));
+    mesh.run(async |mesh: &Mesh| {
+        let status = Arc::new(AtomicU16::new(200));
+        let servers = [
+            Server::start(mesh, "web", &status).await,
+            Server::start(mesh, "canary", &status).await,
+            Server::start(mesh, "nobody", &status).await,
+        ];
+        test(mesh, servers, status).await;
+    });
+}
+
+async fn client(mesh: &Mesh) -> Http1 {
+    Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await
+}
+
+#[test]
+fn attempts_are_split_by_weight() {
+    split(&overrides(HTTP), async |mesh: &Mesh, servers: [Server; 3], _| {
+        let mut client = client(mesh).await;
+        for _ in 0..1000 {
+            assert_eq!(client.ask(request("/")).await.unwrap().status, 200);
+        }
+        let [web, canary, nobody] = servers.map(|server| server.asked());
+        assert_eq!((web + canary, nobody), (1000, 0));
+        // Five standard deviations.
+        assert!((227..=373).contains(&canary), "{canary} of 1000");
+    });
+}
+
+#[test]
+fn connections_are_split_by_weight() {
+    split(&overrides(OPAQUE), async |mesh: &Mesh, servers: [Server; 3], _| {
+        for _ in 0..200 {
+            let mut stream = mesh.dial("client", mesh.service("web", OPAQUE)).await;
+            stream.write_all(b"hello").await.unwrap();
+            // A reset is an end as well.
+            let _ = stream.read(&mut [0]).await;
+        }
+        let [web, canary, nobody] = servers.map(|server| server.connected.load(Ordering::Relaxed));
+        assert_eq!((web + canary, nobody), (200, 0));
+        assert!((28..=92).contains(&canary), "{canary} of 200");
+    });
+}
+
+#[test]
+fn retries_of_a_profile_are_split_too_and_end_with_its_budget() {
+    let retrying = "  retryBudget: {retryRatio: 0.2, minRetriesPerSecond: 1, ttl: 60s}
+  routes:
+  - name: all
+    condition: {pathRegex: '/.*'}
+    isRetryable: true
+";
+    let spec = overrides(HTTP) + retrying;
+    split(
+        &spec,
+        async |mesh: &Mesh, servers: [Server; 3], status: Arc<AtomicU16>| {
+            let mut client = client(mesh).await;
+            // Requests that succeed pay for retries as well.
+            for _ in 0..100 {
+                assert_eq!(client.ask(request("/")).await.unwrap().status, 200);
+            }
+            status.store(503, Ordering::Relaxed);
+            for _ in 0..400 {
+                let answer = client.ask(request("/")).await.unwrap();
+                assert_eq!(
+                    (answer.status.as_u16(), answer.cause()),
+                    (503, ""),
+                    "the servers say so"
+                );
+            }
+            let [web, canary, nobody] = servers.map(|server| server.asked());
+            // A fifth of five hundred, and one a second for a minute that are free.
+            let n_attempts = 500 + 100 + 60;
+            assert_eq!((web + canary, nobody), (n_attempts, 0), "web {web}, canary {canary}");
+            // Five standard deviations around three tenths.
+            assert!((139..=257).contains(&canary), "{canary} of {n_attempts}");
+            let count = async |name: &str| mesh.metric("client", name, &["rt_route=\"all\""]).await;
+            assert_eq!(count("route_request_total").await, 500.);
+            assert_eq!(count("route_actual_request_total").await, n_attempts as f64);
+            assert!(count("route_retryable_total").await >= 1.);
+        },
+    );
+}
+
+#[test]
+fn a_profile_s_timeout_is_told_and_closes_the_connection() {
+    let spec = "  routes:
+  - {name: slow, condition: {pathRegex: '/slow'}, timeout: 200ms}
+";
+    let mesh = mesh().workload("client").workload("web");
+    mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
+        let _app = apps::http(mesh.listen("web", HTTP).await, |req| async move {
+            if req.uri().path() == "/slow" {
+                tokio::time::sleep(Duration::from_secs(20)).await;
+            }
+            Response::new(full("ok"))
+        });
+        let mut client = client(mesh).await;
+        assert_eq!(client.ask(request("/")).await.unwrap().text(), "ok");
+        let answer = client.ask(request("/slow")).await.unwrap();
+        let told = (answer.status.as_u16(), answer.cause(), answer.header("connection"));
+        assert_eq!(told, (504, "deadline", "close"));
+        eventually("the connection is closed", async || (!client.is_open()).then_some(())).await;
+    });
+}

@@ -1,0 +1,570 @@
+//! What proxies make of policies that no manifest leads to: of every protocol, of every refusal, good and bad.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::{Request, Response, Version};
+use rustls::{ClientConfig, ClientConnection, RootCertStore};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tonic::Code;
+use tulle_proto::destination::{
+    AuthorityOverride, ProtocolHint, TlsIdentity, WeightedAddr, protocol_hint, tls_identity,
+};
+use tulle_proto::grpc_route::GrpcFailureInjector;
+use tulle_proto::http_route::HttpFailureInjector;
+use tulle_proto::inbound::{self, Authn, Authz, Network, Server, authn};
+use tulle_proto::meta::{Metadata, Resource, metadata};
+use tulle_proto::net::{IpAddress, IpNetwork, ip_address};
+use tulle_proto::outbound::proxy_protocol::{Detect, Grpc, Http1, Http2, Kind, Opaque, Tls};
+use tulle_proto::outbound::{
+    Backend, GrpcRoute, HttpRoute, OpaqueRoute, OutboundPolicy, ProxyProtocol, Queue, TlsRoute, backend, grpc_route,
+    http_route, opaque_route, tls_route,
+};
+use tulle_proto::tls_route::{SniMatch, sni_match};
+use tulle_tests::apps::{self, App};
+use tulle_tests::client::{Answer, AnyBody, Http1 as Client1, Http2 as Client2, full, read_until, request, request2};
+use tulle_tests::eventually::eventually;
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, identity, mesh};
+use tulle_tests::policies::{self, Policies};
+
+/// What the application dials; nobody is there.
+const DIALLED: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::new(10, 66, 7, 7)), HTTP);
+
+fn metadata(name: &str) -> Option<Metadata> {
+    let resource = Resource {
+        group: "core".into(),
+        kind: "Service".into(),
+        name: name.into(),
+        namespace: "shop".into(),
+        ..Resource::default()
+    };
+    Some(Metadata {
+        kind: Some(metadata::Kind::Resource(resource)),
+    })
+}
+
+fn seconds(seconds: i64) -> Option<prost_types::Duration> {
+    Some(prost_types::Duration { seconds, nanos: 0 })
+}
+
+fn endpoint(addr: SocketAddr) -> WeightedAddr {
+    WeightedAddr {
+        addr: Some(addr.into()),
+        weight: 1,
+        ..WeightedAddr::default()
+    }
+}
+
+fn forward(to: WeightedAddr) -> Backend {
+    Backend {
+        metadata: metadata("backend"),
+        queue: Some(Queue {
+            capacity: 10,
+            failfast_timeout: seconds(1),
+        }),
+        kind: Some(backend::Kind::Forward(to)),
+    }
+}
+
+/// A rule that sends all requests to a backend.
+fn rule(backend: Backend) -> http_route::Rule {
+    let to = http_route::RouteBackend {
+        backend: Some(backend),
+        ..Default::default()
+    };
+    let kind =
+        http_route::distribution::Kind::FirstAvailable(http_route::distribution::FirstAvailable { backends: vec![to] });
+    distributed(kind)
+}
+
+fn distributed(kind: http_route::distribution::Kind) -> http_route::Rule {
+    http_route::Rule {
+        backends: Some(http_route::Distribution { kind: Some(kind) }),
+        ..Default::default()
+    }
+}
+
+fn routes(rule: http_route::Rule) -> Vec<HttpRoute> {
+    vec![HttpRoute {
+        metadata: metadata("route"),
+        rules: vec![rule],
+        ..HttpRoute::default()
+    }]
+}
+
+fn opaque(backend: Backend) -> Opaque {
+    let to = opaque_route::RouteBackend {
+        backend: Some(backend),
+        ..Default::default()
+    };
+    let kind = opaque_route::distribution::Kind::FirstAvailable(opaque_route::distribution::FirstAvailable {
+        backends: vec![to],
+    });
+    let rule = opaque_route::Rule {
+        backends: Some(opaque_route::Distribution { kind: Some(kind) }),
+        ..Default::default()
+    };
+    Opaque {
+        routes: vec![OpaqueRoute {
+            metadata: metadata("route"),
+            rules: vec![rule],
+        }],
+    }
+}
+
+fn policy(kind: Kind) -> OutboundPolicy {
+    OutboundPolicy {
+        metadata: metadata("web"),
+        protocol: Some(ProxyProtocol { kind: Some(kind) }),
+    }
+}
+
+fn http1(rule: http_route::Rule) -> OutboundPolicy {
+    policy(Kind::Http1(Http1 {
+        routes: routes(rule),
+        failure_accrual: None,
+    }))
+}
+
+/// `client`, whose policies come from the test, and `legacy` without a sidecar.
+fn told(test: impl AsyncFnOnce(&Mesh, &Policies) + Send) {
+    let mesh = mesh()
+        .workload("client")
+        .its_env("POLICY_SVC_ADDR", policies::ADDR)
+        .unmeshed("legacy");
+    mesh.run(async |mesh: &Mesh| {
+        let policies = Policies::serve().await;
+        // Not asked again.
+        policies.say_of_ports(Err(Code::InvalidArgument));
+        test(mesh, &policies).await;
+    });
+}
+
+/// Asks until the answer is as expected, because a policy is not known the moment it is said.
+async fn becomes(mesh: &Mesh, what: &str, expected: (u16, &str)) -> Answer {
+    eventually(what, async || {
+        let answer = mesh.get("client", DIALLED, "/").await;
+        ((answer.status.as_u16(), answer.cause()) == expected).then_some(answer)
+    })
+    .await
+}
+
+#[test]
+fn what_a_policy_says_of_requests_is_done() {
+    told(async |mesh: &Mesh, policies: &Policies| {
+        apps::echo(mesh, "legacy").await;
+        let legacy = || forward(endpoint((mesh.ip("legacy"), HTTP).into()));
+        let weighted = |weights: &[u32]| {
+            let backends = weights.iter().map(|weight| http_route::WeightedRouteBackend {
+                backend: Some(http_route::RouteBackend {
+                    backend: Some(legacy()),
+                    ..Default::default()
+                }),
+                weight: *weight,
+            });
+            distributed(http_route::distribution::Kind::RandomAvailable(
+                http_route::distribution::RandomAvailable {
+                    backends: backends.collect(),
+                },
+            ))
+        };
+        let failing = || http_route::Rule {
+            filters: vec![http_route::Filter {
+                kind: Some(http_route::filter::Kind::FailureInjector(HttpFailureInjector {
+                    status: 507,
+                    message: "nothing is left".into(),
+                    ratio: None,
+                })),
+            }],
+            ..rule(legacy())
+        };
+        let unknown = Backend { kind: None, ..legacy() };
+        let queueless = Backend {
+            queue: None,
+            ..legacy()
+        };
+        let empty = distributed(http_route::distribution::Kind::Empty(Default::default()));
+        let good = ("a good one", http1(rule(legacy())), (200, ""));
+        for (what, policy, expected) in [
+            good.clone(),
+            ("a backend of no kind", http1(rule(unknown)), (502, "no-backend")),
+            good.clone(),
+            ("no backends", http1(empty), (503, "no-backend")),
+            good.clone(),
+            ("weights of nothing", http1(weighted(&[0, 0])), (503, "no-backend")),
+            ("a backend that gets nothing", http1(weighted(&[0, 1])), (200, "")),
+            ("no routes", policy(Kind::Http1(Http1::default())), (404, "no-route")),
+            good.clone(),
+            ("an injected failure", http1(failing()), (507, "injected")),
+            ("nonsense", http1(rule(queueless)), (500, "invalid-policy")),
+            good,
+        ] {
+            policies.say_of_destinations(Ok(policy));
+            let answer = becomes(mesh, what, expected).await;
+            if what == "an injected failure" {
+                assert_eq!(answer.header("l5d-proxy-error"), "nothing is left");
+            }
+        }
+    });
+}
+
+#[test]
+fn what_a_policy_says_of_calls_is_done() {
+    told(async |mesh: &Mesh, policies: &Policies| {
+        let failing = grpc_route::Rule {
+            filters: vec![grpc_route::Filter {
+                kind: Some(grpc_route::filter::Kind::FailureInjector(GrpcFailureInjector {
+                    code: 8,
+                    message: "too much".into(),
+                    ratio: None,
+                })),
+            }],
+            backends: Some(grpc_route::Distribution {
+                kind: Some(grpc_route::distribution::Kind::Empty(Default::default())),
+            }),
+            ..Default::default()
+        };
+        let route = GrpcRoute {
+            metadata: metadata("route"),
+            rules: vec![failing],
+            ..GrpcRoute::default()
+        };
+        policies.say_of_destinations(Ok(policy(Kind::Grpc(Grpc {
+            routes: vec![route],
+            failure_accrual: None,
+        }))));
+        let mut client = Client2::over(mesh.dial("client", DIALLED).await).await;
+        let answer = client.ask(call()).await.unwrap();
+        let told = (answer.header("grpc-status"), answer.header("grpc-message"));
+        assert_eq!((answer.status.as_u16(), told), (200, ("8", "too much")));
+    });
+}
+
+fn call() -> Request<AnyBody> {
+    let call = Request::post("http://web.test/shop.Web/Buy").version(Version::HTTP_2);
+    call.header("content-type", "application/grpc")
+        .header("te", "trailers")
+        .body(full(&b"\0\0\0\0\0"[..]))
+        .unwrap()
+}
+
+/// An application that answers a head with what it has got.
+async fn mirror(listener: TcpListener) -> App {
+    apps::raw(listener, |mut stream| async move {
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            match stream.read_u8().await {
+                Ok(byte) => head.push(byte),
+                Err(_) => return, // it only wanted to be known
+            }
+        }
+        let _ = stream.write_all(&head).await;
+    })
+}
+
+/// A request in which a proxy of HTTP would change something.
+const HEAD: &str = "GET / HTTP/1.1\r\nhost: web.test\r\nconnection: x-hop\r\nx-hop: 1\r\n\r\n";
+
+/// All that comes back for `HEAD`.
+async fn reflected(mut stream: TcpStream) -> String {
+    stream.write_all(HEAD.as_bytes()).await.unwrap();
+    let mut back = Vec::new();
+    // A reset is an end as well.
+    let _ = stream.read_to_end(&mut back).await;
+    String::from_utf8_lossy(&back).into_owned()
+}
+
+#[test]
+fn what_a_policy_says_is_spoken_is_not_looked_for() {
+    told(async |mesh: &Mesh, policies: &Policies| {
+        let _app = mirror(mesh.listen("legacy", OPAQUE).await).await;
+        let _http = apps::http(TcpListener::bind((STRANGER, HTTP)).await.unwrap(), |req| async move {
+            Response::new(full(format!("{:?}", req.version())))
+        });
+        let (bytes, http) = (
+            || forward(endpoint((mesh.ip("legacy"), OPAQUE).into())),
+            || forward(endpoint((STRANGER, HTTP).into())),
+        );
+        // Each of a destination of its own, so that nothing has to become known.
+        let at = |n: u8| SocketAddr::from(([10, 66, 7, n], HTTP));
+
+        policies.say_of_destinations(Ok(policy(Kind::Opaque(opaque(bytes())))));
+        assert_eq!(reflected(mesh.dial("client", at(1)).await).await, HEAD);
+
+        policies.say_of_destinations(Ok(http1(rule(http()))));
+        assert_eq!(mesh.get("client", at(2), "/").await.text(), "HTTP/1.1");
+        let mut stream = mesh.dial("client", at(2)).await;
+        stream.write_all(b"HELO mail.test\r\n\r\n").await.unwrap();
+        let refused = read_until(&mut stream, "\r\n\r\n").await;
+        assert!(refused.starts_with("HTTP/1.1 400 "), "{refused}");
+
+        let http2 = policy(Kind::Http2(Http2 {
+            routes: routes(rule(http())),
+            failure_accrual: None,
+        }));
+        policies.say_of_destinations(Ok(http2));
+        let mut client = Client2::over(mesh.dial("client", at(3)).await).await;
+        assert_eq!(client.ask(request2("/")).await.unwrap().text(), "HTTP/2.0");
+        let refused = reflected(mesh.dial("client", at(3)).await).await;
+        assert!(!refused.contains("HTTP/1.1"), "{refused}");
+
+        let detect = policy(Kind::Detect(Detect {
+            timeout: seconds(10),
+            opaque: Some(opaque(bytes())),
+            http1: Some(Http1 {
+                routes: routes(rule(http())),
+                failure_accrual: None,
+            }),
+            http2: Some(Http2 {
+                routes: routes(rule(http())),
+                failure_accrual: None,
+            }),
+        }));
+        policies.say_of_destinations(Ok(detect));
+        assert_eq!(mesh.get("client", at(4), "/").await.text(), "HTTP/1.1");
+        let mut client = Client2::over(mesh.dial("client", at(4)).await).await;
+        assert_eq!(client.ask(request2("/")).await.unwrap().text(), "HTTP/2.0");
+        let mut stream = mesh.dial("client", at(4)).await;
+        stream.write_all(b"HELO mail.test\r\n\r\n").await.unwrap();
+        assert_eq!(read_until(&mut stream, "\r\n\r\n").await, "HELO mail.test\r\n\r\n");
+    });
+}
+
+#[test]
+fn what_the_policy_service_refuses_has_its_effect() {
+    told(async |mesh: &Mesh, policies: &Policies| {
+        for (n, code, expected) in [
+            (1, Code::NotFound, (200, "")),
+            (2, Code::Unimplemented, (200, "")),
+            (3, Code::InvalidArgument, (500, "invalid-policy")),
+            (4, Code::FailedPrecondition, (500, "invalid-policy")),
+        ] {
+            let addr = SocketAddr::from(([10, 66, 7, n], HTTP));
+            let _app = apps::http(TcpListener::bind(addr).await.unwrap(), |_| async {
+                Response::new(full("as dialled"))
+            });
+            policies.say_of_destinations(Err(code));
+            let answer = mesh.get("client", addr, "/").await;
+            assert_eq!((answer.status.as_u16(), answer.cause()), expected, "{code:?}");
+        }
+        // Asked again until it answers, and what it has said then is kept.
+        apps::echo(mesh, "legacy").await;
+        policies.say_of_destinations(Err(Code::Unavailable));
+        let waiting = mesh.get("client", DIALLED, "/");
+        let answering = async {
+            let unavailable = ["grpc_status=\"14\""];
+            eventually("it was asked", async || {
+                (mesh.metric("client", "control_response_total", &unavailable).await >= 1.).then_some(())
+            })
+            .await;
+            let legacy = forward(endpoint((mesh.ip("legacy"), HTTP).into()));
+            policies.say_of_destinations(Ok(http1(rule(legacy))));
+        };
+        let (answer, ()) = tokio::join!(waiting, answering);
+        assert_eq!(answer.text(), "legacy\n");
+        let before = mesh.metric("client", "control_response_total", &[]).await;
+        policies.say_of_destinations(Err(Code::InvalidArgument));
+        eventually("it was asked again", async || {
+            assert_eq!(mesh.get("client", DIALLED, "/").await.text(), "legacy\n");
+            (mesh.metric("client", "control_response_total", &[]).await > before + 1.).then_some(())
+        })
+        .await;
+    });
+}
+
+/// A server that says who it is to whatever it is told.
+async fn says(addr: SocketAddr, who: u8) -> App {
+    apps::raw(TcpListener::bind(addr).await.unwrap(), move |mut stream| async move {
+        stream.readable().await.unwrap();
+        stream.write_all(&[who]).await.unwrap();
+        let _ = stream.read_to_end(&mut Vec::new()).await;
+    })
+}
+
+/// What a client says first that wants to talk to this server.
+fn client_hello(name: &str) -> Bytes {
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let config = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(RootCertStore::empty())
+        .with_no_client_auth();
+    let mut client = ClientConnection::new(Arc::new(config), name.to_owned().try_into().unwrap()).unwrap();
+    let mut hello = Vec::new();
+    client.write_tls(&mut hello).unwrap();
+    hello.into()
+}
+
+#[test]
+fn tls_goes_by_its_server_name() {
+    told(async |mesh: &Mesh, policies: &Policies| {
+        let (one, other) = (([10, 66, 8, 1], 443).into(), ([10, 66, 8, 2], 443).into());
+        let _servers = [says(one, b'1').await, says(other, b'2').await];
+        let route = |snis, to, filters| {
+            let to = tls_route::RouteBackend {
+                backend: Some(forward(endpoint(to))),
+                ..Default::default()
+            };
+            let kind = tls_route::distribution::Kind::FirstAvailable(tls_route::distribution::FirstAvailable {
+                backends: vec![to],
+            });
+            TlsRoute {
+                metadata: metadata("route"),
+                snis: vec![SniMatch { r#match: Some(snis) }],
+                rules: vec![tls_route::Rule {
+                    backends: Some(tls_route::Distribution { kind: Some(kind) }),
+                    filters,
+                }],
+            }
+        };
+        let below = |labels: [&str; 2]| {
+            sni_match::Match::Suffix(sni_match::Suffix {
+                reverse_labels: labels.map(str::to_owned).to_vec(),
+            })
+        };
+        let forbidden = tls_route::Filter {
+            kind: Some(tls_route::filter::Kind::Forbidden(Default::default())),
+        };
+        policies.say_of_destinations(Ok(policy(Kind::Tls(Tls {
+            routes: vec![
+                route(sni_match::Match::Exact("a.test".into()), one, vec![]),
+                route(below(["test", "b"]), other, vec![]),
+                route(sni_match::Match::Exact("c.test".into()), one, vec![forbidden]),
+            ],
+        }))));
+        for (name, expected) in [
+            ("a.test", Some(b'1')),
+            ("A.TEST", Some(b'1')),
+            ("x.b.test", Some(b'2')),
+            ("b.test", None),
+            ("c.test", None),
+            ("d.test", None),
+        ] {
+            let mut stream = mesh.dial("client", DIALLED).await;
+            stream.write_all(&client_hello(name)).await.unwrap();
+            assert_eq!(stream.read_u8().await.ok(), expected, "{name}");
+        }
+        let mut stream = mesh.dial("client", DIALLED).await;
+        stream.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
+        assert_eq!(stream.read_u8().await.ok(), None, "what is no TLS");
+    });
+}
+
+#[test]
+fn an_endpoint_with_an_authority_is_asked_by_it() {
+    told(async |mesh: &Mesh, policies: &Policies| {
+        apps::echo(mesh, "legacy").await;
+        let other = WeightedAddr {
+            authority_override: Some(AuthorityOverride {
+                authority_override: "other.test:81".into(),
+            }),
+            ..endpoint((mesh.ip("legacy"), HTTP).into())
+        };
+        policies.say_of_destinations(Ok(http1(rule(forward(other)))));
+        let answer = mesh.get("client", DIALLED, "/headers").await;
+        let seen: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
+        assert_eq!(seen["host"], serde_json::json!(["other.test:81"]));
+    });
+}
+
+#[test]
+fn a_header_that_leads_back_to_its_proxy_is_refused() {
+    let mesh = mesh()
+        .workload("client")
+        .its_env("POLICY_SVC_ADDR", policies::ADDR)
+        .workload("web");
+    mesh.run(async |mesh: &Mesh| {
+        let policies = Policies::serve().await;
+        let name = tls_identity::DnsLikeIdentity { name: identity("web") };
+        let back = WeightedAddr {
+            tls_identity: Some(TlsIdentity {
+                strategy: Some(tls_identity::Strategy::DnsLikeIdentity(name.clone())),
+                server_name: Some(name),
+            }),
+            protocol_hint: Some(ProtocolHint {
+                protocol: Some(protocol_hint::Protocol::H2(Default::default())),
+                opaque_transport: Some(protocol_hint::OpaqueTransport { inbound_port: 4143 }),
+            }),
+            ..endpoint((mesh.ip("web"), 4143).into())
+        };
+        policies.say_of_destinations(Ok(http1(rule(forward(back)))));
+        let answer = mesh.get("client", DIALLED, "/").await;
+        assert_eq!((answer.status.as_u16(), answer.cause()), (502, "loop"));
+    });
+}
+
+/// Everybody may speak this.
+fn server(kind: inbound::proxy_protocol::Kind) -> Server {
+    let everywhere = IpNetwork {
+        ip: Some(IpAddress {
+            ip: Some(ip_address::Ip::Ipv4(0)),
+        }),
+        prefix_len: 0,
+    };
+    let authz = Authz {
+        networks: vec![Network {
+            net: Some(everywhere),
+            except: Vec::new(),
+        }],
+        authentication: Some(Authn {
+            permit: Some(authn::Permit::Unauthenticated(authn::PermitUnauthenticated {})),
+        }),
+        labels: [("name".to_owned(), "everybody".to_owned())].into(),
+        metadata: None,
+    };
+    Server {
+        protocol: Some(inbound::ProxyProtocol { kind: Some(kind) }),
+        server_ips: Vec::new(),
+        authorizations: vec![authz],
+        labels: [("name".to_owned(), "web".to_owned())].into(),
+    }
+}
+
+#[test]
+fn ports_speak_what_their_policy_says() {
+    use inbound::proxy_protocol::{Grpc, Http1, Http2, Kind, Opaque};
+    let mesh = mesh().workload("web").its_env("POLICY_SVC_ADDR", policies::ADDR);
+    mesh.run(async |mesh: &Mesh| {
+        let policies = Policies::serve().await;
+        let _app = mirror(mesh.listen("web", OPAQUE).await).await;
+        let _http = apps::http(mesh.listen("web", 8888).await, |req| async move {
+            Response::new(full(format!("{:?}", req.version())))
+        });
+        let speak = async |what: &str, kind: Kind| {
+            let mut said = server(kind);
+            said.labels.insert("name".into(), what.into());
+            policies.say_of_ports(Ok(said));
+            let name = format!("srv_name=\"{what}\"");
+            eventually("the policy is known", async || {
+                drop(mesh.arrive(STRANGER, "web", OPAQUE).await);
+                drop(mesh.arrive(STRANGER, "web", 8888).await);
+                let ports = ["srv_port=\"3306\"", "srv_port=\"8888\""];
+                for port in ports {
+                    if mesh.metric("web", "tcp_open_total", &[&name, port]).await < 1. {
+                        return None;
+                    }
+                }
+                Some(())
+            })
+            .await;
+        };
+        speak("bytes", Kind::Opaque(Opaque {})).await;
+        assert_eq!(reflected(mesh.arrive(STRANGER, "web", OPAQUE).await).await, HEAD);
+
+        speak("http1", Kind::Http1(Http1::default())).await;
+        let mut client = Client1::over(mesh.arrive(STRANGER, "web", 8888).await).await;
+        assert_eq!(client.ask(request("/")).await.unwrap().text(), "HTTP/1.1");
+
+        speak("http2", Kind::Http2(Http2::default())).await;
+        let mut client = Client2::over(mesh.arrive(STRANGER, "web", 8888).await).await;
+        assert_eq!(client.ask(request2("/")).await.unwrap().text(), "HTTP/2.0");
+        let refused = reflected(mesh.arrive(STRANGER, "web", 8888).await).await;
+        assert!(!refused.contains("HTTP/1.1"), "{refused}");
+
+        speak("grpc", Kind::Grpc(Grpc::default())).await;
+        let mut client = Client2::over(mesh.arrive(STRANGER, "web", 8888).await).await;
+        assert_eq!(client.ask(call()).await.unwrap().text(), "HTTP/2.0");
+    });
+}
