@@ -239,8 +239,9 @@ async fn names(addr: SocketAddr, harm: &Harm) {
                     .write_all(Bytes::from(together.collect::<String>()).as_ref())
                     .await?;
                 answer.clear();
-                let is_answer = |bytes: &&[u8]| *bytes == b"HTTP/1.1 200";
-                while (answer.windows(12).filter(is_answer).count() as u64) < TOGETHER {
+                // Whatever it is: a server's sidecar refuses who has no identity.
+                let is_answer = |bytes: &&[u8]| *bytes == b"HTTP/1.1 ";
+                while (answer.windows(9).filter(is_answer).count() as u64) < TOGETHER {
                     ensure!(stream.read_buf(&mut answer).await? > 0, "closed");
                 }
                 harm.names.fetch_add(TOGETHER, Ordering::Relaxed);
@@ -248,7 +249,7 @@ async fn names(addr: SocketAddr, harm: &Harm) {
             }
             Ok(())
         };
-        let _ = timeout(ROUND, asking).await; // it begins again
+        let _ = timeout(LOUD, asking).await; // it begins again
     }
 }
 
