@@ -132,14 +132,22 @@ impl HttpConnection {
                 req.headers_mut().remove(names::L5D_CLIENT_ID);
             }
         }
-        let handles = self.authorize(req)?;
-        handles.route.request();
-        let upload = Upload::of(req, started, &handles.route.request_frames);
-        let mut passage = Passage::new(handles, upload);
         let tapped = match self.inbound.taps.is_watched() {
             true => self.tap(req),
             false => None,
         };
+        let handles = match self.authorize(req) {
+            Ok(handles) => handles,
+            Err(error) => {
+                if let Some(tapped) = tapped {
+                    tapped.failed(&error);
+                }
+                return Err(error);
+            }
+        };
+        handles.route.request();
+        let upload = Upload::of(req, started, &handles.route.request_frames);
+        let mut passage = Passage::new(handles, upload);
         let rsp = match self.send(req, upgrade).await {
             Ok(rsp) => match tapped {
                 Some(tapped) => tapped.response(rsp),

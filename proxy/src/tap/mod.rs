@@ -290,10 +290,24 @@ impl Tapped {
 
     /// Shows that there is no response.
     pub(crate) fn failed(mut self: Box<Self>, error: &Error) {
-        self.ended(reset_code(error).map(eos::End::ResetErrorCode), None);
+        self.broken(error);
     }
 
-    fn ended(&mut self, end: Option<eos::End>, trailers: Option<&HeaderMap>) {
+    /// Shows what a request or its response failed by.
+    fn broken(&mut self, error: &Error) {
+        let direction = match self.common.proxy_direction() {
+            ProxyDirection::Inbound => "inbound",
+            _ => "outbound",
+        };
+        let mut cause = format!("{}; direction={direction}", error.told());
+        let own = || SocketAddr::try_from(self.common.destination.clone()?).ok();
+        if let Some(target) = error.target().or_else(own) {
+            cause = format!("{cause}; target={target}");
+        }
+        self.ended(reset_code(error).map(eos::End::ResetErrorCode), None, cause);
+    }
+
+    fn ended(&mut self, end: Option<eos::End>, trailers: Option<&HeaderMap>, cause: String) {
         if std::mem::replace(&mut self.is_over, true) {
             return;
         }
@@ -305,6 +319,7 @@ impl Tapped {
                 response_bytes: self.n_bytes,
                 eos: Some(Eos { end }),
                 trailers: trailers.filter(|_| show.headers).map(|trailers| headers([], trailers)),
+                cause: cause.clone(),
             })
         });
     }
@@ -325,10 +340,13 @@ impl Tapped {
     }
 }
 
-/// Nobody waits for the end any more.
+/// The client has left.
 impl Drop for Tapped {
     fn drop(&mut self) {
-        self.ended(Some(eos::End::ResetErrorCode(h2::Reason::CANCEL.into())), None);
+        if !self.is_over {
+            let cancelled = Some(eos::End::ResetErrorCode(h2::Reason::CANCEL.into()));
+            self.ended(cancelled, None, Error::Left.cause().to_owned());
+        }
     }
 }
 
@@ -342,16 +360,16 @@ impl Observe for Ending {
 
     fn trailers(&mut self, trailers: &HeaderMap) {
         let grpc = classify::grpc_status(trailers).and_then(|code| u32::try_from(code).ok());
-        self.0.ended(grpc.map(eos::End::GrpcStatusCode), Some(trailers));
+        self.0
+            .ended(grpc.map(eos::End::GrpcStatusCode), Some(trailers), String::new());
     }
 
     fn end(&mut self, result: Result<(), &Error>) {
         let grpc = self.0.grpc.and_then(|code| u32::try_from(code).ok());
-        let end = match result {
-            Ok(()) => grpc.map(eos::End::GrpcStatusCode),
-            Err(error) => reset_code(error).map(eos::End::ResetErrorCode),
-        };
-        self.0.ended(end, None);
+        match result {
+            Ok(()) => self.0.ended(grpc.map(eos::End::GrpcStatusCode), None, String::new()),
+            Err(error) => self.0.broken(error),
+        }
     }
 }
 
