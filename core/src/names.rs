@@ -61,6 +61,24 @@ pub mod port {
     pub const DESTINATION: u16 = 8086;
     /// Where the control plane serves policies.
     pub const POLICY: u16 = 8090;
+    /// Where the control plane serves telemetry.
+    pub const TELEMETRY: u16 = 8089;
+}
+
+/// The telemetry API of the control plane, which Kubernetes serves as one of its own.
+pub mod telemetry {
+    pub const GROUP: &str = "telemetry.tulle.dev";
+    pub const VERSION: &str = "v1alpha1";
+    /// Under which name Kubernetes knows it.
+    pub const API_SERVICE: &str = "v1alpha1.telemetry.tulle.dev";
+    /// Golden metrics of workloads.
+    pub const WORKLOADS: &str = "workloads";
+    /// Who sends to whom.
+    pub const EDGES: &str = "edges";
+    /// Golden metrics of routes.
+    pub const ROUTES: &str = "routes";
+    /// Requests as they pass; to be watched.
+    pub const TAPS: &str = "taps";
 }
 
 /// Annotations of Kubernetes objects and of their copies in a directory.

@@ -1,19 +1,39 @@
-//! What a webhook shows to the API server, swapped as one.
+//! What a port shows to the API server and whom it believes, swapped as one.
 
 use std::sync::Arc;
 
 use arc_swap::ArcSwapOption;
+use parking_lot::Mutex;
 use rustls::ServerConfig;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::NoServerSessionStorage;
+use rustls::server::danger::ClientCertVerifier;
 use rustls::version::TLS13;
 
 use super::certificate::Pair;
 use crate::tls;
 
-/// The credentials of one webhook; empty until the first certificate is there.
+/// The credentials of one port; empty until all parts are there.
 #[derive(Default)]
 pub struct Creds {
     current: ArcSwapOption<ServerConfig>,
+    parts: Mutex<Parts>,
+}
+
+#[derive(Default)]
+struct Parts {
+    shown: Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>,
+    clients: Clients,
+}
+
+/// Who may connect.
+#[derive(Default)]
+enum Clients {
+    /// Whoever does: the API server sends webhooks no certificate.
+    #[default]
+    Anybody,
+    /// Who has a certificate that this accepts; nobody until it is known.
+    Verified(Option<Arc<dyn ClientCertVerifier>>),
 }
 
 impl Creds {
@@ -21,23 +41,55 @@ impl Creds {
         Self::default()
     }
 
+    /// Credentials of a port that nobody may connect to before [`admit`](Self::admit) has said who.
+    pub fn for_verified_clients() -> Self {
+        let parts = Parts {
+            shown: None,
+            clients: Clients::Verified(None),
+        };
+        Self {
+            current: ArcSwapOption::empty(),
+            parts: Mutex::new(parts),
+        }
+    }
+
+    /// Lets these clients connect and no others, from the next handshake on.
+    ///
+    /// # Errors
+    /// None that is known of; what was there before stays.
+    pub fn admit(&self, clients: Arc<dyn ClientCertVerifier>) -> Result<(), rustls::Error> {
+        self.change(|parts| parts.clients = Clients::Verified(Some(clients)))
+    }
+
     /// Shows this certificate from the next handshake on.
     ///
     /// # Errors
     /// A key that is not the certificate's; what was there before stays.
     pub(super) fn install(&self, pair: &Pair) -> Result<(), rustls::Error> {
-        let mut config = ServerConfig::builder_with_provider(tls::provider())
-            .with_protocol_versions(&[&TLS13])?
-            .with_no_client_auth()
-            .with_single_cert(pair.chain(), pair.key())?;
+        self.change(|parts| parts.shown = Some((pair.chain(), pair.key())))
+    }
+
+    pub(super) fn current(&self) -> Option<Arc<ServerConfig>> {
+        self.current.load_full()
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Parts)) -> Result<(), rustls::Error> {
+        let mut parts = self.parts.lock();
+        change(&mut parts);
+        let Some((chain, key)) = &parts.shown else {
+            return Ok(());
+        };
+        let builder = ServerConfig::builder_with_provider(tls::provider()).with_protocol_versions(&[&TLS13])?;
+        let builder = match &parts.clients {
+            Clients::Anybody => builder.with_no_client_auth(),
+            Clients::Verified(None) => return Ok(()),
+            Clients::Verified(Some(verifier)) => builder.with_client_cert_verifier(verifier.clone()),
+        };
+        let mut config = builder.with_single_cert(chain.clone(), key.clone_key())?;
         // A session would outlive the certificate it was made with.
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});
         self.current.store(Some(Arc::new(config)));
         Ok(())
-    }
-
-    pub(super) fn current(&self) -> Option<Arc<ServerConfig>> {
-        self.current.load_full()
     }
 }

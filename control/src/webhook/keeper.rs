@@ -1,4 +1,5 @@
-//! Keeps a webhook's certificate in a Secret, and the bundle of its webhook configuration in step.
+//! Keeps a webhook's certificate in a Secret, and the bundle of its webhook configuration in step; and those of an
+//! aggregated API, whose APIService takes the place of the configuration.
 //!
 //! All replicas do the same, without a leader: a Secret is written only over the version that was read,
 //! and whoever comes second starts again from what the first wrote.
@@ -8,7 +9,7 @@
 //! their bundles are not ours either.
 //!
 //! Permissions: Secrets in the namespace of the control plane `create`, and by name `list`, `watch`, `update`;
-//! `mutatingwebhookconfigurations` or `validatingwebhookconfigurations` by name `list`, `watch`, `patch`.
+//! `mutatingwebhookconfigurations`, `validatingwebhookconfigurations` or `apiservices` by name `list`, `watch`, `patch`.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -29,7 +30,7 @@ use tokio::time::{Instant, sleep};
 use tracing::{debug, info, warn};
 use tulle_core::backoff::Backoff;
 use tulle_core::drain::Watch;
-use tulle_core::names::label;
+use tulle_core::names::{label, telemetry::API_SERVICE};
 use tulle_core::ready::Latch;
 
 use super::certificate::{self, Pair};
@@ -49,11 +50,12 @@ pub struct Config {
     pub times: Times,
 }
 
-/// Which webhook configuration calls this webhook.
+/// Which webhook configuration calls this webhook, or which APIService this API.
 #[derive(Clone, Copy, Debug)]
 pub enum Configuration {
     Mutating(&'static str),
     Validating(&'static str),
+    ApiService(&'static str),
 }
 
 /// Keeps the certificate of one webhook.
@@ -128,6 +130,17 @@ impl Config {
         )
     }
 
+    /// The certificate of the telemetry API.
+    pub fn telemetry(namespace: String) -> Self {
+        let configuration = Configuration::ApiService(API_SERVICE);
+        Self::new(
+            namespace,
+            "linkerd-telemetry",
+            "linkerd-telemetry-k8s-tls",
+            configuration,
+        )
+    }
+
     fn new(namespace: String, service: &'static str, secret: &'static str, configuration: Configuration) -> Self {
         Self {
             server_name: format!("{service}.{namespace}.svc"),
@@ -143,16 +156,42 @@ impl Config {
 impl Configuration {
     pub(super) fn name(self) -> &'static str {
         match self {
-            Self::Mutating(name) | Self::Validating(name) => name,
+            Self::Mutating(name) | Self::Validating(name) | Self::ApiService(name) => name,
         }
     }
 
     fn kind(self) -> ApiResource {
-        let kind = match self {
-            Self::Mutating(_) => "MutatingWebhookConfiguration",
-            Self::Validating(_) => "ValidatingWebhookConfiguration",
+        let (group, kind) = match self {
+            Self::Mutating(_) => ("admissionregistration.k8s.io", "MutatingWebhookConfiguration"),
+            Self::Validating(_) => ("admissionregistration.k8s.io", "ValidatingWebhookConfiguration"),
+            Self::ApiService(_) => ("apiregistration.k8s.io", "APIService"),
         };
-        ApiResource::from_gvk(&GroupVersionKind::gvk("admissionregistration.k8s.io", "v1", kind))
+        ApiResource::from_gvk(&GroupVersionKind::gvk(group, "v1", kind))
+    }
+
+    /// Whether the API server trusts exactly this bundle.
+    fn has(self, object: &DynamicObject, bundle: &Value) -> bool {
+        match self {
+            Self::ApiService(_) => object.data.pointer("/spec/caBundle") == Some(bundle),
+            Self::Mutating(_) | Self::Validating(_) => {
+                webhooks(object).all(|webhook| webhook.pointer("/clientConfig/caBundle") == Some(bundle))
+            }
+        }
+    }
+
+    /// What makes the API server trust this bundle, and the version makes sure that it is applied to what we saw.
+    fn patch(self, object: &DynamicObject, bundle: &Value) -> Patch<Value> {
+        let metadata = json!({"resourceVersion": object.resource_version()});
+        match self {
+            Self::ApiService(_) => Patch::Merge(json!({"metadata": metadata, "spec": {"caBundle": bundle}})),
+            Self::Mutating(_) | Self::Validating(_) => {
+                // Lists are merged by the names of webhooks.
+                let webhooks: Vec<Value> = webhooks(object)
+                    .map(|webhook| json!({"name": webhook.get("name"), "clientConfig": {"caBundle": bundle}}))
+                    .collect();
+                Patch::Strategic(json!({"metadata": metadata, "webhooks": webhooks}))
+            }
+        }
     }
 }
 
@@ -351,10 +390,8 @@ impl Keeper {
     async fn publish(&mut self, state: &State, configuration: DynamicObject) -> Result<(), Error> {
         let bundle = state.bundle_pem();
         let wanted = json!(ByteString(bundle.clone().into_bytes()));
-        let webhooks = configuration.data.get("webhooks").and_then(Value::as_array);
-        let webhooks = webhooks.map(Vec::as_slice).unwrap_or_default();
-        let is_right = |webhook: &Value| webhook.pointer("/clientConfig/caBundle") == Some(&wanted);
-        if webhooks.iter().all(is_right) {
+        let caller = self.config.configuration;
+        if caller.has(&configuration, &wanted) {
             let since = match self.published.take() {
                 Some((published, since)) if published == bundle => since,
                 _ => Instant::now(),
@@ -363,24 +400,15 @@ impl Keeper {
             return Ok(());
         }
         self.published = None;
-        let name = self.config.configuration.name();
+        let name = caller.name();
         info!(
             webhook = self.config.service,
             configuration = name,
             "writing the bundle"
         );
-        // Lists are merged by the names of webhooks, and the version makes sure that they are those we saw.
-        let webhooks: Vec<Value> = webhooks
-            .iter()
-            .map(|webhook| json!({"name": webhook.get("name"), "clientConfig": {"caBundle": wanted}}))
-            .collect();
-        let patch = json!({
-            "metadata": {"resourceVersion": configuration.resource_version()},
-            "webhooks": webhooks,
-        });
         let patched = self
             .configurations
-            .patch(name, &PatchParams::default(), &Patch::Strategic(patch))
+            .patch(name, &PatchParams::default(), &caller.patch(&configuration, &wanted))
             .await
             .map_err(|source| Error::Bundle {
                 name,
@@ -425,6 +453,11 @@ impl Error {
             Self::Certificate(_) | Self::Given(_) | Self::Install(_) => false,
         }
     }
+}
+
+fn webhooks(configuration: &DynamicObject) -> impl Iterator<Item = &Value> {
+    let webhooks = configuration.data.get("webhooks").and_then(Value::as_array);
+    webhooks.into_iter().flatten()
 }
 
 /// Takes what a watch saw; a watch that fails goes on by itself, and what was known stays.

@@ -6,6 +6,7 @@
 //! The API server speaks HTTP/1.1 to webhooks, and sends no certificate of its own.
 
 pub mod creds;
+pub mod https;
 pub mod keeper;
 pub mod metrics;
 pub mod mounted;
@@ -14,33 +15,24 @@ pub mod review;
 mod certificate;
 pub mod rotation;
 
-use std::convert::Infallible;
 use std::error::Error as StdError;
 use std::future::Future;
-use std::io;
-use std::net::SocketAddr;
-use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{CONNECTION, CONTENT_TYPE};
+use http::header::CONTENT_TYPE;
 use http::{HeaderValue, Method, Request as HttpRequest, Response, StatusCode};
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use hyper::body::Incoming;
-use hyper::server::conn::http1;
-use hyper::service::service_fn;
-use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
-use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout};
-use tokio_rustls::TlsAcceptor;
-use tracing::{debug, warn};
-use tulle_core::addr::canonical;
+use tokio::time::{Instant, timeout};
+use tracing::warn;
 use tulle_core::drain::Watch;
 
 use creds::Creds;
+use https::{Port, Respond, Transport};
 use metrics::HttpMetrics;
 use review::{Answer, Id, Request, Review, ReviewError};
 
@@ -62,18 +54,6 @@ pub struct Server<H> {
     metrics: HttpMetrics,
     /// Objects grow when they are decoded; few at a time keep the memory of a flood bounded.
     decoding: Semaphore,
-}
-
-#[derive(Debug, thiserror::Error)]
-enum ConnectionError {
-    #[error("there is no certificate yet")]
-    NoCertificate,
-    #[error("the TLS handshake failed")]
-    Handshake(#[source] io::Error),
-    #[error("the TLS handshake took longer than {0:?}")]
-    HandshakeTimeout(Duration),
-    #[error("HTTP/1.1 failed")]
-    Http(#[source] hyper::Error),
 }
 
 /// Why a request gets no review for an answer.
@@ -104,104 +84,14 @@ impl<H: Handler> Server<H> {
         }
     }
 
-    /// Serves until the drain and 2 seconds more, then lets requests end, at most 2 seconds, and cuts the rest.
-    ///
-    /// The cluster learns that we end when we do, and sends reviews until it has; one that finds no server is lost.
+    /// Serves as [`Port::serve`] does.
     pub async fn serve(self, listener: TcpListener, drain: Watch) {
-        let _guard = drain.guard();
-        let server = Arc::new(self);
-        let mut connections = JoinSet::new();
-        let mut ended = pin!(end_of_service(&drain));
-        loop {
-            // All branches only wait; an accepted connection is never lost, because `accept` is cancel-safe.
-            tokio::select! {
-                biased;
-                () = &mut ended => break,
-                Some(_) = connections.join_next() => {}
-                accepted = listener.accept(), if connections.len() < MAX_CONNECTIONS => match accepted {
-                    Ok((tcp, client)) => {
-                        connections.spawn(server.clone().connection(tcp, canonical(client), drain.clone()));
-                    }
-                    Err(err) => {
-                        warn!(%err, webhook = server.name, "accepting a connection failed");
-                        // Out of descriptors, most likely: trying again at once would only burn the CPU.
-                        sleep(ACCEPT_PAUSE).await;
-                    }
-                },
-            }
-        }
-        drop(listener);
-        let ended = timeout(DRAIN_LIMIT, async { while connections.join_next().await.is_some() {} }).await;
-        if ended.is_err() {
-            warn!(
-                webhook = server.name,
-                n_connections = connections.len(),
-                "cutting connections that did not end"
-            );
-        }
-    }
-
-    async fn connection(self: Arc<Self>, tcp: TcpStream, client: SocketAddr, drain: Watch) {
-        let name = self.name;
-        if let Err(err) = self.handle(tcp, drain).await {
-            debug!(%client, webhook = name, error = &err as &dyn StdError, "a connection failed");
-        }
-    }
-
-    async fn handle(self: Arc<Self>, tcp: TcpStream, drain: Watch) -> Result<(), ConnectionError> {
-        // A socket that refuses the option works as well.
-        let _ = tcp.set_nodelay(true);
-        let config = self.creds.current().ok_or(ConnectionError::NoCertificate)?;
-        let tls = timeout(HANDSHAKE_LIMIT, TlsAcceptor::from(config).accept(tcp))
-            .await
-            .map_err(|_| ConnectionError::HandshakeTimeout(HANDSHAKE_LIMIT))?
-            .map_err(ConnectionError::Handshake)?;
-        let watch = drain.clone();
-        let service = service_fn(move |req| {
-            let (server, drain) = (self.clone(), watch.clone());
-            async move {
-                let mut rsp = server.respond(req).await;
-                if drain.is_signaled() {
-                    rsp.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-                }
-                Ok::<_, Infallible>(rsp)
-            }
-        });
-        let connection = http1::Builder::new()
-            .timer(TokioTimer::new())
-            .header_read_timeout(IDLE_LIMIT)
-            .serve_connection(TokioIo::new(tls), service);
-        let mut connection = pin!(connection);
-        tokio::select! {
-            served = connection.as_mut() => return served.map_err(ConnectionError::Http),
-            () = end_of_service(&drain) => connection.as_mut().graceful_shutdown(),
-        }
-        connection.await.map_err(ConnectionError::Http)
-    }
-
-    async fn respond(&self, req: HttpRequest<Incoming>) -> Response<Full<Bytes>> {
-        let started_at = Instant::now();
-        let method = req.method().clone();
-        let (status, body) = match self.answer(req).await {
-            Ok(body) => (StatusCode::OK, body),
-            Err(err) => {
-                warn!(
-                    webhook = self.name,
-                    error = &err as &dyn StdError,
-                    "a request was not answered"
-                );
-                (err.status(), format!("{}\n", with_causes(&err)).into())
-            }
+        let port = Port {
+            name: self.name,
+            transport: Transport::Tls(self.creds.clone()),
+            respond: self,
         };
-        self.metrics.observe(&method, status, started_at.elapsed(), body.len());
-        let mut rsp = Response::new(Full::new(body));
-        *rsp.status_mut() = status;
-        let content_type = match status {
-            StatusCode::OK => HeaderValue::from_static("application/json"),
-            _ => HeaderValue::from_static("text/plain; charset=utf-8"),
-        };
-        rsp.headers_mut().insert(CONTENT_TYPE, content_type);
-        rsp
+        port.serve(listener, drain).await;
     }
 
     async fn answer(&self, req: HttpRequest<Incoming>) -> Result<Bytes, Refusal> {
@@ -243,10 +133,33 @@ impl<H: Handler> Server<H> {
     }
 }
 
-/// When no more reviews are expected.
-async fn end_of_service(drain: &Watch) {
-    drain.signaled().await;
-    sleep(FAREWELL).await;
+impl<H: Handler> Respond for Server<H> {
+    type Body = Full<Bytes>;
+
+    async fn respond(&self, req: HttpRequest<Incoming>) -> Response<Self::Body> {
+        let started_at = Instant::now();
+        let method = req.method().clone();
+        let (status, body) = match self.answer(req).await {
+            Ok(body) => (StatusCode::OK, body),
+            Err(err) => {
+                warn!(
+                    webhook = self.name,
+                    error = &err as &dyn StdError,
+                    "a request was not answered"
+                );
+                (err.status(), format!("{}\n", with_causes(&err)).into())
+            }
+        };
+        self.metrics.observe(&method, status, started_at.elapsed(), body.len());
+        let mut rsp = Response::new(Full::new(body));
+        *rsp.status_mut() = status;
+        let content_type = match status {
+            StatusCode::OK => HeaderValue::from_static("application/json"),
+            _ => HeaderValue::from_static("text/plain; charset=utf-8"),
+        };
+        rsp.headers_mut().insert(CONTENT_TYPE, content_type);
+        rsp
+    }
 }
 
 impl Refusal {
@@ -262,7 +175,7 @@ impl Refusal {
 }
 
 /// An error and its causes in one line, for those who do not see our logs.
-fn with_causes(err: &dyn StdError) -> String {
+pub(crate) fn with_causes(err: &dyn StdError) -> String {
     let mut text = err.to_string();
     let mut source = err.source();
     while let Some(cause) = source {
@@ -275,16 +188,7 @@ fn with_causes(err: &dyn StdError) -> String {
 /// Source: Linkerd's webhooks read 10 MiB; the API server takes no objects above 3 MiB.
 const MAX_BODY: usize = 10 * 1024 * 1024;
 const MAX_DECODING: usize = 8;
-const MAX_CONNECTIONS: usize = 1000;
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 const BODY_LIMIT: Duration = Duration::from_secs(10);
-/// The API server closes idle connections after 90 seconds; were we first, a review could get lost on the way.
-const IDLE_LIMIT: Duration = Duration::from_secs(120);
-/// How long a cluster may take to send its reviews elsewhere.
-const FAREWELL: Duration = Duration::from_secs(2);
-/// Leaves time for the rest of the process within the 5 seconds of a drain.
-const DRAIN_LIMIT: Duration = Duration::from_secs(2);
 
 #[cfg(test)]
 mod tests;

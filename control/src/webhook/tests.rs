@@ -1,14 +1,19 @@
+use std::io;
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use http::Request as HttpRequest;
 use hyper::client::conn::http1::{SendRequest, handshake};
+use hyper_util::rt::TokioIo;
 use proptest::prelude::*;
 use rustls::pki_types::ServerName;
 use rustls::version::{TLS12, TLS13};
 use rustls::{ClientConfig, RootCertStore, SupportedProtocolVersion};
 use serde_json::{Value, json};
+use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
+use tokio::time::sleep;
 use tokio_rustls::TlsConnector;
 use tulle_core::drain::{self, Signal};
 use tulle_core::metrics::Registry;

@@ -1,0 +1,173 @@
+//! HTTP/1.1 as an API server speaks it: connections, TLS, and their end. What is answered is given from above.
+
+use std::convert::Infallible;
+use std::error::Error as StdError;
+use std::future::Future;
+use std::io;
+use std::net::SocketAddr;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::CONNECTION;
+use http::{HeaderValue, Request, Response};
+use http_body::Body;
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsAcceptor;
+use tracing::{debug, warn};
+use tulle_core::addr::canonical;
+use tulle_core::drain::Watch;
+
+use super::creds::Creds;
+
+/// Answers requests.
+pub trait Respond: Send + Sync + 'static {
+    type Body: Body<Data = Bytes, Error = Infallible> + Send + 'static;
+
+    fn respond(&self, req: Request<Incoming>) -> impl Future<Output = Response<Self::Body>> + Send;
+}
+
+/// How clients are spoken with.
+pub enum Transport {
+    /// By TLS, with what these credentials show and whom they believe.
+    Tls(Arc<Creds>),
+    /// In the clear, from this machine only.
+    Loopback,
+}
+
+/// One port.
+pub struct Port<R> {
+    /// For logs.
+    pub name: &'static str,
+    pub transport: Transport,
+    pub respond: R,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum ConnectionError {
+    #[error("there is no certificate yet")]
+    NoCertificate,
+    #[error("plaintext is for this machine only")]
+    Plaintext,
+    #[error("the TLS handshake failed")]
+    Handshake(#[source] io::Error),
+    #[error("the TLS handshake took longer than {0:?}")]
+    HandshakeTimeout(Duration),
+    #[error("HTTP/1.1 failed")]
+    Http(#[source] hyper::Error),
+}
+
+impl<R: Respond> Port<R> {
+    /// Serves until the drain and 2 seconds more, then lets requests end, at most 2 seconds, and cuts the rest.
+    ///
+    /// The cluster learns that we end when we do, and sends requests until it has; one that finds no server is lost.
+    pub async fn serve(self, listener: TcpListener, drain: Watch) {
+        let _guard = drain.guard();
+        let port = Arc::new(self);
+        let mut connections = JoinSet::new();
+        let mut ended = pin!(end_of_service(&drain));
+        loop {
+            // All branches only wait; an accepted connection is never lost, because `accept` is cancel-safe.
+            tokio::select! {
+                biased;
+                () = &mut ended => break,
+                Some(_) = connections.join_next() => {}
+                accepted = listener.accept(), if connections.len() < MAX_CONNECTIONS => match accepted {
+                    Ok((tcp, client)) => {
+                        connections.spawn(port.clone().connection(tcp, canonical(client), drain.clone()));
+                    }
+                    Err(err) => {
+                        warn!(%err, port = port.name, "accepting a connection failed");
+                        // Out of descriptors, most likely: trying again at once would only burn the CPU.
+                        sleep(ACCEPT_PAUSE).await;
+                    }
+                },
+            }
+        }
+        drop(listener);
+        let ended = timeout(DRAIN_LIMIT, async { while connections.join_next().await.is_some() {} }).await;
+        if ended.is_err() {
+            warn!(
+                port = port.name,
+                n_connections = connections.len(),
+                "cutting connections that did not end"
+            );
+        }
+    }
+
+    async fn connection(self: Arc<Self>, tcp: TcpStream, client: SocketAddr, drain: Watch) {
+        let name = self.name;
+        if let Err(err) = self.handle(tcp, client, drain).await {
+            debug!(%client, port = name, error = &err as &dyn StdError, "a connection failed");
+        }
+    }
+
+    async fn handle(self: Arc<Self>, tcp: TcpStream, client: SocketAddr, drain: Watch) -> Result<(), ConnectionError> {
+        // A socket that refuses the option works as well.
+        let _ = tcp.set_nodelay(true);
+        match &self.transport {
+            Transport::Tls(creds) => {
+                let config = creds.current().ok_or(ConnectionError::NoCertificate)?;
+                let tls = timeout(HANDSHAKE_LIMIT, TlsAcceptor::from(config).accept(tcp))
+                    .await
+                    .map_err(|_| ConnectionError::HandshakeTimeout(HANDSHAKE_LIMIT))?
+                    .map_err(ConnectionError::Handshake)?;
+                self.http1(tls, drain).await
+            }
+            Transport::Loopback if client.ip().is_loopback() => self.http1(tcp, drain).await,
+            Transport::Loopback => Err(ConnectionError::Plaintext),
+        }
+    }
+
+    async fn http1(
+        self: Arc<Self>,
+        io: impl AsyncRead + AsyncWrite + Unpin + Send,
+        drain: Watch,
+    ) -> Result<(), ConnectionError> {
+        let watch = drain.clone();
+        let service = service_fn(move |req| {
+            let (port, drain) = (self.clone(), watch.clone());
+            async move {
+                let mut rsp = port.respond.respond(req).await;
+                if drain.is_signaled() {
+                    rsp.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+                }
+                Ok::<_, Infallible>(rsp)
+            }
+        });
+        let connection = http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(IDLE_LIMIT)
+            .serve_connection(TokioIo::new(io), service);
+        let mut connection = pin!(connection);
+        tokio::select! {
+            served = connection.as_mut() => return served.map_err(ConnectionError::Http),
+            () = end_of_service(&drain) => connection.as_mut().graceful_shutdown(),
+        }
+        connection.await.map_err(ConnectionError::Http)
+    }
+}
+
+/// When no more requests are expected.
+async fn end_of_service(drain: &Watch) {
+    drain.signaled().await;
+    sleep(FAREWELL).await;
+}
+
+const MAX_CONNECTIONS: usize = 1000;
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
+/// The API server closes idle connections after 90 seconds; were we first, a request could get lost on the way.
+const IDLE_LIMIT: Duration = Duration::from_secs(120);
+/// How long a cluster may take to send its requests elsewhere.
+const FAREWELL: Duration = Duration::from_secs(2);
+/// Leaves time for the rest of the process within the 5 seconds of a drain.
+const DRAIN_LIMIT: Duration = Duration::from_secs(2);
