@@ -18,8 +18,8 @@ use tracing::{info, warn};
 use tulle_core::admin::{Admin, text};
 use tulle_core::drain::{self, Signal, Watch};
 use tulle_core::metrics::{Registry, process_metrics};
-use tulle_core::ready::Readiness;
-use tulle_core::telemetry;
+use tulle_core::ready::{Latch, Readiness};
+use tulle_core::telemetry as logging;
 
 use crate::admission::{PolicyValidator, ProfileValidator};
 use crate::cluster::{Cluster, EndpointsFrom};
@@ -36,11 +36,12 @@ use crate::source::kubernetes::kinds::{Drives, Needs};
 use crate::source::{self, dir};
 use crate::tls::creds::ServerCreds;
 use crate::webhook::creds::Creds;
+use crate::webhook::https::{Port, Transport};
 use crate::webhook::keeper::{self, Keeper};
 use crate::webhook::metrics::HttpMetrics;
 use crate::webhook::mounted::Mounted;
 use crate::webhook::{self, Handler};
-use crate::{destination, injector, kubernetes, logs, policy, writeback};
+use crate::{destination, injector, kubernetes, logs, policy, telemetry, writeback};
 
 /// A running control plane.
 pub struct App {
@@ -62,6 +63,7 @@ pub struct Addrs {
     pub proxy_injector: Option<SocketAddr>,
     pub sp_validator_admin: Option<SocketAddr>,
     pub proxy_injector_admin: Option<SocketAddr>,
+    pub telemetry: Option<SocketAddr>,
 }
 
 /// What is on its way to become an [`App`].
@@ -87,8 +89,8 @@ struct Builder {
 pub fn start_logs(config: &Logs) -> Result<()> {
     let filter = logs::filter(&config.level);
     match config.format {
-        telemetry::Format::Plain => logs::init(&filter),
-        telemetry::Format::Json => telemetry::init(&filter, telemetry::Format::Json)
+        logging::Format::Plain => logs::init(&filter),
+        logging::Format::Json => logging::init(&filter, logging::Format::Json)
             .map(drop)
             .context("starting logs"),
     }
@@ -249,6 +251,9 @@ impl Builder {
             let addr = self.serve("destination", self.config.listen.destination, creds.clone(), routes);
             self.addrs.destination = Some(addr.await?);
         }
+        if services.telemetry {
+            self.telemetry(&cluster, creds.clone()).await?;
+        }
         if services.policy {
             let inbound = policy::inbound_server(cluster.clone(), self.drain.clone());
             let outbound = policy::outbound_server(cluster, self.config.policy, self.drain.clone());
@@ -256,6 +261,51 @@ impl Builder {
             self.addrs.policy = Some(self.serve("policy", self.config.listen.policy, creds, routes).await?);
         }
         Ok(report)
+    }
+
+    /// Telemetry, on `listen.telemetry`: for the API server on Kubernetes, and for this machine without it.
+    async fn telemetry(&mut self, cluster: &Cluster, creds: Arc<ServerCreds>) -> Result<()> {
+        let telemetry::Parts { api, record } = telemetry::open(cluster.clone(), creds, &self.drain);
+        self.start("looking at sidecars", async move {
+            record.await;
+            Ok(())
+        });
+        let name = "linkerd-telemetry";
+        let (listener, bound) = bind(self.config.listen.telemetry)
+            .await
+            .with_context(|| format!("serving {name}"))?;
+        let transport = match self.config.source {
+            Some(Source::Kubernetes) => Transport::Tls(self.aggregated_api()?),
+            _ => Transport::Loopback,
+        };
+        info!(addr = %bound, "serving telemetry");
+        let port = Port {
+            name,
+            transport,
+            respond: api,
+        };
+        let drain = self.drain.clone();
+        self.start(name, async move {
+            port.serve(listener, drain).await;
+            Ok(())
+        });
+        self.addrs.telemetry = Some(bound);
+        Ok(())
+    }
+
+    /// Credentials for an API that the API server serves as one of its own.
+    fn aggregated_api(&mut self) -> Result<Arc<Creds>> {
+        let creds = Arc::new(Creds::for_verified_clients());
+        let believing = telemetry::believe_the_api_server(self.client()?, creds.clone(), self.drain.clone());
+        self.start("watching whom the API server is", async move {
+            believing.await;
+            Ok(())
+        });
+        // Proxies need no telemetry, so nothing that is missing for it keeps this process from being ready.
+        let latch = Readiness::new().latch("telemetry");
+        let certificate = keeper::Config::telemetry(self.config.cluster.controller_namespace.clone());
+        self.keep_certificate(certificate, creds.clone(), latch)?;
+        Ok(creds)
     }
 
     fn source(&mut self, source: Source, cluster: &Cluster) -> Result<Option<dir::Report>> {
@@ -295,7 +345,7 @@ impl Builder {
         let services = self.config.services;
         let config = source::kubernetes::Config {
             needs: Needs {
-                destination: services.destination,
+                destination: services.destination || services.telemetry,
                 policy: services.policy,
                 drives: match self.config.cluster.endpoints_from {
                     EndpointsFrom::Slices => Drives::Slices,
@@ -406,20 +456,8 @@ impl Builder {
         let (listener, bound) = bind(addr).await.with_context(|| format!("serving {name}"))?;
         info!(webhook = name, addr = %bound, "serving admission reviews");
         let creds = Arc::new(Creds::new());
-        let (latch, drain) = (self.readiness.latch(name), self.drain.clone());
-        if let Some(files) = self.config.webhooks.files.of(name) {
-            let mounted = Mounted::watch(files, creds.clone()).context("--server-tls-certs")?;
-            self.start("reading a webhook's certificate", async move {
-                mounted.run(latch, drain).await;
-                Ok(())
-            });
-        } else {
-            let keeper = Keeper::new(self.client()?, certificate, creds.clone());
-            self.start("keeping a webhook's certificate", async move {
-                keeper.run(latch, drain).await;
-                Ok(())
-            });
-        }
+        let latch = self.readiness.latch(name);
+        self.keep_certificate(certificate, creds.clone(), latch)?;
         let server = webhook::Server::new(name, creds, handler, self.http.clone());
         let drain = self.drain.clone();
         self.start(name, async move {
@@ -427,6 +465,25 @@ impl Builder {
             Ok(())
         });
         Ok(bound)
+    }
+
+    /// Shows the API server the certificate that is mounted, or one of our own where none is.
+    fn keep_certificate(&mut self, certificate: keeper::Config, creds: Arc<Creds>, latch: Latch) -> Result<()> {
+        let drain = self.drain.clone();
+        if let Some(files) = self.config.webhooks.files.of(certificate.service) {
+            let mounted = Mounted::watch(files, creds).context("--server-tls-certs")?;
+            self.start("reading a webhook's certificate", async move {
+                mounted.run(latch, drain).await;
+                Ok(())
+            });
+        } else {
+            let keeper = Keeper::new(self.client()?, certificate, creds);
+            self.start("keeping a webhook's certificate", async move {
+                keeper.run(latch, drain).await;
+                Ok(())
+            });
+        }
+        Ok(())
     }
 
     /// The API server, where anything needs it.
@@ -441,7 +498,7 @@ impl Builder {
         if services.destination {
             self.addrs.metrics = Some(self.admin(self.config.listen.metrics, report).await?);
         }
-        if services.identity || services.policy {
+        if services.identity || services.policy || (services.telemetry && !services.destination) {
             self.addrs.admin = Some(self.admin(self.config.listen.admin, report).await?);
         }
         if services.sp_validator {

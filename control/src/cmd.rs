@@ -29,7 +29,9 @@ enum Name {
     SpValidator,
     /// Injection of proxies into pods, on port 8443.
     ProxyInjector,
-    /// Destination, identity and policy in one process.
+    /// Golden metrics and taps of workloads, on port 8089; without Kubernetes for this machine only.
+    Telemetry,
+    /// Destination, identity, policy and telemetry in one process.
     AllInOne,
 }
 
@@ -41,12 +43,13 @@ pub struct Services {
     pub policy: bool,
     pub sp_validator: bool,
     pub proxy_injector: bool,
+    pub telemetry: bool,
 }
 
 impl Services {
     /// Whether one of them answers from the objects of the cluster.
     pub fn need_source(self) -> bool {
-        self.destination || self.policy
+        self.destination || self.policy || self.telemetry
     }
 }
 
@@ -68,6 +71,7 @@ impl Command {
             policy: one_of_all(Name::Policy),
             sp_validator: named(Name::SpValidator),
             proxy_injector: named(Name::ProxyInjector),
+            telemetry: one_of_all(Name::Telemetry),
         }
     }
 }
@@ -101,6 +105,7 @@ A whole control plane on one machine, without Kubernetes:
                  read again when it changes, and reported on /manifest-errors when it is wrong
   ./token-keys   the public halves of the keys that sign join tokens (*.pem, *.pub)
 
+  tulle stat --control 127.0.0.1:8089  what the workloads do
   curl localhost:9990/ready            whether everything is there
   curl localhost:9996/metrics          what it does
   curl localhost:9996/manifest-errors  which manifests are refused, and why";
@@ -116,24 +121,27 @@ mod tests {
 
     #[test]
     fn several_services_can_be_named() {
-        let check = |line: &str, [destination, identity, policy, sp_validator, proxy_injector]: [bool; 5]| {
-            let expected = Services {
-                destination,
-                identity,
-                policy,
-                sp_validator,
-                proxy_injector,
+        let check =
+            |line: &str, [destination, identity, policy, sp_validator, proxy_injector, telemetry]: [bool; 6]| {
+                let expected = Services {
+                    destination,
+                    identity,
+                    policy,
+                    sp_validator,
+                    proxy_injector,
+                    telemetry,
+                };
+                assert_eq!(parse(line).unwrap().services(), expected, "{line}");
             };
-            assert_eq!(parse(line).unwrap().services(), expected, "{line}");
-        };
-        check("destination", [true, false, false, false, false]);
-        check("identity policy", [false, true, true, false, false]);
+        check("destination", [true, false, false, false, false, false]);
+        check("identity policy", [false, true, true, false, false, false]);
         check(
             "policy -log-level=debug destination sp-validator",
-            [true, false, true, true, false],
+            [true, false, true, true, false, false],
         );
-        check("proxy-injector", [false, false, false, false, true]);
-        check("all-in-one", [true, true, true, false, false]);
+        check("telemetry destination", [true, false, false, false, false, true]);
+        check("proxy-injector", [false, false, false, false, true, false]);
+        check("all-in-one", [true, true, true, false, false, true]);
         for refused in ["", "--log-level debug", "proxy"] {
             assert!(parse(refused).is_err(), "{refused}");
         }

@@ -1,8 +1,9 @@
-//! What must hold of manifests, whatever is in them: a fuzz target tries it with bytes of its making, and the test here with
-//! those that it found worth keeping.
+//! What must hold of manifests and of metrics, whatever is in them: fuzz targets try it with bytes of their making, and the
+//! tests here with those that they found worth keeping.
 
 use crate::resources::event::Event;
 use crate::source;
+use crate::telemetry::counts::Counts;
 
 /// A file of manifests is read or refused, at a line that it may have; and in the same way each time.
 pub fn manifests(bytes: &[u8]) {
@@ -23,18 +24,49 @@ pub fn manifests(bytes: &[u8]) {
     }
 }
 
+/// The page of a sidecar is read, whatever is on it; nothing grows out of nothing, and everything out of what was not.
+pub fn metrics(bytes: &[u8]) {
+    let counts = Counts::parse(&String::from_utf8_lossy(bytes));
+    for tally in counts.since(&counts, 1.0).sources.values() {
+        assert_eq!(tally.requests(), 0.0);
+    }
+    let all = counts.since(&Counts::default(), 1.0);
+    assert_eq!(all, counts);
+    for tally in all
+        .sources
+        .values()
+        .chain(all.targets.values())
+        .chain(all.routes.values())
+    {
+        assert!(
+            tally.success_rate().is_none_or(|rate| (0.0..=1.0).contains(&rate)),
+            "{tally:?}"
+        );
+        assert!(tally.quantile_ms(0.99).is_none_or(|ms| ms >= 0.0), "{tally:?}");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::{fs, path::Path};
 
     #[test]
     fn manifests_that_were_kept_hold() {
-        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus/manifests");
+        hold("manifests", super::manifests);
+    }
+
+    #[test]
+    fn metrics_that_were_kept_hold() {
+        hold("metrics", super::metrics);
+    }
+
+    fn hold(name: &str, check: fn(&[u8])) {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(name);
         let mut n = 0;
         for file in fs::read_dir(&dir).unwrap() {
             let path = file.unwrap().path();
             println!("{}", path.display());
-            super::manifests(&fs::read(path).unwrap());
+            check(&fs::read(path).unwrap());
             n += 1;
         }
         assert!(n > 0, "{} is empty", dir.display());

@@ -19,6 +19,7 @@ pub mod policy;
 pub mod resources;
 pub mod serving;
 pub mod source;
+pub mod telemetry;
 pub mod tls;
 pub mod trust;
 pub mod webhook;

@@ -107,7 +107,7 @@ impl Files {
         ] {
             line.extend([flag.into(), self.at(name).into()]);
         }
-        for flag in ["destination", "identity", "grpc", "metrics", "admin"] {
+        for flag in ["destination", "identity", "grpc", "telemetry", "metrics", "admin"] {
             // Without destination it would be of no service.
             if flag != "metrics" || services.contains("destination") || services == "all-in-one" {
                 line.push(format!("-{flag}-addr=127.0.0.1:0").into());

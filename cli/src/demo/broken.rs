@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use tokio::time::Instant;
+use tulle_core::metrics::samples::Samples;
 
 use super::faults::{Answer, Fault, Request};
-use super::metrics::Samples;
 use super::run::Demo;
 use super::topology::App;
 

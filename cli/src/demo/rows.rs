@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
+use tulle_core::metrics::samples::{Sample, Samples};
 
 use super::edges::{Client, Edge, Protocol};
 use super::load::{LatencyMs, Report, Reports};
-use super::metrics::{Sample, Samples};
 
 /// The last scrape of each sidecar, by workload.
 pub(super) type Scrapes = BTreeMap<String, Samples>;

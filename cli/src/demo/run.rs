@@ -13,22 +13,22 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tulle_core::metrics::samples::Samples;
 
 use super::broken::{Broken, Target};
 use super::edges::{Client, Edge, edges};
 use super::faults::{Answer, Fault, Listener, Request};
 use super::janitor::Janitor;
 use super::load::Reports;
-use super::metrics::Samples;
 use super::outcome::Outcome;
 use super::process::Process;
 use super::rows::{self, Row, Scrapes};
 use super::rundir::{Kept, RunDir};
-use super::screen::Screen;
 use super::stage::{self, Plan, Stage, say};
 use super::table::{self, View};
 use super::topology::App;
 use super::{Args, Balancer, Output, checks};
+use crate::screen::Screen;
 
 /// Builds the mesh, runs it until it is told to end, and cleans up.
 pub(super) async fn main(args: &Args) -> anyhow::Result<ExitCode> {

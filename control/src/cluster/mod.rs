@@ -9,6 +9,7 @@ pub mod answer;
 pub mod endpoints;
 pub mod inbound;
 mod lookup;
+pub mod members;
 mod metrics;
 pub mod outbound;
 pub mod profiles;
@@ -214,6 +215,11 @@ impl Cluster {
         lookup::Reader::new(&state.store)
             .node(&Name::new("", node))
             .and_then(|node| node.zone.clone())
+    }
+
+    /// The pods and external workloads of a namespace, or of all, as they are now.
+    pub fn members(&self, namespace: Option<&str>) -> Vec<members::Member> {
+        members::members(&self.0.state.lock().store, &self.0.config, namespace)
     }
 
     fn subscribe<V: View>(&self, key: V::Key) -> Subscription<V::Value> {

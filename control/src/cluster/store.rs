@@ -108,7 +108,6 @@ impl Store {
         self.objects.get(&(kind, name.clone()))
     }
 
-    #[cfg(test)]
     pub(super) fn all(&self) -> impl Iterator<Item = &Object> {
         self.objects.values()
     }

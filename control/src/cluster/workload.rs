@@ -25,13 +25,9 @@ pub(super) fn pod_endpoint(reader: &Reader<'_>, config: &Config, pod: &Pod, ip: 
     };
     endpoint.node = pod.node.clone();
     endpoint.labels = pod_labels(reader, pod);
-    let Some(control_plane) = pod
-        .meta
-        .label(label::CONTROL_PLANE_NS)
-        .filter(|namespace| !namespace.is_empty())
-    else {
+    if pod.meta.label(label::CONTROL_PLANE_NS).is_none_or(str::is_empty) {
         return Some(endpoint);
-    };
+    }
     let skipped = ports(&pod.meta, annotation::SKIP_INBOUND_PORTS, &pod.ports);
     if skipped.is_some_and(|skipped| skipped.contains(port)) {
         return Some(endpoint);
@@ -56,17 +52,24 @@ pub(super) fn pod_endpoint(reader: &Reader<'_>, config: &Config, pod: &Pod, ip: 
     if (forced || opaque) && port != admin && port != control {
         endpoint.opaque_transport = inbound;
     }
-    if control_plane == config.controller_namespace && !config.trust_domain.is_empty() {
-        let namespace = pod.meta.namespace();
-        let name: Arc<str> =
-            identity::service_account(&pod.service_account, namespace, control_plane, &config.trust_domain).into();
-        endpoint.identity = Some(TlsIdentity::Dns {
-            server_name: name.clone(),
-            name,
-        });
-    }
+    endpoint.identity = pod_identity(config, pod);
     endpoint.http2 = Http2Params::Configured;
     Some(endpoint)
+}
+
+/// Who a pod's sidecar is, if our control plane gives it its certificate.
+pub(super) fn pod_identity(config: &Config, pod: &Pod) -> Option<TlsIdentity> {
+    let control_plane = pod.meta.label(label::CONTROL_PLANE_NS)?;
+    if control_plane != config.controller_namespace || config.trust_domain.is_empty() {
+        return None;
+    }
+    let namespace = pod.meta.namespace();
+    let name: Arc<str> =
+        identity::service_account(&pod.service_account, namespace, control_plane, &config.trust_domain).into();
+    Some(TlsIdentity::Dns {
+        server_name: name.clone(),
+        name,
+    })
 }
 
 /// The endpoint that an external workload is at a port.
@@ -103,7 +106,7 @@ pub(super) fn external_endpoint(
     endpoint
 }
 
-fn external_identity(workload: &ExternalWorkload) -> TlsIdentity {
+pub(super) fn external_identity(workload: &ExternalWorkload) -> TlsIdentity {
     let (name, server_name): (Arc<str>, Arc<str>) =
         (workload.identity.as_str().into(), workload.server_name.as_str().into());
     if name.contains("://") {
@@ -194,7 +197,7 @@ fn pod_labels(reader: &Reader<'_>, pod: &Pod) -> Vec<(Cow<'static, str>, Arc<str
 }
 
 /// The label and name of what a workload belongs to: the workload itself when nothing else is known.
-fn owner(reader: &Reader<'_>, meta: &Meta) -> (Cow<'static, str>, Arc<str>) {
+pub(super) fn owner(reader: &Reader<'_>, meta: &Meta) -> (Cow<'static, str>, Arc<str>) {
     let own = || ("pod".into(), meta.name.name.clone());
     let Some(owner) = &meta.owner else { return own() };
     let name = Name::new(meta.namespace().clone(), owner.name.clone());

@@ -1,7 +1,7 @@
 //! Flags, and what they mean for each room.
 
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -106,6 +106,7 @@ pub struct Listen {
     /// The webhook for ServiceProfiles.
     pub sp_validator: ListenAddr,
     pub proxy_injector: ListenAddr,
+    pub telemetry: ListenAddr,
     /// Admin server of destination.
     pub metrics: ListenAddr,
     /// Admin server of identity and policy.
@@ -247,7 +248,7 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "DURATION", default_value = "5m")]
     audit_interval: String,
 
-    /// Address of the one service that is named: destination, identity, sp-validator or proxy-injector.
+    /// Address of the one service that is named: destination, identity, sp-validator, proxy-injector or telemetry.
     #[arg(long)]
     addr: Option<ListenAddr>,
     /// Address of destination.
@@ -268,6 +269,9 @@ pub(crate) struct Flags {
     /// Address of the proxy injector.
     #[arg(long, default_value_t = ListenAddr::All(8443))]
     proxy_injector_addr: ListenAddr,
+    /// Address of telemetry; by default :8089, and without Kubernetes 127.0.0.1:8089.
+    #[arg(long)]
+    telemetry_addr: Option<ListenAddr>,
     /// Admin address of destination, or else of sp-validator or proxy-injector: metrics, readiness, refused manifests;
     /// by default :9996, :9997 and :9995.
     #[arg(long)]
@@ -590,6 +594,10 @@ impl Flags {
             policy_validator: self.server_addr,
             sp_validator: self.sp_validator_addr,
             proxy_injector: self.proxy_injector_addr,
+            telemetry: self.telemetry_addr.unwrap_or(match self.manifests {
+                Some(_) => ListenAddr::At((Ipv4Addr::LOCALHOST, port::TELEMETRY).into()),
+                None => ListenAddr::All(port::TELEMETRY),
+            }),
             metrics: ListenAddr::All(9996),
             admin: self.admin_addr,
             sp_validator_admin: self.sp_validator_metrics_addr,
@@ -602,15 +610,17 @@ impl Flags {
                 policy: _,
                 sp_validator,
                 proxy_injector,
+                telemetry,
             } = services;
-            match [destination, identity, sp_validator, proxy_injector] {
-                [true, false, false, false] => listen.destination = addr,
-                [false, true, false, false] => listen.identity = addr,
-                [false, false, true, false] => listen.sp_validator = addr,
-                [false, false, false, true] => listen.proxy_injector = addr,
+            match [destination, identity, sp_validator, proxy_injector, telemetry] {
+                [true, false, false, false, false] => listen.destination = addr,
+                [false, true, false, false, false] => listen.identity = addr,
+                [false, false, true, false, false] => listen.sp_validator = addr,
+                [false, false, false, true, false] => listen.proxy_injector = addr,
+                [false, false, false, false, true] => listen.telemetry = addr,
                 _ => bail!(
                     "-addr={addr} could mean more than one service, or none; expected --destination-addr, --identity-addr, \
-                     --grpc-addr, --sp-validator-addr or --proxy-injector-addr"
+                     --grpc-addr, --sp-validator-addr, --proxy-injector-addr or --telemetry-addr"
                 ),
             }
         }

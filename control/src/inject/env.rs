@@ -255,9 +255,13 @@ fn identity(env: &mut Env, config: &Config, values: &Values) {
     env.set("POLICY_SVC_NAME", component("linkerd-destination"));
     let tap = &values.proxy.tap;
     if tap.enabled {
+        let namespace = match tap.namespace.as_str() {
+            "" => &config.control_plane_namespace,
+            namespace => namespace,
+        };
         env.set(
             "TAP_SVC_NAME",
-            identity_of(config, values, &tap.service_account_name, &tap.namespace),
+            identity_of(config, values, &tap.service_account_name, namespace),
         );
     }
 }

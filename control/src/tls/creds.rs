@@ -21,10 +21,20 @@ pub struct Leaf {
     pub key: PrivateKeyDer<'static>,
 }
 
+impl Clone for Leaf {
+    fn clone(&self) -> Self {
+        Self {
+            chain: self.chain.clone(),
+            key: self.key.clone_key(),
+        }
+    }
+}
+
 /// The credentials of one server name; empty until the first certificate is there.
 pub struct ServerCreds {
     name: String,
     current: ArcSwapOption<ServerConfig>,
+    own: ArcSwapOption<(Leaf, TrustAnchors)>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -56,6 +66,7 @@ impl ServerCreds {
         Self {
             name,
             current: ArcSwapOption::empty(),
+            own: ArcSwapOption::empty(),
         }
     }
 
@@ -69,6 +80,7 @@ impl ServerCreds {
     /// A key that is not the certificate's; what was there before stays.
     pub fn install(&self, leaf: Leaf, anchors: &TrustAnchors) -> Result<(), Error> {
         let name = || self.name.clone();
+        let own = (leaf.clone(), anchors.clone());
         let certified = CertifiedKey::from_der(leaf.chain, leaf.key, &super::provider())
             .map_err(|source| Error::Key { name: name(), source })?;
         // Without hints every client sends what it has, and a foreign certificate is refused instead of withheld.
@@ -88,7 +100,14 @@ impl ServerCreds {
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});
         self.current.store(Some(Arc::new(config)));
+        self.own.store(Some(Arc::new(own)));
         Ok(())
+    }
+
+    /// What a client shows that goes by this name, and whom it believes, if there is a certificate yet.
+    pub(crate) fn as_client(&self) -> Option<(Leaf, TrustAnchors)> {
+        let own = self.own.load_full()?;
+        Some((own.0.clone(), own.1.clone()))
     }
 
     /// What the next handshake uses, if there is a certificate yet.

@@ -7,6 +7,7 @@
 
 mod family;
 mod process;
+pub mod samples;
 mod text;
 
 use std::collections::BTreeMap;

@@ -60,6 +60,7 @@ const CONTROL: House = House {
         ("writeback", 3),
         ("admission", 4),
         ("injector", 4),
+        ("telemetry", 4),
         ("app", TOP),
         ("cmd", TOP),
         ("config", TOP),

@@ -339,7 +339,7 @@ fn annotations_with_several_names_and_other_containers_work() {
     let tap = |key: &str| Case::pod("").annotate(&[(annotation::DISABLE_TAP, key)]).injected();
     assert_eq!(
         tap("false").env("TAP_SVC_NAME"),
-        Some("tap.linkerd-viz.serviceaccount.identity.linkerd.cluster.local")
+        Some("linkerd-destination.linkerd.serviceaccount.identity.linkerd.cluster.local")
     );
     assert_eq!(tap("true").env("TAP_SVC_NAME"), None);
 }

@@ -172,8 +172,8 @@ impl Default for Tap {
     fn default() -> Self {
         Self {
             enabled: true,
-            service_account_name: "tap".to_owned(),
-            namespace: "linkerd-viz".to_owned(),
+            service_account_name: "linkerd-destination".to_owned(),
+            namespace: String::new(),
         }
     }
 }

@@ -4,7 +4,7 @@ use std::io::{self, IsTerminal as _, Write as _};
 
 use terminal_size::{Height, Width, terminal_size_of};
 
-pub(super) enum Screen {
+pub(crate) enum Screen {
     /// How many lines the last drawing has.
     Terminal {
         drawn: usize,
@@ -13,24 +13,24 @@ pub(super) enum Screen {
 }
 
 impl Screen {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         match io::stdout().is_terminal() {
             true => Self::Terminal { drawn: 0 },
             false => Self::Lines,
         }
     }
 
-    pub(super) fn is_terminal(&self) -> bool {
+    pub(crate) fn is_terminal(&self) -> bool {
         matches!(self, Self::Terminal { .. })
     }
 
     /// How many characters fit in a line.
-    pub(super) fn width() -> usize {
+    pub(crate) fn width() -> usize {
         terminal_size_of(io::stdout()).map_or(DEFAULT_WIDTH, |(Width(width), _)| width.into())
     }
 
     /// Draws over what was drawn before.
-    pub(super) fn draw(&mut self, text: &str) {
+    pub(crate) fn draw(&mut self, text: &str) {
         let Self::Terminal { drawn } = self else { return };
         let height = terminal_size_of(io::stdout()).map_or(usize::MAX, |(_, Height(height))| height.into());
         // What has scrolled away cannot be drawn over: the lines that do not fit are left out, at the end.

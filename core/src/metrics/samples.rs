@@ -2,48 +2,49 @@
 
 /// One sample: a name, labels in the order they were written, a value.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Sample {
-    pub(super) name: String,
-    pub(super) labels: Vec<(String, String)>,
-    pub(super) value: f64,
+pub struct Sample {
+    pub name: String,
+    pub labels: Vec<(String, String)>,
+    pub value: f64,
 }
 
 /// All samples of one scrape.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Samples(Vec<Sample>);
+pub struct Samples(Vec<Sample>);
 
 impl Sample {
-    pub(super) fn label(&self, name: &str) -> Option<&str> {
+    pub fn label(&self, name: &str) -> Option<&str> {
         let label = self.labels.iter().find(|(key, _)| key == name);
         label.map(|(_, value)| value.as_str())
     }
 
     /// Whether each of these labels has this value.
-    pub(super) fn matches(&self, labels: &[(&str, &str)]) -> bool {
+    pub fn matches(&self, labels: &[(&str, &str)]) -> bool {
         labels.iter().all(|(name, value)| self.label(name) == Some(value))
     }
 }
 
 impl Samples {
     /// Reads a page; lines that are no samples are left out, as a proxy of another version may have its own.
-    pub(super) fn parse(text: &str) -> Self {
-        Self(text.lines().filter_map(sample).collect())
+    pub fn parse(text: &str) -> Self {
+        Self(all(text).collect())
     }
 
     /// The samples of one family that have these labels.
-    pub(super) fn of<'a>(
-        &'a self,
-        name: &'a str,
-        labels: &'a [(&'a str, &'a str)],
-    ) -> impl Iterator<Item = &'a Sample> {
+    pub fn of<'a>(&'a self, name: &'a str, labels: &'a [(&'a str, &'a str)]) -> impl Iterator<Item = &'a Sample> {
         self.0
             .iter()
             .filter(move |sample| sample.name == name && sample.matches(labels))
     }
 
-    pub(super) fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+    pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
         self.of(name, labels).map(|sample| sample.value).sum()
     }
+}
+
+/// The samples of a page, one after the other.
+pub fn all(text: &str) -> impl Iterator<Item = Sample> {
+    text.lines().filter_map(sample)
 }
 
 /// `name{key="value",…} number`, perhaps followed by a timestamp.

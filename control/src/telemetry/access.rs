@@ -1,0 +1,206 @@
+//! Whom the port on Kubernetes believes: the API server, by the certificate that it shows to aggregated APIs, and nobody
+//! else.
+//!
+//! It has authenticated the caller and decided by the path whether RBAC lets them ask; what it forwards is permitted.
+//! Its authority and its names are in the ConfigMap `extension-apiserver-authentication`, which the Role
+//! `extension-apiserver-authentication-reader` lets us `list` and `watch`.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::path::Path;
+use std::pin::pin;
+use std::sync::Arc;
+
+use futures_util::StreamExt;
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::runtime::WatchStreamExt;
+use kube::runtime::watcher::watch_object;
+use kube::{Api, Client};
+use rustls::client::danger::HandshakeSignatureValid;
+use rustls::pki_types::{CertificateDer, UnixTime};
+use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::{DigitallySignedStruct, DistinguishedName, SignatureScheme};
+use tracing::{info, warn};
+use tulle_core::drain::Watch;
+use x509_parser::prelude::{FromDer, X509Certificate};
+
+use crate::tls;
+use crate::tls::anchors::{self, TrustAnchors};
+use crate::webhook::creds::Creds;
+
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error(
+        "{NAMESPACE}/{NAME} has no {key}; the API server serves no aggregated APIs without --requestheader-client-ca-file"
+    )]
+    Missing { key: &'static str },
+    #[error("the authority in {NAMESPACE}/{NAME}")]
+    Authority(#[source] anchors::Error),
+    #[error("the names in {NAMESPACE}/{NAME} are no JSON list")]
+    Names(#[source] serde_json::Error),
+    #[error("preparing to verify the API server")]
+    Verifier(#[source] rustls::server::VerifierBuilderError),
+    #[error("installing whom we believe")]
+    Install(#[source] rustls::Error),
+}
+
+/// Keeps what the port believes current, until the drain.
+pub(super) async fn keep(client: Client, creds: Arc<Creds>, drain: Watch) {
+    let api: Api<ConfigMap> = Api::namespaced(client, NAMESPACE);
+    let mut seen = pin!(watch_object(api, NAME).default_backoff());
+    loop {
+        // Both only wait.
+        let seen = tokio::select! {
+            () = drain.signaled() => return,
+            Some(seen) = seen.next() => seen,
+        };
+        let kept = match seen {
+            Ok(Some(map)) => admit(&map, &creds),
+            Ok(None) => Err(Error::Missing { key: AUTHORITY }),
+            Err(err) => {
+                warn!(error = &err as &dyn StdError, "watching {NAMESPACE}/{NAME} failed");
+                continue;
+            }
+        };
+        match kept {
+            Ok(()) => info!("the API server may ask for telemetry"),
+            Err(err) => warn!(error = &err as &dyn StdError, "telemetry answers nobody new"),
+        }
+    }
+}
+
+fn admit(map: &ConfigMap, creds: &Creds) -> Result<(), Error> {
+    let entry = |key: &'static str| {
+        let value = map.data.as_ref().and_then(|data| data.get(key));
+        value.ok_or(Error::Missing { key })
+    };
+    let authority =
+        TrustAnchors::parse(entry(AUTHORITY)?.as_bytes(), Path::new(AUTHORITY)).map_err(Error::Authority)?;
+    let names = match entry(NAMES) {
+        Ok(names) => serde_json::from_str(names).map_err(Error::Names)?,
+        Err(_) => Vec::new(),
+    };
+    let signed = WebPkiClientVerifier::builder_with_provider(authority.roots(), tls::provider())
+        .clear_root_hint_subjects()
+        .build()
+        .map_err(Error::Verifier)?;
+    creds
+        .admit(Arc::new(FrontProxy { signed, names }))
+        .map_err(Error::Install)
+}
+
+/// Who has a certificate of the authority, for one of the names; for any, if there are none.
+struct FrontProxy {
+    signed: Arc<dyn ClientCertVerifier>,
+    names: Vec<String>,
+}
+
+impl FrontProxy {
+    fn is_named(&self, leaf: &CertificateDer<'_>) -> bool {
+        let Ok((_, leaf)) = X509Certificate::from_der(leaf) else {
+            return false;
+        };
+        let mut names = leaf.subject().iter_common_name().filter_map(|name| name.as_str().ok());
+        self.names.is_empty() || names.any(|name| self.names.iter().any(|allowed| allowed == name))
+    }
+}
+
+impl fmt::Debug for FrontProxy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FrontProxy({:?})", self.names)
+    }
+}
+
+impl ClientCertVerifier for FrontProxy {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        self.signed.root_hint_subjects()
+    }
+
+    fn verify_client_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        issuers: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, rustls::Error> {
+        let verified = self.signed.verify_client_cert(leaf, issuers, now)?;
+        match self.is_named(leaf) {
+            true => Ok(verified),
+            false => Err(rustls::CertificateError::ApplicationVerificationFailure.into()),
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.signed.verify_tls12_signature(message, cert, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.signed.verify_tls13_signature(message, cert, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.signed.supported_verify_schemes()
+    }
+}
+
+const NAMESPACE: &str = "kube-system";
+const NAME: &str = "extension-apiserver-authentication";
+const AUTHORITY: &str = "requestheader-client-ca-file";
+const NAMES: &str = "requestheader-allowed-names";
+
+#[cfg(test)]
+mod tests {
+    use rcgen::{CertificateParams, DnType, KeyPair};
+
+    use super::*;
+
+    #[test]
+    fn names_decide_where_there_are_any() {
+        let certificate = |name: &str| {
+            let mut params = CertificateParams::default();
+            params.distinguished_name.push(DnType::CommonName, name);
+            params.self_signed(&KeyPair::generate().unwrap()).unwrap()
+        };
+        let authority = certificate("authority");
+        let map = |names: Option<&str>| {
+            let mut data = std::collections::BTreeMap::from([(AUTHORITY.to_owned(), authority.pem())]);
+            data.extend(names.map(|names| (NAMES.to_owned(), names.to_owned())));
+            ConfigMap {
+                data: Some(data),
+                ..ConfigMap::default()
+            }
+        };
+        for names in [None, Some("[]"), Some("[\"front-proxy-client\"]")] {
+            admit(&map(names), &Creds::for_verified_clients()).unwrap();
+        }
+        assert!(matches!(admit(&map(Some("x")), &Creds::new()), Err(Error::Names(_))));
+        assert!(matches!(
+            admit(&ConfigMap::default(), &Creds::new()),
+            Err(Error::Missing { .. })
+        ));
+        let signed = WebPkiClientVerifier::builder_with_provider(
+            TrustAnchors::parse(authority.pem().as_bytes(), Path::new("x"))
+                .unwrap()
+                .roots(),
+            tls::provider(),
+        );
+        let mut proxy = FrontProxy {
+            signed: signed.build().unwrap(),
+            names: vec!["front-proxy-client".to_owned()],
+        };
+        assert!(proxy.is_named(certificate("front-proxy-client").der()));
+        assert!(!proxy.is_named(certificate("system:masters").der()));
+        proxy.names.clear();
+        assert!(proxy.is_named(certificate("anything").der()));
+    }
+}

@@ -1,0 +1,476 @@
+//! What a sidecar has counted, reduced to golden metrics: from its page, how it grew, and the sum of several.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use tulle_core::metrics::samples::{self, Sample};
+
+/// What one sidecar counts: since it started, or, once compared with an earlier page, in each second.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Counts {
+    /// What arrived, by who sent it.
+    pub sources: BTreeMap<Peer, Tally>,
+    /// What left, by whom it was for.
+    pub targets: BTreeMap<Target, Tally>,
+    pub routes: BTreeMap<Route, Tally>,
+    /// What was given up, by direction and cause.
+    pub failures: BTreeMap<(Direction, String), f64>,
+}
+
+/// Which way traffic goes, as the sidecar sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Direction {
+    Inbound,
+    Outbound,
+}
+
+/// The other end of a connection.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Peer {
+    /// Who it has proved to be.
+    Meshed(String),
+    /// Why nobody knows.
+    Plain(String),
+}
+
+/// Somebody who is sent to.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Target {
+    pub namespace: String,
+    /// The kind of what it belongs to, as labels spell it; `address` where discovery knows nothing of it.
+    pub kind: String,
+    pub name: String,
+    pub peer: Peer,
+}
+
+/// A route, and the Server or Service that it is of.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Route {
+    pub direction: Direction,
+    pub parent: String,
+    pub name: String,
+}
+
+/// Golden metrics before they are made into rates and percentiles.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Tally {
+    pub success: f64,
+    pub failure: f64,
+    /// Refused by policy.
+    pub denied: f64,
+    /// Answers that came within so many microseconds, those of lower bounds included.
+    pub latency: BTreeMap<u64, f64>,
+    /// Open now, and never since.
+    pub connections: f64,
+    pub read_bytes: f64,
+    pub written_bytes: f64,
+}
+
+impl Counts {
+    /// Reads the page of a sidecar; families that are not needed are left out, and so is what makes no sense.
+    pub fn parse(page: &str) -> Self {
+        let mut counts = Self::default();
+        for sample in samples::all(page).filter(|sample| sample.value.is_finite()) {
+            counts.take(&sample);
+        }
+        counts
+    }
+
+    fn take(&mut self, sample: &Sample) {
+        match sample.name.as_str() {
+            "response_total" | "response_latency_ms_bucket" | "inbound_http_authz_deny_total" => {
+                if let Some(route) = Route::of_server(sample) {
+                    count(self.routes.entry(route).or_default(), sample);
+                }
+                self.count_traffic(sample);
+            }
+            "inbound_tcp_authz_deny_total" => self.count_traffic(sample),
+            "tcp_open_connections" | "tcp_read_bytes_total" | "tcp_write_bytes_total" => {
+                // The other connection of a pair is one with the sidecar's own application.
+                let side = match Direction::of(sample) {
+                    Some(Direction::Inbound) => "src",
+                    _ => "dst",
+                };
+                if sample.label("peer") == Some(side) {
+                    self.count_traffic(sample);
+                }
+            }
+            "route_response_total" | "route_response_latency_ms_bucket" => {
+                if let Some(route) = Route::of_profile(sample) {
+                    count(self.routes.entry(route).or_default(), sample);
+                }
+            }
+            "outbound_http_route_request_statuses_total"
+            | "outbound_grpc_route_request_statuses_total"
+            | "outbound_http_route_request_duration_seconds_bucket"
+            | "outbound_grpc_route_request_duration_seconds_bucket" => {
+                if let Some(route) = Route::of_service(sample) {
+                    count(self.routes.entry(route).or_default(), sample);
+                }
+            }
+            "tulle_failures_total" => {
+                if let (Some(direction), Some(cause)) = (Direction::of(sample), sample.label("cause")) {
+                    *self.failures.entry((direction, cause.to_owned())).or_default() += sample.value.clamp(0.0, 1e15);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn count_traffic(&mut self, sample: &Sample) {
+        let tally = match Direction::of(sample) {
+            Some(Direction::Inbound) => self.sources.entry(Peer::of(sample, "client_id")).or_default(),
+            Some(Direction::Outbound) => self.targets.entry(Target::of(sample)).or_default(),
+            None => return,
+        };
+        count(tally, sample);
+    }
+
+    /// How much more there is in each second since an earlier page, so many seconds before. What counts less than
+    /// before has started anew.
+    #[must_use]
+    pub fn since(&self, earlier: &Self, seconds: f64) -> Self {
+        fn rates<K: Ord + Clone>(
+            now: &BTreeMap<K, Tally>,
+            before: &BTreeMap<K, Tally>,
+            seconds: f64,
+        ) -> BTreeMap<K, Tally> {
+            let nothing = Tally::default();
+            let rate = |(key, tally): (&K, &Tally)| {
+                let before = before.get(key).unwrap_or(&nothing);
+                (key.clone(), tally.since(before, seconds))
+            };
+            now.iter().map(rate).collect()
+        }
+        let failures = self.failures.iter().map(|(key, now)| {
+            let before = earlier.failures.get(key).copied().unwrap_or_default();
+            (key.clone(), growth(*now, before) / seconds)
+        });
+        Self {
+            sources: rates(&self.sources, &earlier.sources, seconds),
+            targets: rates(&self.targets, &earlier.targets, seconds),
+            routes: rates(&self.routes, &earlier.routes, seconds),
+            failures: failures.collect(),
+        }
+    }
+}
+
+impl Tally {
+    fn since(&self, earlier: &Self, seconds: f64) -> Self {
+        let rate = |now: f64, before: f64| growth(now, before) / seconds;
+        let latency = self.latency.iter().map(|(bound, now)| {
+            let before = earlier.latency.get(bound).copied().unwrap_or_default();
+            (*bound, rate(*now, before))
+        });
+        Self {
+            success: rate(self.success, earlier.success),
+            failure: rate(self.failure, earlier.failure),
+            denied: rate(self.denied, earlier.denied),
+            latency: latency.collect(),
+            connections: self.connections,
+            read_bytes: rate(self.read_bytes, earlier.read_bytes),
+            written_bytes: rate(self.written_bytes, earlier.written_bytes),
+        }
+    }
+
+    pub fn add(&mut self, other: &Self) {
+        self.success += other.success;
+        self.failure += other.failure;
+        self.denied += other.denied;
+        self.connections += other.connections;
+        self.read_bytes += other.read_bytes;
+        self.written_bytes += other.written_bytes;
+        for (bound, n) in &other.latency {
+            *self.latency.entry(*bound).or_default() += n;
+        }
+    }
+
+    pub fn is_idle(&self) -> bool {
+        let counted = [
+            self.success,
+            self.failure,
+            self.denied,
+            self.read_bytes,
+            self.written_bytes,
+        ];
+        self.connections <= 0.0 && counted.iter().all(|n| *n <= 0.0)
+    }
+
+    pub fn requests(&self) -> f64 {
+        self.success + self.failure
+    }
+
+    /// From 0 to 1; nothing without requests.
+    pub fn success_rate(&self) -> Option<f64> {
+        let requests = self.requests();
+        (requests > 0.0).then(|| self.success / requests)
+    }
+
+    /// Milliseconds within which this share of answers came, interpolated within its bucket as Prometheus does;
+    /// the largest bound for what is above it, and nothing without answers.
+    pub fn quantile_ms(&self, share: f64) -> Option<f64> {
+        let total = self.latency.get(&UNBOUNDED).copied().unwrap_or_default();
+        if total <= 0.0 {
+            return None;
+        }
+        let rank = share * total;
+        let (mut below_bound, mut below) = (0, 0.0);
+        for (bound, n) in &self.latency {
+            if *n >= rank {
+                if *bound == UNBOUNDED {
+                    break;
+                }
+                let part = if *n > below { (rank - below) / (n - below) } else { 1.0 };
+                return Some((below_bound as f64 + part * (bound - below_bound) as f64) / 1e3);
+            }
+            (below_bound, below) = (*bound, *n);
+        }
+        Some(below_bound as f64 / 1e3)
+    }
+}
+
+impl Direction {
+    fn of(sample: &Sample) -> Option<Self> {
+        match sample.label("direction")? {
+            "inbound" => Some(Self::Inbound),
+            "outbound" => Some(Self::Outbound),
+            _ => None,
+        }
+    }
+}
+
+impl Peer {
+    fn of(sample: &Sample, id: &str) -> Self {
+        match sample.label(id).filter(|id| !id.is_empty()) {
+            Some(id) if sample.label("tls") == Some("true") => Self::Meshed(id.to_owned()),
+            _ => {
+                let why = sample.label("no_tls_reason").or_else(|| sample.label("tls"));
+                Self::Plain(why.unwrap_or_default().to_owned())
+            }
+        }
+    }
+}
+
+impl Target {
+    fn of(sample: &Sample) -> Self {
+        let named = OWNERS.iter().find_map(|kind| {
+            let name = sample.label(&format!("dst_{kind}")).filter(|name| !name.is_empty())?;
+            Some(((*kind).to_owned(), name.to_owned()))
+        });
+        let (kind, name) = named.unwrap_or_else(|| {
+            let addr = sample.label("target_addr").or_else(|| sample.label("target_ip"));
+            ("address".to_owned(), addr.unwrap_or_default().to_owned())
+        });
+        Self {
+            namespace: sample.label("dst_namespace").unwrap_or_default().to_owned(),
+            kind,
+            name,
+            peer: Peer::of(sample, "server_id"),
+        }
+    }
+}
+
+impl Route {
+    /// A route of a Server, or of its default policy.
+    fn of_server(sample: &Sample) -> Option<Self> {
+        if Direction::of(sample)? != Direction::Inbound {
+            return None;
+        }
+        Some(Self {
+            direction: Direction::Inbound,
+            parent: qualified(sample.label("srv_kind")?, sample.label("srv_name")?),
+            name: qualified(sample.label("route_kind")?, sample.label("route_name")?),
+        })
+    }
+
+    /// A route of a Service, or of what else is sent to.
+    fn of_service(sample: &Sample) -> Option<Self> {
+        let parent = qualified(sample.label("parent_kind")?, sample.label("parent_name")?);
+        let namespace = sample.label("parent_namespace").unwrap_or_default();
+        Some(Self {
+            direction: Direction::Outbound,
+            parent: match namespace.is_empty() {
+                true => parent,
+                false => format!("{parent}.{namespace}"),
+            },
+            name: qualified(sample.label("route_kind")?, sample.label("route_name")?),
+        })
+    }
+
+    /// A route of a ServiceProfile.
+    fn of_profile(sample: &Sample) -> Option<Self> {
+        Some(Self {
+            direction: Direction::of(sample)?,
+            parent: sample.label("dst")?.to_owned(),
+            name: sample.label("rt_route").unwrap_or("[default]").to_owned(),
+        })
+    }
+}
+
+/// `kind/name`, or the name alone of what the mesh made up itself.
+fn qualified(kind: &str, name: &str) -> String {
+    match kind.is_empty() || kind == "default" {
+        true => format!("default:{name}"),
+        false => format!("{}/{name}", kind.to_ascii_lowercase()),
+    }
+}
+
+fn count(tally: &mut Tally, sample: &Sample) {
+    // Sums stay finite, whatever a page says.
+    let value = sample.value.clamp(0.0, 1e15);
+    let is_success = || match sample.label("classification") {
+        Some(class) => class == "success",
+        None => ended_well(sample),
+    };
+    match sample.name.as_str() {
+        "tcp_open_connections" => tally.connections += value,
+        "tcp_read_bytes_total" => tally.read_bytes += value,
+        "tcp_write_bytes_total" => tally.written_bytes += value,
+        name if name.ends_with("_deny_total") => tally.denied += value,
+        name if name.ends_with("_bucket") => {
+            let unit = if name.ends_with("_ms_bucket") { 1e3 } else { 1e6 };
+            let bound = sample.label("le").and_then(|le| le.parse::<f64>().ok());
+            // A float that is too large for an integer becomes the largest one.
+            let bound = bound.map(|bound| {
+                if bound.is_finite() {
+                    (bound * unit) as u64
+                } else {
+                    UNBOUNDED
+                }
+            });
+            if let Some(bound) = bound {
+                *tally.latency.entry(bound).or_default() += value;
+            }
+        }
+        _ if is_success() => tally.success += value,
+        _ => tally.failure += value,
+    }
+}
+
+/// By status, where nothing else says how an exchange ended: as proxies classify.
+fn ended_well(sample: &Sample) -> bool {
+    if sample.label("error").is_some_and(|error| !error.is_empty()) {
+        return false;
+    }
+    match (sample.label("grpc_status"), sample.label("http_status")) {
+        (Some(code), _) => !FAILED_GRPC.contains(&code),
+        (None, status) => status
+            .and_then(|status| status.parse::<u16>().ok())
+            .is_some_and(|status| status < 500),
+    }
+}
+
+fn growth(now: f64, before: f64) -> f64 {
+    if now >= before { now - before } else { now }
+}
+
+/// The bound of the bucket that all answers are in.
+const UNBOUNDED: u64 = u64::MAX;
+/// What an endpoint may belong to, in the order in which it is asked for; itself at last.
+const OWNERS: &[&str] = &[
+    "deployment",
+    "statefulset",
+    "daemonset",
+    "cronjob",
+    "k8s_job",
+    "replicaset",
+    "replicationcontroller",
+    "external_workload",
+    "pod",
+];
+/// Codes of gRPC that say that the server failed.
+const FAILED_GRPC: &[&str] = &["UNKNOWN", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: &str = "\
+response_total{direction=\"inbound\",tls=\"true\",client_id=\"a.shop\",srv_kind=\"server\",srv_name=\"http\",route_kind=\"default\",route_name=\"probe\",status_code=\"200\",classification=\"success\"} 90
+response_total{direction=\"inbound\",tls=\"true\",client_id=\"a.shop\",srv_kind=\"server\",srv_name=\"http\",route_kind=\"HTTPRoute\",route_name=\"read\",status_code=\"500\",classification=\"failure\"} 10
+response_total{direction=\"inbound\",tls=\"no_identity\",no_tls_reason=\"no_tls_from_remote\",classification=\"success\"} 5
+response_latency_ms_bucket{direction=\"inbound\",tls=\"true\",client_id=\"a.shop\",le=\"10\"} 50
+response_latency_ms_bucket{direction=\"inbound\",tls=\"true\",client_id=\"a.shop\",le=\"20\"} 90
+response_latency_ms_bucket{direction=\"inbound\",tls=\"true\",client_id=\"a.shop\",le=\"+Inf\"} 100
+response_total{direction=\"outbound\",tls=\"true\",server_id=\"b.shop\",dst_namespace=\"shop\",dst_deployment=\"b\",dst_pod=\"b-1\",classification=\"success\"} 7
+response_total{direction=\"outbound\",target_addr=\"10.0.0.9:80\",tls=\"no_identity\",no_tls_reason=\"loopback\",classification=\"success\"} 1
+tcp_open_connections{direction=\"inbound\",peer=\"src\",tls=\"true\",client_id=\"a.shop\"} 3
+tcp_open_connections{direction=\"inbound\",peer=\"dst\",tls=\"true\",client_id=\"a.shop\"} 300
+outbound_http_route_request_statuses_total{parent_kind=\"Service\",parent_name=\"b\",parent_namespace=\"shop\",route_kind=\"default\",route_name=\"http\",http_status=\"200\",error=\"\"} 4
+outbound_http_route_request_statuses_total{parent_kind=\"Service\",parent_name=\"b\",parent_namespace=\"shop\",route_kind=\"default\",route_name=\"http\",http_status=\"\",error=\"LOAD_SHED\"} 2
+outbound_grpc_route_request_statuses_total{parent_kind=\"Service\",parent_name=\"b\",parent_namespace=\"shop\",route_kind=\"GRPCRoute\",route_name=\"g\",grpc_status=\"NOT_FOUND\",error=\"\"} 1
+route_response_total{direction=\"outbound\",dst=\"b.shop:80\",rt_route=\"GET /\",classification=\"failure\"} 6
+tulle_failures_total{direction=\"outbound\",cause=\"no-endpoints\"} 2
+inbound_http_authz_deny_total{direction=\"inbound\",tls=\"true\",client_id=\"a.shop\"} 8
+";
+
+    fn client() -> Peer {
+        Peer::Meshed("a.shop".to_owned())
+    }
+
+    #[test]
+    fn a_page_is_reduced_to_who_did_what() {
+        let counts = Counts::parse(PAGE);
+        let from = &counts.sources[&client()];
+        assert_eq!((from.success, from.failure, from.denied), (90.0, 10.0, 8.0));
+        assert_eq!((from.connections, from.success_rate()), (3.0, Some(0.9)));
+        assert_eq!(
+            counts.sources[&Peer::Plain("no_tls_from_remote".to_owned())].success,
+            5.0
+        );
+        let targets: Vec<_> = counts
+            .targets
+            .keys()
+            .map(|target| (target.kind.as_str(), target.name.as_str()))
+            .collect();
+        assert_eq!(targets, [("address", "10.0.0.9:80"), ("deployment", "b")]);
+        let routes: Vec<_> = counts
+            .routes
+            .iter()
+            .map(|(route, tally)| {
+                let Route { parent, name, .. } = route;
+                (format!("{parent} {name}"), tally.success, tally.failure)
+            })
+            .collect();
+        let expected = [
+            ("server/http default:probe", 90.0, 0.0),
+            ("server/http httproute/read", 0.0, 10.0),
+            ("b.shop:80 GET /", 0.0, 6.0),
+            ("service/b.shop default:http", 4.0, 2.0),
+            ("service/b.shop grpcroute/g", 1.0, 0.0),
+        ];
+        assert_eq!(routes, expected.map(|(name, ok, bad)| (name.to_owned(), ok, bad)));
+        assert_eq!(counts.failures[&(Direction::Outbound, "no-endpoints".to_owned())], 2.0);
+    }
+
+    #[test]
+    fn growth_is_counted_in_each_second_and_a_restart_starts_anew() {
+        let earlier = Counts::parse(PAGE);
+        let later = Counts::parse(&PAGE.replace("} 90\n", "} 110\n").replace("} 10\n", "} 2\n"));
+        let from = &later.since(&earlier, 10.0).sources[&client()];
+        assert_eq!((from.success, from.failure), (2.0, 0.2), "2 after 10 are 2");
+        assert_eq!(from.connections, 3.0, "what is open is no rate");
+        let new = later.since(&Counts::default(), 10.0);
+        assert_eq!(new.sources[&client()].success, 11.0);
+    }
+
+    #[test]
+    fn quantiles_lie_within_their_buckets() {
+        let tally = &Counts::parse(PAGE).sources[&client()];
+        for (share, expected) in [(0.25, 5.0), (0.5, 10.0), (0.7, 15.0), (0.9, 20.0), (0.99, 20.0)] {
+            assert_eq!(tally.quantile_ms(share), Some(expected), "{share}");
+        }
+        assert_eq!(Tally::default().quantile_ms(0.5), None);
+    }
+
+    #[test]
+    fn tallies_add_up() {
+        let one = Counts::parse(PAGE).sources[&client()].clone();
+        let mut sum = one.clone();
+        sum.add(&one);
+        assert_eq!((sum.success, sum.connections), (180.0, 6.0));
+        assert_eq!(sum.quantile_ms(0.5), one.quantile_ms(0.5));
+        assert!(!sum.is_idle() && Tally::default().is_idle());
+    }
+}

@@ -1,0 +1,242 @@
+//! Requests as they pass, as JSON: the form that Linkerd's `tap -o json` has, with the cause of what a proxy answered.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+
+use serde::{Deserialize, Serialize};
+use tulle_core::names::header;
+use tulle_proto::http_types::{self, http_method, scheme};
+use tulle_proto::tap as proto;
+use tulle_proto::tap::tap_event::{self, http::Event};
+
+use super::api::{Named, Silent};
+
+/// One line of a tap.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Line {
+    Event(Box<TapEvent>),
+    /// A sidecar that does not answer.
+    Silent {
+        silent: Silent,
+    },
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct TapEvent {
+    /// Whose sidecar saw it.
+    pub workload: Named,
+    pub source: End,
+    pub destination: End,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub route_meta: BTreeMap<String, String>,
+    /// `INBOUND` or `OUTBOUND`.
+    pub proxy_direction: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request_init_event: Option<RequestInit>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub response_init_event: Option<ResponseInit>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub response_end_event: Option<ResponseEnd>,
+}
+
+/// One end of a connection, and what is known of it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct End {
+    pub ip: String,
+    pub port: u16,
+    #[serde(default)]
+    pub metadata: BTreeMap<String, String>,
+}
+
+/// Joins the events of a request: `base` stands for the sidecar.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Id {
+    pub base: u32,
+    pub stream: u64,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RequestInit {
+    pub id: Id,
+    pub method: String,
+    pub scheme: String,
+    pub authority: String,
+    pub path: String,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub headers: Vec<Header>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ResponseInit {
+    pub id: Id,
+    pub since_request_init: Span,
+    pub http_status: u32,
+    /// Why another proxy answered by itself: `l5d-proxy-cause`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cause: Option<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub headers: Vec<Header>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ResponseEnd {
+    pub id: Id,
+    pub since_request_init: Span,
+    pub since_response_init: Span,
+    pub response_bytes: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub grpc_status_code: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reset_error_code: Option<u32>,
+    /// Why the proxy gave up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cause: Option<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub trailers: Vec<Header>,
+}
+
+/// A duration as protobuf has it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Span {
+    pub seconds: i64,
+    pub nanos: i32,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Header {
+    pub name: String,
+    pub value_str: String,
+}
+
+/// Whether lines have the headers of requests and responses, which are seen anyway, for their cause.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Headers {
+    Shown,
+    Omitted,
+}
+
+impl Span {
+    pub fn micros(self) -> i64 {
+        self.seconds
+            .saturating_mul(1_000_000)
+            .saturating_add(i64::from(self.nanos) / 1_000)
+    }
+}
+
+impl TapEvent {
+    /// An event of a sidecar, which has this number among those that are watched; nothing if it says nothing.
+    pub(super) fn read(event: proto::TapEvent, workload: &Named, number: u32, headers: Headers) -> Option<Self> {
+        let mut read = Self {
+            workload: workload.clone(),
+            source: End::read(event.source.clone(), event.source_meta.clone()),
+            destination: End::read(event.destination.clone(), event.destination_meta.clone()),
+            route_meta: event.route_meta.clone().unwrap_or_default().labels,
+            proxy_direction: event.proxy_direction().as_str_name().to_owned(),
+            ..Self::default()
+        };
+        let id = |id: Option<tap_event::http::StreamId>| Id {
+            base: number,
+            stream: id.unwrap_or_default().stream,
+        };
+        let shown = |all: Option<http_types::Headers>| match headers {
+            Headers::Shown => lines(all),
+            Headers::Omitted => Vec::new(),
+        };
+        let tap_event::Event::Http(http) = event.event?;
+        match http.event? {
+            Event::RequestInit(init) => {
+                read.request_init_event = Some(RequestInit {
+                    id: id(init.id),
+                    method: method(init.method),
+                    scheme: scheme(init.scheme),
+                    authority: init.authority,
+                    path: init.path,
+                    headers: shown(init.headers),
+                });
+            }
+            Event::ResponseInit(init) => {
+                let all = lines(init.headers.clone());
+                let cause = all
+                    .into_iter()
+                    .find(|line| line.name == header::L5D_PROXY_CAUSE.as_str());
+                read.response_init_event = Some(ResponseInit {
+                    id: id(init.id),
+                    since_request_init: span(init.since_request_init),
+                    http_status: init.http_status,
+                    cause: cause.map(|line| line.value_str),
+                    headers: shown(init.headers),
+                });
+            }
+            Event::ResponseEnd(end) => {
+                let eos = end.eos.and_then(|eos| eos.end);
+                let (grpc, reset) = match eos {
+                    Some(proto::eos::End::GrpcStatusCode(code)) => (Some(code), None),
+                    Some(proto::eos::End::ResetErrorCode(code)) => (None, Some(code)),
+                    None => (None, None),
+                };
+                read.response_end_event = Some(ResponseEnd {
+                    id: id(end.id),
+                    since_request_init: span(end.since_request_init),
+                    since_response_init: span(end.since_response_init),
+                    response_bytes: end.response_bytes,
+                    grpc_status_code: grpc,
+                    reset_error_code: reset,
+                    cause: Some(end.cause).filter(|cause| !cause.is_empty()),
+                    trailers: shown(end.trailers),
+                });
+            }
+        }
+        Some(read)
+    }
+}
+
+impl End {
+    fn read(addr: Option<tulle_proto::net::TcpAddress>, meta: Option<tap_event::EndpointMeta>) -> Self {
+        let addr = addr.and_then(|addr| SocketAddr::try_from(addr).ok());
+        Self {
+            ip: addr.map(|addr| addr.ip().to_string()).unwrap_or_default(),
+            port: addr.map_or(0, |addr| addr.port()),
+            metadata: meta.unwrap_or_default().labels,
+        }
+    }
+}
+
+fn lines(headers: Option<http_types::Headers>) -> Vec<Header> {
+    let headers = headers.unwrap_or_default().headers.into_iter();
+    let line = |header: http_types::headers::Header| Header {
+        name: header.name,
+        value_str: String::from_utf8_lossy(&header.value).into_owned(),
+    };
+    headers.map(line).collect()
+}
+
+fn span(duration: Option<prost_types::Duration>) -> Span {
+    let prost_types::Duration { seconds, nanos } = duration.unwrap_or_default();
+    Span { seconds, nanos }
+}
+
+fn method(method: Option<http_types::HttpMethod>) -> String {
+    match method.and_then(|method| method.r#type) {
+        Some(http_method::Type::Registered(known)) => http_method::Registered::try_from(known)
+            .map(|known| known.as_str_name().to_owned())
+            .unwrap_or_default(),
+        Some(http_method::Type::Unregistered(name)) => name,
+        None => String::new(),
+    }
+}
+
+fn scheme(scheme: Option<http_types::Scheme>) -> String {
+    match scheme.and_then(|scheme| scheme.r#type) {
+        Some(scheme::Type::Registered(known)) => scheme::Registered::try_from(known)
+            .map(|known| known.as_str_name().to_ascii_lowercase())
+            .unwrap_or_default(),
+        Some(scheme::Type::Unregistered(name)) => name,
+        None => String::new(),
+    }
+}

@@ -1,0 +1,148 @@
+//! Answers questions over HTTP: rows as JSON, and taps as lines of JSON that go on.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures_util::StreamExt as _;
+use http::header::CONTENT_TYPE;
+use http::{HeaderValue, Method, Request, Response, StatusCode};
+use http_body::Frame;
+use http_body_util::combinators::UnsyncBoxBody;
+use http_body_util::{BodyExt as _, Full, StreamBody};
+use hyper::body::Incoming;
+use serde::Serialize;
+use serde_json::{Value, json};
+use tokio::sync::{Semaphore, mpsc};
+use tracing::info;
+use tulle_core::drain::Watch;
+use tulle_core::names::telemetry::{EDGES, GROUP, ROUTES, TAPS, VERSION, WORKLOADS};
+
+use super::recorder::Recorder;
+use super::request::{self, Of, Question, Rows};
+use super::tap::{Tapper, Wish};
+use super::view;
+use crate::webhook::https::Respond;
+
+type Body = UnsyncBoxBody<Bytes, Infallible>;
+
+/// The API.
+pub struct Api {
+    pub(super) recorder: Arc<Recorder>,
+    pub(super) tapper: Tapper,
+    pub(super) drain: Watch,
+    /// Taps that may run at a time.
+    pub(super) taps: Arc<Semaphore>,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum Refusal {
+    #[error(transparent)]
+    Request(#[from] request::Error),
+    #[error("{0} is no way to ask; expected GET")]
+    Method(Method),
+    #[error("{MOST_TAPS} taps run already; end one of them")]
+    TooMany,
+    #[error("writing the answer")]
+    Write(#[from] serde_json::Error),
+}
+
+impl Respond for Api {
+    type Body = Body;
+
+    async fn respond(&self, req: Request<Incoming>) -> Response<Body> {
+        self.answer(&req).await.unwrap_or_else(|refusal| refusal.response())
+    }
+}
+
+impl Api {
+    async fn answer(&self, req: &Request<Incoming>) -> Result<Response<Body>, Refusal> {
+        if req.method() != Method::GET {
+            return Err(Refusal::Method(req.method().clone()));
+        }
+        match Question::parse(req.uri())? {
+            Question::Resources => whole(StatusCode::OK, &resources()),
+            Question::Rows(rows) => self.rows(&rows).await,
+            Question::Tap(wish) => {
+                let user = req.headers().get("x-remote-user").and_then(|user| user.to_str().ok());
+                info!(user, ?wish, "a tap begins");
+                self.tap(wish)
+            }
+        }
+    }
+
+    async fn rows(&self, rows: &Rows) -> Result<Response<Body>, Refusal> {
+        let observed = self.recorder.observe(rows.namespace.as_deref(), rows.window).await;
+        let (ok, selection) = (StatusCode::OK, &rows.selection);
+        match rows.of {
+            Of::Workloads => whole(ok, &view::workloads(&observed, selection)),
+            Of::Edges => whole(ok, &view::edges(&observed, selection)),
+            Of::Routes => whole(ok, &view::routes(&observed, selection)),
+        }
+    }
+
+    /// Begins a tap, which ends when nobody reads it.
+    fn tap(&self, wish: Wish) -> Result<Response<Body>, Refusal> {
+        let permit = self.taps.clone().try_acquire_owned().map_err(|_| Refusal::TooMany)?;
+        let (lines, shown) = mpsc::channel(MOST_WAITING);
+        let (tapper, drain) = (self.tapper.clone(), self.drain.clone());
+        // Owned by the body: it ends once the receiver has gone, and at the drain.
+        tokio::spawn(async move {
+            tapper.run(wish, lines, drain).await;
+            drop(permit);
+        });
+        let frames = futures_util::stream::unfold(shown, |mut shown| async move {
+            let line = shown.recv().await?;
+            let mut text = serde_json::to_vec(&line).unwrap_or_default();
+            text.push(b'\n');
+            Some((Ok::<_, Infallible>(Frame::data(Bytes::from(text))), shown))
+        });
+        let mut rsp = Response::new(StreamBody::new(frames.boxed()).boxed_unsync());
+        rsp.headers_mut().insert(CONTENT_TYPE, JSON);
+        Ok(rsp)
+    }
+}
+
+impl Refusal {
+    /// As the API server answers, whose clients show the message.
+    fn response(&self) -> Response<Body> {
+        let (status, reason) = match self {
+            Self::Request(request::Error::NotFound) => (StatusCode::NOT_FOUND, "NotFound"),
+            Self::Request(request::Error::Bad(_)) => (StatusCode::BAD_REQUEST, "BadRequest"),
+            Self::Method(_) => (StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed"),
+            Self::TooMany => (StatusCode::TOO_MANY_REQUESTS, "TooManyRequests"),
+            Self::Write(_) => (StatusCode::INTERNAL_SERVER_ERROR, "InternalError"),
+        };
+        let value = json!({
+            "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+            "message": self.to_string(), "reason": reason, "code": status.as_u16(),
+        });
+        whole(status, &value).unwrap_or_default()
+    }
+}
+
+fn whole(status: StatusCode, value: &impl Serialize) -> Result<Response<Body>, Refusal> {
+    let mut rsp = Response::new(Full::from(serde_json::to_vec(value)?).boxed_unsync());
+    *rsp.status_mut() = status;
+    rsp.headers_mut().insert(CONTENT_TYPE, JSON);
+    Ok(rsp)
+}
+
+/// What the API server asks for to see whether we are there, and clients to learn what there is.
+fn resources() -> Value {
+    let resource = |name: &str, kind: &str, verb: &str| json!({ "name": name, "singularName": "", "namespaced": true, "kind": kind, "verbs": [verb] });
+    json!({
+        "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": format!("{GROUP}/{VERSION}"),
+        "resources": [
+            resource(WORKLOADS, "Workload", "list"),
+            resource(EDGES, "Edge", "list"),
+            resource(ROUTES, "Route", "list"),
+            resource(TAPS, "Tap", "watch"),
+        ],
+    })
+}
+
+const JSON: HeaderValue = HeaderValue::from_static("application/json");
+pub(super) const MOST_TAPS: usize = 64;
+/// Lines that wait for a reader; sidecars leave out what does not fit.
+const MOST_WAITING: usize = 400;
