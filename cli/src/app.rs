@@ -7,7 +7,10 @@ use clap_complete::Shell;
 
 #[cfg(target_os = "linux")]
 use crate::demo;
-use crate::{authz, check, diagnostics, identity, inject, install, kubernetes, metrics, profile, trust, version};
+use crate::telemetry::{golden, tap, top};
+use crate::{
+    authz, check, diagnostics, explain, identity, inject, install, kubernetes, metrics, profile, trust, version,
+};
 
 /// Runs and inspects a tulle service mesh.
 #[derive(Debug, Parser)]
@@ -48,6 +51,23 @@ enum Command {
     /// Ask a running control plane what it would tell a proxy
     #[command(visible_alias = "dg")]
     Diagnostics(diagnostics::Args),
+    /// Show success, traffic and latency of workloads
+    #[command(after_help = golden::STAT_EXAMPLES)]
+    Stat(golden::Args),
+    /// Show who sends to whom, and whether it is mTLS
+    #[command(after_help = golden::EDGES_EXAMPLES)]
+    Edges(golden::Args),
+    /// Show success, traffic and latency of routes
+    #[command(after_help = golden::ROUTES_EXAMPLES)]
+    Routes(golden::Args),
+    /// Show which requests pass most, as they pass
+    #[command(after_help = top::EXAMPLES)]
+    Top(top::Args),
+    /// Show requests as they pass
+    #[command(after_help = tap::EXAMPLES)]
+    Tap(tap::Args),
+    /// Say why a request failed and what to do, from what its response says
+    Explain(explain::Args),
     /// Show the certificates that the proxies of pods present
     Identity(identity::Args),
     /// Show which authorizations speak of a workload's ports
@@ -86,6 +106,12 @@ pub fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Upgrade(args) => install::upgrade(args, cluster),
         Command::Prune(args) => install::prune(args, cluster),
         Command::Uninstall(args) => install::uninstall(args, cluster),
+        Command::Stat(args) => golden::stat(args, cluster),
+        Command::Edges(args) => golden::edges(args, cluster),
+        Command::Routes(args) => golden::routes(args, cluster),
+        Command::Top(args) => top::main(args, cluster),
+        Command::Tap(args) => tap::main(args, cluster),
+        Command::Explain(args) => explain::main(args),
         Command::Identity(args) => identity::main(args, cluster),
         Command::Authz(args) => authz::main(args, cluster),
         Command::Metrics(args) => metrics::proxies(args, cluster),
@@ -178,6 +204,15 @@ mod tests {
             "tulle check --pre",
             "tulle check --proxy -n shop -o json --wait 10s -L mesh --context test --as me --as-group us",
             "tulle -L mesh check --crds -o short --expected-version 1.0.0",
+            "tulle stat",
+            "tulle stat deploy/web -n shop -o wide -t 5m",
+            "tulle stat -A --control http://127.0.0.1:8089",
+            "tulle edges deploy -n shop",
+            "tulle routes svc web -o json",
+            "tulle tap deploy/web -n shop --to deploy/db --method POST --path /a --one-in 10 --count 5",
+            "tulle top ns/shop --hide-sources --lines 5",
+            "tulle explain",
+            "tulle explain no-endpoints; direction=outbound; hop=web.shop; target=10.0.0.7:80 -o json",
             "tulle identity web-1 -n shop",
             "tulle identity -l app=web",
             "tulle dg policy --outbound 10.96.0.10:80 --namespace demo -o json",
@@ -194,6 +229,9 @@ mod tests {
             "tulle check --pre --proxy",
             "tulle inject",
             "tulle identity",
+            "tulle stat deploy -n shop -A",
+            "tulle stat -t 1h",
+            "tulle tap --one-in 0",
             "tulle profile web",
             "tulle profile web --template --proto a.proto",
             "tulle completion tcsh",

@@ -9,13 +9,16 @@ mod config;
 #[cfg(target_os = "linux")]
 mod demo;
 mod diagnostics;
+mod explain;
 mod identity;
 mod inject;
 mod install;
 mod kubernetes;
 mod metrics;
 mod profile;
+mod screen;
 mod table;
+mod telemetry;
 mod trust;
 mod version;
 #[cfg(target_os = "linux")]

@@ -4,12 +4,24 @@ use std::fmt::Write as _;
 
 /// A line of titles and one for each row.
 pub(crate) fn text<const N: usize>(titles: &[&str; N], rows: impl IntoIterator<Item = [String; N]>) -> String {
-    let rows: Vec<_> = std::iter::once(titles.map(str::to_owned)).chain(rows).collect();
+    lines(titles, rows.into_iter().map(Vec::from))
+}
+
+/// The same of rows whose number of cells is found out late.
+pub(crate) fn lines(titles: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
+    let titles = titles.iter().map(|title| (*title).to_owned()).collect();
+    let rows: Vec<Vec<String>> = std::iter::once(titles).chain(rows).collect();
+    let mut widths = Vec::new();
+    for row in &rows {
+        widths.resize(row.len().max(widths.len()), 0);
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = cell.chars().count().max(*width);
+        }
+    }
     let mut text = String::new();
     for row in &rows {
         let mut line = String::new();
-        for (column, cell) in row.iter().enumerate() {
-            let width = rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+        for (cell, width) in row.iter().zip(&widths) {
             let _ = write!(line, "{cell:<width$}   ");
         }
         text.push_str(line.trim_end());

@@ -83,6 +83,7 @@ l5d-proxy-cause: no-endpoints; direction=outbound; hop=web.shop.serviceaccount.i
 - `l5d-proxy-cause` begins with a code that stays what it is. After it come, between semicolons, which side of which proxy gave up
   (`direction`, `hop`) and what it wanted to reach (`target`), and what else there is to know.
 - Clients of gRPC get the status in `grpc-status`, and `grpc-message` with the same words.
+- `tulle explain` says what is written here, from a code, the header, or a whole response.
 - Clients without an identity are told a status and nothing more; but a stream of gRPC that breaks off says why in its trailers.
 
 Failures are counted in `tulle_failures_total{direction,cause}`, those of connections that carry no HTTP as well.

@@ -93,6 +93,7 @@ const CLUSTER_WIDE: &[Access] = &[
     cluster_wide("apiextensions.k8s.io", "customresourcedefinitions"),
     cluster_wide("admissionregistration.k8s.io", "mutatingwebhookconfigurations"),
     cluster_wide("admissionregistration.k8s.io", "validatingwebhookconfigurations"),
+    cluster_wide("apiregistration.k8s.io", "apiservices"),
 ];
 
 const ROLES: &[Access] = &[

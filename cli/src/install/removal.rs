@@ -78,7 +78,7 @@ pub(crate) fn prune(args: &PruneArgs, flags: &kubernetes::Flags) -> anyhow::Resu
     Ok(ExitCode::SUCCESS)
 }
 
-/// Certificates of webhooks are in no chart: the control plane makes them.
+/// Certificates of webhooks and of telemetry are in no chart: the control plane makes them.
 fn is_made_at_run_time(object: &Value) -> bool {
     let name = object["metadata"]["name"].as_str().unwrap_or_default();
     object["kind"] == "Secret" && name.starts_with("linkerd-") && name.ends_with("-k8s-tls")
@@ -152,6 +152,8 @@ enum Place {
 
 /// What an installation consists of; what it owns, such as pods, goes with it.
 const KINDS: &[(Place, &str, &str, &str)] = &[
+    // Kubernetes finishes no deletion of a namespace while an API has nobody who serves it.
+    (Place::Anywhere, "apiregistration.k8s.io", "v1", "APIService"),
     (
         Place::Anywhere,
         "admissionregistration.k8s.io",

@@ -1,0 +1,329 @@
+//! `tulle stat`, `tulle edges` and `tulle routes`: golden metrics of the last minutes.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tulle_control::telemetry::api::{self, Edge, Golden, Route, Workload};
+use tulle_control::telemetry::counts::Direction;
+use tulle_core::duration;
+use tulle_core::names::telemetry::{EDGES, ROUTES, WORKLOADS};
+
+use super::{Asked, Output, Workloads};
+use crate::{kubernetes, runtime, table};
+
+/// Whose golden metrics, and over how long.
+#[derive(clap::Args, Clone, Debug)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    workloads: Workloads,
+    /// Over how long to measure, at most 5m; what comes nearest to it is told, and a first question takes 2 s
+    #[arg(short = 't', long, value_name = "DURATION", default_value = "1m", value_parser = window)]
+    window: Duration,
+    /// How the answer is shown
+    #[arg(short, long, value_enum, default_value_t = Output::Table)]
+    output: Output,
+}
+
+fn window(text: &str) -> Result<Duration, String> {
+    let window = duration::parse(text).map_err(|err| err.to_string())?;
+    match (Duration::from_secs(1)..=LONGEST).contains(&window) {
+        true => Ok(window),
+        false => Err(format!("{text:?} is not between 1s and 5m")),
+    }
+}
+
+/// `tulle stat`.
+pub(crate) fn stat(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
+    ask(args, flags, WORKLOADS, |asked, rows: &[Workload], output| {
+        if let (Some(name), []) = (&asked.name, rows) {
+            bail!("there is no {} {name} that runs{}", asked.by, place(asked));
+        }
+        let mut titles = vec!["NAME", "MESHED"];
+        titles.extend(golden_titles(output));
+        if output == Output::Wide {
+            titles.push("CAUSES");
+        }
+        let lines = rows.iter().map(|row| {
+            let mut line = vec![named(asked, &row.named), format!("{}/{}", row.meshed, row.total)];
+            line.extend(match row.meshed {
+                0 => vec!["-".to_owned(); golden_titles(output).len()],
+                _ => golden(&row.golden, output),
+            });
+            if output == Output::Wide {
+                line.push(causes(row));
+            }
+            line
+        });
+        Ok(with_namespaces(asked, titles, lines, |at| &rows[at].named.namespace))
+    })
+}
+
+/// `tulle edges`.
+pub(crate) fn edges(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
+    ask(args, flags, EDGES, |_, rows: &[Edge], output| {
+        let mut titles = vec!["SRC", "DST", "SRC_NS", "DST_NS", "CLIENT_ID", "SERVER_ID", "SECURED"];
+        titles.extend(golden_titles(output));
+        let lines = rows.iter().map(|row| {
+            let secured = match &row.why_plain {
+                None => "√".to_owned(),
+                Some(why) => why.clone(),
+            };
+            let mut line = vec![
+                qualified(&row.source),
+                qualified(&row.destination),
+                or_dash(&row.source.namespace),
+                or_dash(&row.destination.namespace),
+                identity(row.client_id.as_deref()),
+                identity(row.server_id.as_deref()),
+                secured,
+            ];
+            line.extend(golden(&row.golden, output));
+            line
+        });
+        Ok(table::lines(&titles, lines))
+    })
+}
+
+/// `tulle routes`.
+pub(crate) fn routes(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
+    ask(args, flags, ROUTES, |asked, rows: &[Route], output| {
+        let mut titles = vec!["NAME", "DIRECTION", "PARENT", "ROUTE"];
+        titles.extend(golden_titles(output).into_iter().filter(|title| !is_tcp(title)));
+        let lines = rows.iter().map(|row| {
+            let direction = match row.direction {
+                Direction::Inbound => "inbound",
+                Direction::Outbound => "outbound",
+            };
+            let mut line = vec![
+                named(asked, &row.workload),
+                direction.to_owned(),
+                row.parent.clone(),
+                row.name.clone(),
+            ];
+            let values = golden_titles(output).into_iter().zip(golden(&row.golden, output));
+            line.extend(values.filter(|(title, _)| !is_tcp(title)).map(|(_, value)| value));
+            line
+        });
+        Ok(with_namespaces(asked, titles, lines, |at| &rows[at].workload.namespace))
+    })
+}
+
+/// Asks, and prints the rows as `show` makes a table of them; beside it, how good they are.
+fn ask<Row: Serialize + DeserializeOwned>(
+    args: &Args,
+    flags: &kubernetes::Flags,
+    resource: &str,
+    show: impl Fn(&Asked, &[Row], Output) -> anyhow::Result<String>,
+) -> anyhow::Result<ExitCode> {
+    runtime()?.block_on(async {
+        let asked = args.workloads.asked(flags).await?;
+        let window = [("window", args.window.as_secs().to_string())];
+        let answer: api::Answer<Row> = asked.get(resource, &window).await?;
+        if args.output == Output::Json {
+            let json = serde_json::to_string_pretty(&answer).context("writing JSON")?;
+            crate::print(&format!("{json}\n"))?;
+        } else {
+            crate::print(&show(&asked, &answer.rows, args.output)?)?;
+            for silent in &answer.silent {
+                eprintln!("tulle: {} is left out: {}", qualified(&silent.workload), silent.reason);
+            }
+            match answer.window_seconds {
+                0.0 => eprintln!("no sidecar was asked{}", place(&asked)),
+                seconds => eprintln!("measured over {seconds:.0} s"),
+            }
+        }
+        Ok(ExitCode::SUCCESS)
+    })
+}
+
+fn place(asked: &Asked) -> String {
+    match &asked.namespace {
+        Some(namespace) => format!(" in namespace {namespace}; -n names another, -A all"),
+        None => String::new(),
+    }
+}
+
+/// A table with the namespace before each line, where lines are of several.
+fn with_namespaces<'a>(
+    asked: &Asked,
+    mut titles: Vec<&str>,
+    lines: impl Iterator<Item = Vec<String>>,
+    namespace: impl Fn(usize) -> &'a str,
+) -> String {
+    let several = asked.namespace.is_none() && asked.by != "namespace";
+    if several {
+        titles.insert(0, "NAMESPACE");
+    }
+    let lines = lines.enumerate().map(|(at, mut line)| {
+        if several {
+            line.insert(0, or_dash(namespace(at)));
+        }
+        line
+    });
+    table::lines(&titles, lines)
+}
+
+/// The name, with its kind where that is not what was asked for.
+fn named(asked: &Asked, named: &api::Named) -> String {
+    match asked.by == "workload" {
+        true => qualified(named),
+        false => named.name.clone(),
+    }
+}
+
+/// `deploy/web`.
+pub(super) fn qualified(named: &api::Named) -> String {
+    let kind = match named.kind.as_str() {
+        "deployment" => "deploy",
+        "statefulset" => "sts",
+        "daemonset" => "ds",
+        "cronjob" => "cj",
+        "replicaset" => "rs",
+        "replicationcontroller" => "rc",
+        "externalworkload" => "ew",
+        "serviceaccount" => "sa",
+        "address" => return named.name.clone(),
+        kind => kind,
+    };
+    format!("{kind}/{}", named.name)
+}
+
+/// The part of an identity that tells workloads apart.
+fn identity(id: Option<&str>) -> String {
+    match id {
+        None => "-".to_owned(),
+        Some(id) => id.split(".serviceaccount.").next().unwrap_or(id).to_owned(),
+    }
+}
+
+fn or_dash(text: &str) -> String {
+    if text.is_empty() { "-" } else { text }.to_owned()
+}
+
+fn golden_titles(output: Output) -> Vec<&'static str> {
+    let mut titles = vec![
+        "SUCCESS",
+        "RPS",
+        "LATENCY_P50",
+        "LATENCY_P95",
+        "LATENCY_P99",
+        "TCP_CONN",
+    ];
+    if output == Output::Wide {
+        titles.extend(["READ_BYTES/SEC", "WRITE_BYTES/SEC", "DENIED/SEC"]);
+    }
+    titles
+}
+
+fn is_tcp(title: &str) -> bool {
+    ["TCP_CONN", "READ_BYTES/SEC", "WRITE_BYTES/SEC"].contains(&title)
+}
+
+fn golden(golden: &Golden, output: Output) -> Vec<String> {
+    let ms = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.0}ms"));
+    let mut values = vec![
+        golden
+            .success_rate
+            .map_or_else(|| "-".to_owned(), |rate| format!("{:.2}%", rate * 100.0)),
+        match golden.success_rate {
+            None => "-".to_owned(),
+            Some(_) => format!("{:.1}rps", golden.requests_per_second),
+        },
+        ms(golden.latency_ms_p50),
+        ms(golden.latency_ms_p95),
+        ms(golden.latency_ms_p99),
+        format!("{:.0}", golden.tcp_connections),
+    ];
+    if output == Output::Wide {
+        values.extend([
+            format!("{:.1}B/s", golden.read_bytes_per_second),
+            format!("{:.1}B/s", golden.write_bytes_per_second),
+            format!("{:.1}", golden.denied_per_second),
+        ]);
+    }
+    values
+}
+
+/// What was given up most, for `tulle explain`.
+fn causes(row: &Workload) -> String {
+    let mut causes: Vec<_> = row.causes.iter().collect();
+    causes.sort_by(|(_, one), (_, other)| other.total_cmp(one));
+    let most = causes
+        .iter()
+        .take(2)
+        .map(|(cause, rate)| format!("{cause} {rate:.1}/s"));
+    or_dash(&most.collect::<Vec<_>>().join(", "))
+}
+
+const LONGEST: Duration = Duration::from_secs(300);
+
+pub(crate) const STAT_EXAMPLES: &str = "\
+  tulle stat deploy -n shop
+  tulle stat deploy/web -n shop -o wide      # with bytes, refusals, and what failed: see `tulle explain`
+  tulle stat ns
+  tulle stat -A -t 5m -o json
+  tulle stat --control 127.0.0.1:8089        # without Kubernetes, on the machine of the control plane
+
+It takes the right to list workloads.telemetry.tulle.dev in the namespace.";
+
+pub(crate) const EDGES_EXAMPLES: &str = "\
+  tulle edges deploy -n shop
+  tulle edges deploy/web -n shop             # who calls web, and whom it calls
+  tulle edges --control 127.0.0.1:8089
+
+SECURED says by which connections it is mTLS, and why others are not.
+It takes the right to list edges.telemetry.tulle.dev in the namespace.";
+
+pub(crate) const ROUTES_EXAMPLES: &str = "\
+  tulle routes deploy/web -n shop
+  tulle routes svc -n shop
+  tulle routes --control 127.0.0.1:8089
+
+Routes of a Server are inbound, those of Services and profiles outbound.
+It takes the right to list routes.telemetry.tulle.dev in the namespace.";
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::asked;
+    use super::*;
+
+    #[test]
+    fn a_row_reads_as_people_know_it() {
+        let values = Golden {
+            success_rate: Some(0.98765),
+            requests_per_second: 12.34,
+            latency_ms_p50: Some(1.5),
+            tcp_connections: 3.0,
+            ..Golden::default()
+        };
+        assert_eq!(
+            golden(&values, Output::Table),
+            ["98.77%", "12.3rps", "2ms", "-", "-", "3"]
+        );
+        for output in [Output::Table, Output::Wide] {
+            assert_eq!(golden(&values, output).len(), golden_titles(output).len());
+        }
+        assert_eq!(golden(&Golden::default(), Output::Table)[..2], ["-", "-"]);
+    }
+
+    #[test]
+    fn namespaces_are_shown_where_there_are_several() {
+        let table = |namespace: Option<&str>| {
+            let lines = std::iter::once(vec!["web".to_owned()]);
+            with_namespaces(&asked(namespace, "deploy"), vec!["NAME"], lines, |_| "shop")
+        };
+        assert_eq!(table(None), "NAMESPACE   NAME\nshop        web\n");
+        assert_eq!(table(Some("shop")), "NAME\nweb\n");
+    }
+
+    #[test]
+    fn windows_are_bounded() {
+        assert_eq!(window("10s"), Ok(Duration::from_secs(10)));
+        for text in ["0", "6m", "10", "x"] {
+            assert!(window(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,365 @@
+//! `tulle tap`: requests as they pass, a line for each event.
+
+use std::fmt::Write as _;
+use std::process::ExitCode;
+
+use anyhow::{Context as _, anyhow};
+use bytes::BytesMut;
+use clap::ValueEnum;
+use http_body_util::BodyExt as _;
+use tulle_control::telemetry::events::{End, Id, Line, TapEvent};
+use tulle_core::names::telemetry::TAPS;
+
+use super::golden::qualified;
+use super::{Answer, Asked, Workloads, selection};
+use crate::{kubernetes, runtime};
+
+/// Whose requests, and which of them.
+#[derive(clap::Args, Clone, Debug)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    pub(super) which: Which,
+    /// End after so many requests
+    #[arg(long, value_name = "N")]
+    count: Option<u64>,
+    /// How requests are shown
+    #[arg(short, long, value_enum, default_value_t = Output::Lines)]
+    output: Output,
+}
+
+/// Which requests.
+#[derive(clap::Args, Clone, Debug)]
+pub(crate) struct Which {
+    #[command(flatten)]
+    workloads: Workloads,
+    /// Requests to this workload only, such as deploy/web
+    #[arg(long, value_name = "TYPE/NAME")]
+    to: Option<String>,
+    /// Requests to this namespace only
+    #[arg(long, value_name = "NAMESPACE")]
+    to_namespace: Option<String>,
+    /// Requests with this method only
+    #[arg(long, value_name = "METHOD")]
+    method: Option<String>,
+    /// Requests whose path begins so
+    #[arg(long, value_name = "PREFIX")]
+    path: Option<String>,
+    /// Requests to this authority (host) only
+    #[arg(long, value_name = "HOST")]
+    authority: Option<String>,
+    /// Of so many requests show one
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    one_in: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// A line for each event
+    Lines,
+    /// The same, with all that is known of both ends
+    Wide,
+    /// A line of JSON for each event, with headers
+    Json,
+}
+
+pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
+    runtime()?.block_on(async {
+        let mut tap = args.which.begin(flags, args.output == Output::Json).await?;
+        let mut left = args.count;
+        while left != Some(0)
+            && let Some(event) = tap.next().await?
+        {
+            let text = match args.output {
+                Output::Lines => line(&event),
+                Output::Wide => line(&event) + &details(&event),
+                Output::Json => serde_json::to_string(&event).context("writing JSON")?,
+            };
+            crate::print(&format!("{text}\n"))?;
+            if event.response_end_event.is_some() {
+                left = left.map(|left| left - 1);
+            }
+        }
+        Ok(ExitCode::SUCCESS)
+    })
+}
+
+/// A tap that runs.
+pub(super) struct Tap {
+    answer: Answer,
+    /// What came behind the last line.
+    rest: BytesMut,
+}
+
+impl Which {
+    /// Begins to watch.
+    ///
+    /// # Errors
+    /// What is refused.
+    pub(super) async fn begin(&self, flags: &kubernetes::Flags, headers: bool) -> anyhow::Result<Tap> {
+        let asked = self.workloads.asked(flags).await?;
+        let answer = asked.begin(TAPS, &self.parameters(&asked, headers)?).await?;
+        Ok(Tap {
+            answer,
+            rest: BytesMut::new(),
+        })
+    }
+
+    fn parameters(&self, asked: &Asked, headers: bool) -> anyhow::Result<Vec<(&'static str, String)>> {
+        let mut parameters = vec![("watch", "true".to_owned()), ("oneIn", self.one_in.to_string())];
+        if headers {
+            parameters.push(("headers", "true".to_owned()));
+        }
+        let mut to_namespace = self.to_namespace.clone();
+        if let Some(to) = &self.to {
+            let (kind, name) = selection(std::slice::from_ref(to))?;
+            let name = name.with_context(|| format!("--to {to} names no workload; expected one such as deploy/web"))?;
+            if kind == "namespace" {
+                to_namespace = Some(name);
+            } else {
+                parameters.extend([("toKind", kind), ("toName", name)]);
+                to_namespace = to_namespace.or_else(|| asked.namespace.clone());
+            }
+        }
+        let others = [
+            ("toNamespace", &to_namespace),
+            ("method", &self.method),
+            ("path", &self.path),
+            ("authority", &self.authority),
+        ];
+        let given = others
+            .into_iter()
+            .filter_map(|(name, value)| Some((name, value.clone()?)));
+        parameters.extend(given);
+        Ok(parameters)
+    }
+}
+
+impl Tap {
+    /// The next event; nothing once the control plane has ended. May be dropped while it waits.
+    pub(super) async fn next(&mut self) -> anyhow::Result<Option<TapEvent>> {
+        loop {
+            if let Some(end) = self.rest.iter().position(|byte| *byte == b'\n') {
+                let line = self.rest.split_to(end + 1);
+                match serde_json::from_slice(&line).context("a line is not what this version of tulle expects")? {
+                    Line::Event(event) => return Ok(Some(*event)),
+                    Line::Silent { silent } => {
+                        eprintln!(
+                            "tulle: {} is not watched: {}",
+                            qualified(&silent.workload),
+                            silent.reason
+                        );
+                    }
+                }
+                continue;
+            }
+            match self.answer.body_mut().frame().await {
+                None => return Ok(None),
+                Some(frame) => {
+                    let frame = frame.map_err(|err| anyhow!(err)).context("the tap broke off")?;
+                    self.rest.extend_from_slice(&frame.into_data().unwrap_or_default());
+                }
+            }
+        }
+    }
+}
+
+/// As Linkerd's `tap` writes it, and the cause of what a proxy answered.
+fn line(event: &TapEvent) -> String {
+    let (proxy, tls) = match event.proxy_direction.as_str() {
+        "INBOUND" => ("in ", event.source.metadata.get("tls")),
+        _ => ("out", event.destination.metadata.get("tls")),
+    };
+    let tls = tls.map_or("", String::as_str);
+    let place = |kind: &str, id: Id| {
+        let (src, dst) = (addr(&event.source), addr(&event.destination));
+        format!(
+            "{kind} id={}:{} proxy={proxy} src={src} dst={dst} tls={tls}",
+            id.base, id.stream
+        )
+    };
+    if let Some(init) = &event.request_init_event {
+        let (method, authority, path) = (&init.method, &init.authority, &init.path);
+        return format!(
+            "{} :method={method} :authority={authority} :path={path}",
+            place("req", init.id)
+        );
+    }
+    if let Some(init) = &event.response_init_event {
+        let latency = init.since_request_init.micros();
+        let mut text = format!(
+            "{} :status={} latency={latency}µs",
+            place("rsp", init.id),
+            init.http_status
+        );
+        if let Some(cause) = &init.cause {
+            let _ = write!(text, " cause={cause:?}");
+        }
+        return text;
+    }
+    let Some(end) = &event.response_end_event else {
+        return String::new();
+    };
+    let mut text = place("end", end.id);
+    if let Some(code) = end.grpc_status_code {
+        let _ = write!(
+            text,
+            " grpc-status={:?}",
+            tonic::Code::from(i32::try_from(code).unwrap_or(-1))
+        );
+    }
+    if let Some(code) = end.reset_error_code {
+        let _ = write!(text, " reset-error={code}");
+    }
+    let duration = end.since_response_init.micros();
+    let _ = write!(text, " duration={duration}µs response-length={}B", end.response_bytes);
+    if let Some(cause) = &end.cause {
+        let _ = write!(text, " cause={cause:?}");
+    }
+    text
+}
+
+/// What is known of both ends, and of the route.
+fn details(event: &TapEvent) -> String {
+    let mut text = format!(" workload={}", qualified(&event.workload));
+    for (side, labels) in [
+        ("src", &event.source.metadata),
+        ("dst", &event.destination.metadata),
+        ("rt", &event.route_meta),
+    ] {
+        for (name, value) in labels.iter().filter(|(name, _)| *name != "tls") {
+            let _ = write!(text, " {side}_{name}={value}");
+        }
+    }
+    text
+}
+
+fn addr(end: &End) -> String {
+    match end.ip.contains(':') {
+        true => format!("[{}]:{}", end.ip, end.port),
+        false => format!("{}:{}", end.ip, end.port),
+    }
+}
+
+pub(crate) const EXAMPLES: &str = "\
+  tulle tap deploy/web -n shop
+  tulle tap deploy/web -n shop --to deploy/db --method POST
+  tulle tap ns/shop --path /api/ -o wide
+  tulle tap deploy/web -n shop -o json | jq .responseInitEvent.httpStatus
+  tulle tap deploy/web -n shop | grep --line-buffered cause=       # and see `tulle explain`
+  tulle tap --control 127.0.0.1:8089                                # without Kubernetes
+
+It takes the right to watch taps.telemetry.tulle.dev in the namespace.
+Proxies show their requests to the control plane unless viz.linkerd.io/disable-tap says otherwise;
+without Kubernetes to the identities in LINKERD2_PROXY_TAP_SVC_NAME.";
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::collections::BTreeMap;
+
+    use tulle_control::telemetry::events::{RequestInit, ResponseEnd, ResponseInit, Span};
+
+    use super::super::tests::asked;
+    use super::*;
+
+    /// The events of one request, in their order.
+    pub(in super::super) fn events(path: &str, status: u32) -> [TapEvent; 3] {
+        let end = |ip: &str, port, tls: &str| End {
+            ip: ip.to_owned(),
+            port,
+            metadata: BTreeMap::from([("tls".to_owned(), tls.to_owned())]),
+        };
+        let event = TapEvent {
+            source: end("10.0.0.1", 4321, "true"),
+            destination: end("::1", 80, "no_identity"),
+            proxy_direction: "INBOUND".to_owned(),
+            ..TapEvent::default()
+        };
+        let id = Id { base: 2, stream: 7 };
+        let span = |micros: i32| Span {
+            seconds: 0,
+            nanos: micros * 1_000,
+        };
+        let request = TapEvent {
+            request_init_event: Some(RequestInit {
+                id,
+                method: "GET".to_owned(),
+                authority: "web".to_owned(),
+                path: path.to_owned(),
+                ..RequestInit::default()
+            }),
+            ..event.clone()
+        };
+        let response = TapEvent {
+            response_init_event: Some(ResponseInit {
+                id,
+                since_request_init: span(1_500),
+                http_status: status,
+                cause: (status >= 500).then(|| "no-endpoints; direction=outbound".to_owned()),
+                ..ResponseInit::default()
+            }),
+            ..event.clone()
+        };
+        let ended = TapEvent {
+            response_end_event: Some(ResponseEnd {
+                id,
+                since_request_init: span(2_000),
+                since_response_init: span(500),
+                response_bytes: 12,
+                grpc_status_code: Some(0),
+                ..ResponseEnd::default()
+            }),
+            ..event
+        };
+        [request, response, ended]
+    }
+
+    #[test]
+    fn lines_read_as_those_of_linkerd_with_the_cause_at_the_end() {
+        let lines: Vec<_> = events("/", 503).iter().map(line).collect();
+        let place = "id=2:7 proxy=in  src=10.0.0.1:4321 dst=[::1]:80 tls=true";
+        assert_eq!(
+            lines,
+            [
+                format!("req {place} :method=GET :authority=web :path=/"),
+                format!("rsp {place} :status=503 latency=1500µs cause=\"no-endpoints; direction=outbound\""),
+                format!("end {place} grpc-status=Ok duration=500µs response-length=12B"),
+            ]
+        );
+    }
+
+    #[test]
+    fn filters_become_parameters() {
+        let which = |to: &str, to_namespace: Option<&str>| Which {
+            workloads: Workloads {
+                resource: Vec::new(),
+                namespace: None,
+                all_namespaces: false,
+                control: None,
+            },
+            to: Some(to.to_owned()),
+            to_namespace: to_namespace.map(str::to_owned),
+            method: Some("GET".to_owned()),
+            path: None,
+            authority: None,
+            one_in: 1,
+        };
+        let text = |which: Which| {
+            let parameters = which.parameters(&asked(Some("shop"), "deploy"), false).unwrap();
+            let text: Vec<_> = parameters
+                .iter()
+                .map(|(name, value)| format!("{name}={value}"))
+                .collect();
+            text.join("&")
+        };
+        let begin = "watch=true&oneIn=1";
+        assert_eq!(
+            text(which("deploy/db", None)),
+            format!("{begin}&toKind=deployment&toName=db&toNamespace=shop&method=GET")
+        );
+        assert_eq!(
+            text(which("ns/other", None)),
+            format!("{begin}&toNamespace=other&method=GET")
+        );
+        assert!(which("deploy", None).parameters(&asked(None, ""), false).is_err());
+    }
+}
