@@ -54,6 +54,7 @@ impl Place<'_> {
                 ..subject("kube-apiserver")
             },
         )?;
+        pki.create_front_proxy()?;
         let administrators = Some("system:masters");
         for name in ["admin", "kube-apiserver-kubelet-client"] {
             let organization = administrators;
@@ -142,6 +143,13 @@ impl Place<'_> {
             ),
             format!("--kubelet-client-key={}", pki("kube-apiserver-kubelet-client.key")),
             "--kubelet-preferred-address-types=InternalIP".to_owned(),
+            format!("--requestheader-client-ca-file={}", pki("front-proxy-ca.crt")),
+            "--requestheader-allowed-names=front-proxy-client".to_owned(),
+            "--requestheader-username-headers=X-Remote-User".to_owned(),
+            "--requestheader-group-headers=X-Remote-Group".to_owned(),
+            "--requestheader-extra-headers-prefix=X-Remote-Extra-".to_owned(),
+            format!("--proxy-client-cert-file={}", pki("front-proxy-client.crt")),
+            format!("--proxy-client-key-file={}", pki("front-proxy-client.key")),
             "--audit-policy-file=audit-policy.json".to_owned(),
             format!("--audit-log-path={AUDIT_LOG}"),
             // Who looks into the log wants what has happened by now.

@@ -1,4 +1,5 @@
-//! The certificates of a cluster: one authority signs what servers show and what clients are known by.
+//! The certificates of a cluster: one authority signs what servers show and what clients are known by,
+//! and another who the API server is to aggregated APIs.
 
 use std::fs;
 use std::net::IpAddr;
@@ -33,8 +34,28 @@ impl Pki {
     /// Makes an authority, `ca.crt` and `ca.key`, and the key pair of service account tokens, `sa.key` and `sa.pub`.
     pub(super) fn create(dir: &Path) -> anyhow::Result<Self> {
         fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
+        let tokens = KeyPair::generate()?;
+        write(dir, "sa.key", &tokens.serialize_pem())?;
+        write(dir, "sa.pub", &tokens.public_key_pem())?;
+        Self::authority(dir, "ca", "kubernetes")
+    }
+
+    /// Makes another authority beside it, `front-proxy-ca`, and `front-proxy-client`, which it signs: who the API server is
+    /// to aggregated APIs.
+    pub(super) fn create_front_proxy(&self) -> anyhow::Result<()> {
+        let common_name = "front-proxy-client";
+        Self::authority(&self.dir, "front-proxy-ca", "front-proxy")?.issue(
+            common_name,
+            Subject {
+                common_name,
+                ..Subject::default()
+            },
+        )
+    }
+
+    fn authority(dir: &Path, file: &str, common_name: &str) -> anyhow::Result<Self> {
         let mut params = named(Subject {
-            common_name: "kubernetes",
+            common_name,
             ..Subject::default()
         })?;
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -44,12 +65,8 @@ impl Pki {
             KeyUsagePurpose::DigitalSignature,
         ];
         let key = KeyPair::generate()?;
-        let tokens = KeyPair::generate()?;
-        let certificate = params.self_signed(&key)?.pem();
-        write(dir, "ca.crt", &certificate)?;
-        write(dir, "ca.key", &key.serialize_pem())?;
-        write(dir, "sa.key", &tokens.serialize_pem())?;
-        write(dir, "sa.pub", &tokens.public_key_pem())?;
+        write(dir, &format!("{file}.crt"), &params.self_signed(&key)?.pem())?;
+        write(dir, &format!("{file}.key"), &key.serialize_pem())?;
         Ok(Self {
             dir: dir.to_owned(),
             issuer: Issuer::new(params, key),

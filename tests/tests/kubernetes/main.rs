@@ -7,5 +7,6 @@ mod harness;
 mod identity;
 mod injection;
 mod source;
+mod telemetry;
 mod webhooks;
 mod writeback;

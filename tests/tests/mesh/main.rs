@@ -21,6 +21,7 @@ mod refusals;
 mod routing;
 mod splits;
 mod tap;
+mod telemetry;
 mod told;
 mod transparency;
 mod tries;

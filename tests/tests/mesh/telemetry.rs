@@ -1,0 +1,266 @@
+//! What workloads do, as `tulle` tells it: golden metrics, who sends to whom, and requests as they pass.
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use serde_json::Value;
+use tokio::io::{AsyncBufReadExt as _, BufReader};
+use tokio::process::Command;
+use tulle_core::identity::service_account;
+use tulle_tests::apps;
+use tulle_tests::client::{Http1, request};
+use tulle_tests::control::CONTROL_NS;
+use tulle_tests::eventually::eventually;
+use tulle_tests::mesh::{Builder, HTTP, Mesh, identity, mesh};
+use tulle_tests::programs::built;
+
+/// `tulle …`, with the control plane of the mesh; it ends with the test.
+fn tulle(line: &str) -> Command {
+    let mut command = Command::new(built("tulle").unwrap());
+    command
+        .args(line.split(' '))
+        .args(["--control", "127.0.0.1:8089"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true);
+    command
+}
+
+async fn said(line: &str) -> String {
+    let output = tulle(line).output().await.unwrap();
+    assert!(output.status.success(), "{line}: {output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+async fn json_lines(line: &str) -> Vec<Value> {
+    let lines = said(line).await;
+    lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+async fn json(line: &str) -> Value {
+    serde_json::from_str(&said(&format!("{line} -o json")).await).unwrap()
+}
+
+/// `client` asks `web`, again and again, and so it does `broken`, whose application is not there; `shy` shows its requests
+/// to somebody else, and `plain` is in no mesh.
+fn busy(test: impl AsyncFnOnce(&Mesh) + Send) {
+    busy_in(mesh(), test);
+}
+
+fn busy_in(mesh: Builder, test: impl AsyncFnOnce(&Mesh) + Send) {
+    let telemetry = service_account("linkerd-destination", CONTROL_NS, CONTROL_NS, "cluster.local");
+    let mesh = mesh.env("TAP_SVC_NAME", &telemetry);
+    let mesh = mesh
+        .workload("client")
+        .workload("web")
+        .workload("broken")
+        .unmeshed("plain");
+    let mesh = mesh.workload("shy").its_env("TAP_SVC_NAME", &identity("watcher"));
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let asking = async {
+            loop {
+                for service in ["web", "broken"] {
+                    let mut client = Http1::over(mesh.dial("client", mesh.service(service, HTTP)).await).await;
+                    client.ask(request("/ready")).await.unwrap();
+                }
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        tokio::select! {
+            () = test(mesh) => {}
+            () = asking => {}
+        }
+    });
+}
+
+/// The row of a workload, once there is traffic.
+async fn row(name: &str) -> Value {
+    eventually(&format!("there is traffic to {name}"), async || {
+        let answer = json(&format!("stat pod/{name} -n shop")).await;
+        let row = answer["rows"][0].clone();
+        (row["requestsPerSecond"].as_f64()? > 0.0).then_some(row)
+    })
+    .await
+}
+
+#[test]
+fn golden_metrics_tell_who_answers_and_how_well() {
+    busy(async |_: &Mesh| {
+        let web = row("web").await;
+        assert_eq!(
+            (&web["successRate"], &web["meshed"], &web["total"]),
+            (&1.0.into(), &1.into(), &1.into())
+        );
+        assert!(web["latencyMsP99"].as_f64().is_some(), "{web}");
+        assert_eq!(row("broken").await["successRate"], 0.0);
+
+        let table = said("stat -o wide").await;
+        let line = |name: &str| -> Vec<&str> {
+            let line = table.lines().find(|line| line.contains(&format!("pod/{name} ")));
+            line.unwrap_or_else(|| panic!("no {name} in\n{table}"))
+                .split_whitespace()
+                .collect()
+        };
+        assert_eq!(line("web")[..4], ["shop", "pod/web", "1/1", "100.00%"], "{table}");
+        assert_eq!(line("plain")[2..4], ["0/1", "-"], "{table}");
+        assert!(line("broken").contains(&"inbound/connect-refused"), "{table}");
+
+        let services = json("stat svc/web -n shop").await;
+        assert_eq!(services["rows"][0]["successRate"], 1.0, "{services}");
+    });
+}
+
+#[test]
+fn edges_tell_who_both_ends_are_and_routes_what_is_asked_for() {
+    busy(async |_: &Mesh| {
+        row("web").await;
+        let edges = json("edges pod/web -n shop").await;
+        let rows = edges["rows"].as_array().unwrap();
+        assert_eq!(rows.len(), 1, "{edges}");
+        assert_eq!(
+            (&rows[0]["source"]["name"], &rows[0]["destination"]["name"]),
+            (&"client".into(), &"web".into())
+        );
+        let ids = [identity("client"), identity("web")];
+        assert_eq!(
+            [&rows[0]["clientId"], &rows[0]["serverId"]],
+            [&ids[0], &ids[1]],
+            "{edges}"
+        );
+        assert!(rows[0]["requestsPerSecond"].as_f64().unwrap() > 0.0, "{edges}");
+        let table = said("edges -n shop").await;
+        assert!(
+            table.contains("pod/client") && table.contains("client.shop") && table.contains('√'),
+            "{table}"
+        );
+
+        let routes = json("routes -n shop").await;
+        let of = |workload: &str, direction: &str| {
+            let rows = routes["rows"].as_array().unwrap().iter();
+            let found: Vec<_> = rows
+                .filter(|row| row["workload"]["name"] == workload && row["direction"] == direction)
+                .map(|row| (row["parent"].as_str().unwrap(), row["successRate"].as_f64()))
+                .collect();
+            found
+        };
+        let sent = of("client", "outbound");
+        assert!(sent.contains(&("service/web.shop", Some(1.0))), "{routes}");
+        assert!(sent.contains(&("service/broken.shop", Some(0.0))), "{routes}");
+        assert!(!of("web", "inbound").is_empty(), "{routes}");
+    });
+}
+
+#[test]
+fn a_tap_shows_requests_and_what_explains_their_failure() {
+    busy(async |_: &Mesh| {
+        let said = said("tap pod/broken -n shop --path /ready --count 2").await;
+        let line = |kind: &str| said.lines().find(|line| line.starts_with(kind)).unwrap_or_default();
+        let request = line("req id=");
+        assert!(request.contains("proxy=in ") && request.contains("tls=true"), "{said}");
+        assert!(
+            request.ends_with(":method=GET :authority=web.test :path=/ready"),
+            "{said}"
+        );
+        let end = line("end id=");
+        assert!(
+            end.contains("cause=\"connect-refused; direction=inbound; target="),
+            "{said}"
+        );
+        assert_eq!(said.lines().filter(|line| line.starts_with("end")).count(), 2, "{said}");
+
+        // The client's side sees what the server's answered.
+        let sent = json_lines("tap pod/client -n shop --to pod/broken --count 1 -o json").await;
+        let response = sent
+            .iter()
+            .find_map(|event| event["responseInitEvent"].as_object())
+            .unwrap();
+        assert_eq!(response["httpStatus"], 502, "{sent:?}");
+        let cause = response["cause"].as_str().unwrap();
+        assert!(cause.starts_with("connect-refused; direction=inbound; hop="), "{cause}");
+
+        let explained = Command::new(built("tulle").unwrap())
+            .args(["explain", cause])
+            .output()
+            .await
+            .unwrap();
+        let explained = String::from_utf8(explained.stdout).unwrap();
+        assert!(explained.starts_with("connect-refused: Nobody listens"), "{explained}");
+        assert!(explained.contains(&identity("broken")), "{explained}");
+    });
+}
+
+#[test]
+fn a_refused_request_is_shown_with_what_refused_it() {
+    busy_in(mesh().flag("--default-policy=deny"), async |_: &Mesh| {
+        let said = said("tap pod/web -n shop --count 1").await;
+        let end = said.lines().last().unwrap_or_default();
+        assert!(end.contains("cause=\"policy-denied:default/deny; why="), "{said}");
+        let denied = json("stat pod/web -n shop").await["rows"][0]["deniedPerSecond"].as_f64();
+        assert!(denied > Some(0.0), "{denied:?}");
+    });
+}
+
+#[test]
+fn a_tap_goes_by_the_destination_and_tells_who_may_not_be_watched() {
+    busy(async |mesh: &Mesh| {
+        let mut all = tulle("tap -n shop --to pod/web -o json").spawn().unwrap();
+        let mut lines = BufReader::new(all.stdout.take().unwrap()).lines();
+        let event: Value = serde_json::from_str(&lines.next_line().await.unwrap().unwrap()).unwrap();
+        assert_eq!(event["proxyDirection"], "OUTBOUND", "{event}");
+        assert_eq!(event["workload"]["name"], "client", "{event}");
+        assert_eq!(event["destination"]["ip"], mesh.ip("web").to_string(), "{event}");
+
+        let mut shy = tulle("tap pod/shy -n shop").spawn().unwrap();
+        let mut errors = BufReader::new(shy.stderr.take().unwrap()).lines();
+        let told = errors.next_line().await.unwrap().unwrap();
+        assert!(
+            told.starts_with("tulle: pod/shy is not watched: its sidecar refused: only "),
+            "{told}"
+        );
+    });
+}
+
+#[test]
+fn top_sums_up_what_it_has_seen() {
+    busy(async |_: &Mesh| {
+        let mut top = tulle("top pod/web -n shop").spawn().unwrap();
+        // It is given the time that two requests need to pass.
+        said("tap pod/web -n shop --count 2").await;
+        let id = i32::try_from(top.id().unwrap()).unwrap();
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(id), nix::sys::signal::Signal::SIGINT).unwrap();
+        let mut table = String::new();
+        tokio::io::AsyncReadExt::read_to_string(&mut top.stdout.take().unwrap(), &mut table)
+            .await
+            .unwrap();
+        assert!(top.wait().await.unwrap().success());
+        let line = table.lines().nth(1).unwrap_or_default();
+        let cells: Vec<_> = line.split_whitespace().collect();
+        assert_eq!(cells[..4], ["client.shop", "pod/web", "GET", "/ready"], "{table}");
+        assert_eq!(cells.last(), Some(&"100.00%"), "{table}");
+    });
+}
+
+#[test]
+fn what_there_is_not_is_said() {
+    mesh().workload("web").run(async |_: &Mesh| {
+        let refused = |line: &'static str| async move {
+            let output = tulle(line).output().await.unwrap();
+            assert!(!output.status.success(), "{output:?}");
+            String::from_utf8(output.stderr).unwrap()
+        };
+        let missing = refused("stat deploy/nothing -n shop").await;
+        assert!(
+            missing.contains("there is no deployment nothing that runs in namespace shop"),
+            "{missing}"
+        );
+        let nowhere = Command::new(built("tulle").unwrap())
+            .args(["stat", "--control", "127.0.0.1:1"])
+            .output()
+            .await
+            .unwrap();
+        let nowhere = String::from_utf8(nowhere.stderr).unwrap();
+        assert!(nowhere.contains("asking the control plane at 127.0.0.1:1"), "{nowhere}");
+    });
+}
