@@ -594,7 +594,7 @@ impl Flags {
             policy_validator: self.server_addr,
             sp_validator: self.sp_validator_addr,
             proxy_injector: self.proxy_injector_addr,
-            telemetry: self.telemetry_addr.unwrap_or(match self.manifests {
+            telemetry: self.telemetry_addr.unwrap_or_else(|| match self.manifests {
                 Some(_) => ListenAddr::At((Ipv4Addr::LOCALHOST, port::TELEMETRY).into()),
                 None => ListenAddr::All(port::TELEMETRY),
             }),

@@ -134,8 +134,8 @@ impl TapEvent {
     pub(super) fn read(event: proto::TapEvent, workload: &Named, number: u32, headers: Headers) -> Option<Self> {
         let mut read = Self {
             workload: workload.clone(),
-            source: End::read(event.source.clone(), event.source_meta.clone()),
-            destination: End::read(event.destination.clone(), event.destination_meta.clone()),
+            source: End::read(event.source, event.source_meta.clone()),
+            destination: End::read(event.destination, event.destination_meta.clone()),
             route_meta: event.route_meta.clone().unwrap_or_default().labels,
             proxy_direction: event.proxy_direction().as_str_name().to_owned(),
             ..Self::default()

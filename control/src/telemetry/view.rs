@@ -132,7 +132,7 @@ pub(super) fn edges(observed: &Observed, selection: &Selection) -> Answer<Edge> 
     let identities: BTreeSet<_> = observed
         .members
         .iter()
-        .filter_map(|(member, counts)| counts.as_ref().and(identity(member)))
+        .filter_map(|(member, counts)| counts.as_ref().and_then(|_| identity(member)))
         .collect();
     let selected: BTreeSet<_> = observed
         .members

@@ -3,6 +3,7 @@
 use std::{
     net::SocketAddr,
     sync::{Arc, OnceLock},
+    time::Duration,
 };
 
 use arc_swap::ArcSwap;
@@ -49,6 +50,8 @@ pub(crate) struct Destination {
 pub(crate) enum Plan {
     /// Look at the first bytes.
     Detect {
+        /// How long at most.
+        timeout: Duration,
         http1: Arc<Router>,
         http2: Arc<Router>,
         opaque: Arc<OpaquePlan>,
@@ -147,10 +150,14 @@ pub(super) fn compile(
     let http = |routes| router(Kind::Http, routes);
     match &policy.protocol {
         ClientProtocol::Detect {
-            http1, http2, opaque, ..
+            timeout,
+            http1,
+            http2,
+            opaque,
         } => {
             let first = http(http1);
             Plan::Detect {
+                timeout: *timeout,
                 http2: if http1 == http2 { first.clone() } else { http(http2) },
                 http1: first,
                 opaque: opaque_of(opaque.as_ref()),

@@ -168,9 +168,9 @@ impl Connection {
                     }
                 }
             }
-            // Not the policy's timeout: who cannot be waited for is known where the proxy runs.
-            Plan::Detect { opaque, .. } => {
-                let limit = self.outbound.detect_timeout;
+            Plan::Detect { timeout, opaque, .. } => {
+                // That an application cannot be waited for so long may be known where the proxy runs, and nowhere else.
+                let limit = self.outbound.detect_timeout.min(*timeout);
                 let dial = || async { opaque::open(opaque).await.ok() };
                 let first = match first::words(&mut io, &self.destination.learned, limit, dial).await {
                     Ok(first) => first,

@@ -300,7 +300,7 @@ impl Tapped {
             _ => "outbound",
         };
         let mut cause = format!("{}; direction={direction}", error.told());
-        let own = || SocketAddr::try_from(self.common.destination.clone()?).ok();
+        let own = || SocketAddr::try_from(self.common.destination?).ok();
         if let Some(target) = error.target().or_else(own) {
             cause = format!("{cause}; target={target}");
         }

@@ -1,0 +1,67 @@
+//! The dashboards ask for nothing that proxies do not tell.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use serde_json::Value;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tulle_tests::apps;
+use tulle_tests::client::{Http1, request};
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, mesh};
+
+/// The metrics of a query: words before a selector, which all of them have.
+fn metrics(expr: &str) -> impl Iterator<Item = String> {
+    let is_of_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let before = expr.match_indices('{').map(move |(at, _)| &expr[..at]);
+    before.map(move |before| {
+        let start = before.rfind(|c| !is_of_word(c)).map_or(0, |at| at + 1);
+        before[start..].to_owned()
+    })
+}
+
+/// All queries of a dashboard.
+fn queries(value: &Value, found: &mut Vec<String>) {
+    match value {
+        Value::Object(fields) => {
+            found.extend(fields.get("expr").and_then(Value::as_str).map(str::to_owned));
+            fields.values().for_each(|value| queries(value, found));
+        }
+        Value::Array(values) => values.iter().for_each(|value| queries(value, found)),
+        _ => {}
+    }
+}
+
+#[test]
+fn every_query_of_a_dashboard_is_answered() {
+    let mut asked = BTreeSet::new();
+    let dashboards = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/grafana");
+    for file in std::fs::read_dir(dashboards).unwrap() {
+        let text = std::fs::read_to_string(file.unwrap().path()).unwrap();
+        let mut exprs = Vec::new();
+        queries(&serde_json::from_str(&text).unwrap(), &mut exprs);
+        assert!(exprs.len() > 3);
+        asked.extend(exprs.iter().flat_map(|expr| metrics(expr)));
+    }
+    assert!(asked.len() > 15, "{asked:?}");
+    let mesh = mesh()
+        .flag("--default-policy=all-authenticated")
+        .env("INBOUND_DEFAULT_POLICY", "all-authenticated")
+        .env("TULLE_PROXY_MEMORY_LIMIT", &(1_u64 << 40).to_string());
+    mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        assert_eq!(mesh.get("client", mesh.service("web", HTTP), "/").await.status, 200);
+        // Strangers are refused, by HTTP and in bytes.
+        let mut http = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        assert_eq!(http.ask(request("/")).await.unwrap().status, 403);
+        let mut bytes = mesh.arrive(STRANGER, "web", OPAQUE).await;
+        bytes.write_all(b"hello").await.unwrap();
+        assert!(matches!(bytes.read(&mut [0]).await, Ok(0) | Err(_)));
+        let told = mesh.metrics("client").await + &mesh.metrics("web").await;
+        let is_told = |name: &&String| {
+            let mut lines = told.lines().filter_map(|line| line.strip_prefix(name.as_str()));
+            lines.any(|rest| rest.starts_with(['{', ' ']))
+        };
+        let missing: Vec<_> = asked.iter().filter(|name| !is_told(name)).collect();
+        assert!(missing.is_empty(), "{missing:?}");
+    });
+}
