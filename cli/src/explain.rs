@@ -160,11 +160,11 @@ fn shown(told: &Told<'_>, output: Output) -> anyhow::Result<String> {
     };
     let mut text = format!("{code}: {meaning}\n\n");
     let mut line = |title: &str, value: &str| {
-        let _ = writeln!(text, "{title:<12}{value}");
+        let _ = writeln!(text, "{title:<14}{value}");
     };
     line("What to do", advice);
     line("Whose it is", whose_in_words(*whose));
-    line("Answered by", answers);
+    line("Answered with", answers);
     if let Some(by) = told.by {
         line("Decided by", by);
     }
@@ -241,11 +241,11 @@ mod tests {
         let text = shown(&told.unwrap(), Output::Text).unwrap();
         for part in [
             "policy-denied: No authorization",
-            "What to do  `no-tls`",
-            "Decided by  Server/web",
+            "What to do    `no-tls`",
+            "Decided by    Server/web",
             "the server's proxy, before its application: web.shop",
             "to 1.2.3.4:80",
-            "why         no-tls",
+            "why           no-tls",
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
