@@ -9,7 +9,7 @@ use std::time::Duration;
 use parking_lot::RwLock;
 use tokio::time::Instant;
 
-use super::{Counter, Gauge, Histogram, Labels, text};
+use super::{Counter, Gauge, Histogram, Labels, Seconds, text};
 
 #[derive(Clone, Copy, Debug)]
 pub enum Kind {
@@ -164,6 +164,20 @@ impl Metric for Gauge {
 
     fn fingerprint(&self) -> u64 {
         self.get().cast_unsigned()
+    }
+}
+
+impl Metric for Seconds {
+    fn new(_: Kind) -> Self {
+        Self::default()
+    }
+
+    fn render(&self, name: &str, labels: &Labels, out: &mut String) {
+        text::sample(out, name, labels, self.get());
+    }
+
+    fn fingerprint(&self) -> u64 {
+        self.get().to_bits()
     }
 }
 

@@ -7,6 +7,7 @@
 
 mod family;
 mod process;
+mod runtimes;
 pub mod samples;
 mod text;
 
@@ -17,6 +18,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
+use tokio::runtime::RuntimeMetrics;
 use tokio::time::Instant;
 
 use self::family::{AnyFamily, Kind, Metric, Store};
@@ -51,6 +53,13 @@ pub struct Gauge {
     value: AtomicI64,
 }
 
+/// A duration or a moment in seconds, fractions included.
+#[derive(Debug, Default)]
+pub struct Seconds {
+    /// An `f64` as its bits.
+    bits: AtomicU64,
+}
+
 /// Counts observations by size, and adds them up.
 #[derive(Debug)]
 pub struct Histogram {
@@ -68,13 +77,20 @@ pub fn process_metrics(registry: &Registry) {
     registry.collector(process::write);
 }
 
+/// Registers `tokio_rt_*`: how busy these runtimes are, together.
+pub fn runtime_metrics(registry: &Registry, runtimes: Vec<RuntimeMetrics>) {
+    registry.collector(move |out| runtimes::write(&runtimes, out));
+}
+
 #[derive(Default)]
 struct Shared {
     families: RwLock<BTreeMap<String, Arc<dyn AnyFamily>>>,
     collectors: Mutex<Vec<Collector>>,
+    measures: Mutex<Vec<Measure>>,
 }
 
 type Collector = Box<dyn Fn(&mut String) + Send + Sync>;
+type Measure = Box<dyn Fn() + Send + Sync>;
 
 impl Registry {
     pub fn new() -> Self {
@@ -93,6 +109,10 @@ impl Registry {
         self.family(name, help, Kind::Gauge)
     }
 
+    pub fn seconds(&self, name: &str, help: &str) -> Family<Seconds> {
+        self.family(name, help, Kind::Gauge)
+    }
+
     /// A family of histograms; `buckets` are the upper bounds, ascending, without the infinite one.
     pub fn histogram(&self, name: &str, help: &str, buckets: &'static [f64]) -> Family<Histogram> {
         self.family(name, help, Kind::Histogram(buckets))
@@ -103,8 +123,17 @@ impl Registry {
         self.shared.collectors.lock().push(Box::new(collect));
     }
 
+    /// Adds something that sets gauges, before every [`render`](Self::render): what is only looked at then costs nothing
+    /// until then.
+    pub fn measured(&self, measure: impl Fn() + Send + Sync + 'static) {
+        self.shared.measures.lock().push(Box::new(measure));
+    }
+
     /// All metrics in the Prometheus text format, by name; families without series are left out.
     pub fn render(&self) -> String {
+        for measure in self.shared.measures.lock().iter() {
+            measure();
+        }
         let mut out = String::new();
         // Rendering can take a while: the lock is held only to copy the list.
         let families: Vec<_> = self
@@ -224,6 +253,16 @@ impl Gauge {
 
     pub fn get(&self) -> i64 {
         self.value.load(Ordering::Relaxed)
+    }
+}
+
+impl Seconds {
+    pub fn set(&self, value: f64) {
+        self.bits.store(value.to_bits(), Ordering::Relaxed);
+    }
+
+    pub fn get(&self) -> f64 {
+        f64::from_bits(self.bits.load(Ordering::Relaxed))
     }
 }
 

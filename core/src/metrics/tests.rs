@@ -40,6 +40,26 @@ fn histograms_are_cumulative_and_a_bound_belongs_to_its_bucket() {
 }
 
 #[test]
+fn what_is_measured_is_current_and_seconds_have_fractions() {
+    let registry = Registry::new();
+    let age = registry.seconds("age_seconds", "Age.").get(&Labels::new());
+    registry.measured(move || age.set(age.get() + 0.25));
+    for expected in ["0.25", "0.5"] {
+        let expected = format!("# HELP age_seconds Age.\n# TYPE age_seconds gauge\nage_seconds {expected}\n");
+        assert_eq!(registry.render(), expected);
+    }
+}
+
+#[tokio::test]
+async fn runtimes_are_counted_together() {
+    let registry = Registry::new();
+    let runtime = tokio::runtime::Handle::current().metrics();
+    runtime_metrics(&registry, vec![runtime.clone(), runtime]);
+    let page = registry.render();
+    assert!(page.contains("\ntokio_rt_workers 2\n"), "{page}");
+}
+
+#[test]
 fn one_name_is_one_family() {
     let registry = Registry::new();
     registry.counter("a_total", "A.").get(&Labels::new()).inc();

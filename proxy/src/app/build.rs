@@ -125,7 +125,8 @@ impl Parts<'_> {
     pub(super) fn outbound(&self) -> Arc<Outbound> {
         let Self { config, registry, .. } = *self;
         let direction = &config.outbound.direction;
-        let families = outbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone());
+        let by_name = config.outbound.hostname_labels == Visibility::Shown;
+        let families = outbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone(), by_name);
         let common = Common {
             creds: self.creds.clone(),
             connect: connect_config(direction, None),
@@ -162,10 +163,17 @@ impl Parts<'_> {
             runtime: self.control.runtime.clone(),
             known: Mutex::default(),
         };
+        let discover = Arc::new(discover);
+        let measured = Arc::downgrade(&discover);
+        registry.measured(move || {
+            if let Some(discover) = measured.upgrade() {
+                discover.factory.measure();
+            }
+        });
         Arc::new(Outbound {
             orig_dst: self.surroundings.orig_dst.clone(),
             own: config.outbound.listen.clone(),
-            discover: Arc::new(discover),
+            discover,
             detect_timeout: direction.accept.detect_timeout,
             server: server::Config {
                 http1: http1_server(direction),

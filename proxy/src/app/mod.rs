@@ -284,7 +284,7 @@ impl App {
                 std::future::pending::<()>().await;
             });
         })?;
-        let mut threads = Vec::new();
+        let (mut threads, mut busy) = (Vec::new(), Vec::new());
         for (index, sockets) in self.sockets.into_iter().enumerate() {
             let worker = Worker {
                 index,
@@ -299,9 +299,11 @@ impl App {
                 .max_io_events_per_tick(EVENTS_AT_ONCE)
                 .build()
                 .context("starting a worker")?;
+            busy.push(runtime.metrics());
             let run = move || runtime.block_on(worker.run(sockets));
             threads.push(thread::Builder::new().name(format!("proxy-{index}")).spawn(run)?);
         }
+        metrics::runtime_metrics(&self.registry, busy);
         for thread in threads {
             if let Err(panic) = thread.join() {
                 std::panic::resume_unwind(panic);

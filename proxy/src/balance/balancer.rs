@@ -1,15 +1,17 @@
 //! Picking an endpoint: now, or after a bounded wait, or failing fast.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use parking_lot::Mutex;
 use tokio::time::{Instant, sleep_until};
 
 use crate::balance::breaker::{Breaker, Fleet};
 use crate::balance::load::Load;
 use crate::balance::p2c;
+use crate::metrics::balancers::{Gate, Op, Series};
 use crate::policy::client::Queue;
 
 /// What a balancer has to know of an endpoint.
@@ -73,6 +75,8 @@ pub(crate) struct Balancer<E> {
     waiting: AtomicUsize,
     /// Set when a request has waited in vain, until an endpoint is available again.
     is_failing_fast: AtomicBool,
+    /// What those who use it count of it.
+    series: Mutex<Vec<Weak<Series>>>,
 }
 
 impl<E: Candidate> Balancer<E> {
@@ -85,6 +89,58 @@ impl<E: Candidate> Balancer<E> {
             cursor: AtomicUsize::new(0),
             waiting: AtomicUsize::new(0),
             is_failing_fast: AtomicBool::new(false),
+            series: Mutex::default(),
+        }
+    }
+
+    /// Counts in these series too, for as long as somebody else holds them.
+    pub(crate) fn counted(&self, series: &Arc<Series>) {
+        series.waits_for(self.queue.failfast_timeout.as_secs_f64());
+        let mut all = self.series.lock();
+        series.turned(match self.is_failing_fast.load(Ordering::Relaxed) {
+            true => Gate::Shut,
+            false => Gate::Open,
+        });
+        all.retain(|other| other.strong_count() > 0);
+        all.push(Arc::downgrade(series));
+    }
+
+    /// Counts what discovery told.
+    pub(crate) fn told(&self, op: Op) {
+        self.each_series(|series| series.told(op));
+    }
+
+    /// Counts the endpoints, as they are now.
+    pub(crate) fn measure(&self, now: Instant) {
+        let (ready, known) = match &**self.snapshot.load() {
+            Discovered::Endpoints(endpoints) => {
+                let ready = endpoints.iter().filter(|endpoint| endpoint.breaker().available(now));
+                (ready.count(), endpoints.len())
+            }
+            Discovered::Unknown | Discovered::NoEndpoints => (0, 0),
+        };
+        self.each_series(|series| series.endpoints(ready, known - ready));
+    }
+
+    fn each_series(&self, tell: impl Fn(&Series)) {
+        self.series
+            .lock()
+            .iter()
+            .filter_map(Weak::upgrade)
+            .for_each(|series| tell(&series));
+    }
+
+    /// What discovery knows, and whether requests fail at once.
+    pub(crate) fn shown(&self) -> (Arc<Discovered<E>>, bool) {
+        (self.snapshot.load_full(), self.is_failing_fast.load(Ordering::Relaxed))
+    }
+
+    /// Lets requests wait, or fail at once.
+    #[cold]
+    fn turn(&self, gate: Gate) {
+        let was_shut = self.is_failing_fast.swap(gate == Gate::Shut, Ordering::Relaxed);
+        if was_shut != (gate == Gate::Shut) {
+            self.each_series(|series| series.turned(gate));
         }
     }
 
@@ -125,7 +181,7 @@ impl<E: Candidate> Balancer<E> {
             picked => picked,
         };
         if picked.is_some() && self.is_failing_fast.load(Ordering::Relaxed) {
-            self.is_failing_fast.store(false, Ordering::Relaxed);
+            self.turn(Gate::Open);
         }
         picked
     }
@@ -138,19 +194,19 @@ impl<E: Candidate> Balancer<E> {
         }
     }
 
-    /// An available endpoint, as soon as there is one.
+    /// An available endpoint, as soon as there is one; a wait is counted in `series`.
     ///
     /// # Errors
     /// There are none, none became available in time, nobody waits any more because of that, or too many do.
-    pub(crate) async fn pick(&self, tried: &[Arc<E>]) -> Result<Arc<E>, PickError> {
+    pub(crate) async fn pick(&self, tried: &[Arc<E>], series: &Series) -> Result<Arc<E>, PickError> {
         match self.pick_now(Instant::now(), tried) {
             Some(endpoint) => Ok(endpoint),
             // Rare, and its timer is large.
-            None => Box::pin(self.wait(tried)).await,
+            None => Box::pin(self.wait(tried, series)).await,
         }
     }
 
-    async fn wait(&self, tried: &[Arc<E>]) -> Result<Arc<E>, PickError> {
+    async fn wait(&self, tried: &[Arc<E>], series: &Series) -> Result<Arc<E>, PickError> {
         self.refuse_if_empty()?;
         if self.is_failing_fast.load(Ordering::Relaxed) {
             return Err(PickError::Unavailable(self.missing()));
@@ -161,6 +217,7 @@ impl<E: Candidate> Balancer<E> {
             Discovered::Endpoints(_) | Discovered::NoEndpoints => self.queue.capacity,
         };
         let _place = Place::take(&self.waiting, capacity)?;
+        let _waiting = series.wait();
         let deadline = Instant::now() + self.queue.failfast_timeout;
         loop {
             // Listening starts before looking, so that nothing that happens between the two is missed.
@@ -172,7 +229,7 @@ impl<E: Candidate> Balancer<E> {
             }
             self.refuse_if_empty()?;
             if now >= deadline {
-                self.is_failing_fast.store(true, Ordering::Relaxed);
+                self.turn(Gate::Shut);
                 self.fleet.wake(); // who came later would wait in vain as well
             }
             if self.is_failing_fast.load(Ordering::Relaxed) {
@@ -273,9 +330,11 @@ mod tests {
     use std::collections::BinaryHeap;
 
     use tokio::time::advance;
+    use tulle_core::metrics::{Labels, Registry};
 
     use super::*;
     use crate::balance::load::Pending;
+    use crate::metrics::balancers::Families;
     use crate::policy::client::LoadParams;
 
     const MS: Duration = Duration::from_millis(1);
@@ -296,6 +355,10 @@ mod tests {
         fn breaker(&self) -> &Breaker {
             &self.breaker
         }
+    }
+
+    fn series() -> Arc<Series> {
+        Families::new(&Registry::new(), "http").series(&Labels::new())
     }
 
     fn balancer(strategy: Strategy) -> Arc<Balancer<Peer>> {
@@ -401,7 +464,7 @@ mod tests {
         let balancer = balancer(Strategy::PeakEwma);
         let waiter = tokio::spawn({
             let balancer = balancer.clone();
-            async move { balancer.pick(&[]).await.map(|peer| peer.number) }
+            async move { balancer.pick(&[], &series()).await.map(|peer| peer.number) }
         });
         advance(1000 * MS).await;
         peers(&balancer, 1);
@@ -414,13 +477,13 @@ mod tests {
         let balancer = balancer(Strategy::PeakEwma);
         let waiter = tokio::spawn({
             let balancer = balancer.clone();
-            async move { balancer.pick(&[]).await.map(|peer| peer.number) }
+            async move { balancer.pick(&[], &series()).await.map(|peer| peer.number) }
         });
         tokio::task::yield_now().await;
         let start = Instant::now();
         balancer.update(Discovered::NoEndpoints);
         assert_eq!(waiter.await.unwrap(), Err(PickError::NoEndpoints));
-        assert_eq!(balancer.pick(&[]).await.unwrap_err(), PickError::NoEndpoints);
+        assert_eq!(balancer.pick(&[], &series()).await.unwrap_err(), PickError::NoEndpoints);
         assert_eq!(start.elapsed(), Duration::ZERO);
     }
 
@@ -430,19 +493,19 @@ mod tests {
         balancer.update(Discovered::Endpoints(Box::new([])));
         let start = Instant::now();
         assert_eq!(
-            balancer.pick(&[]).await.unwrap_err(),
+            balancer.pick(&[], &series()).await.unwrap_err(),
             PickError::FailFast(FAILFAST, Missing::Unready)
         );
         assert_eq!(start.elapsed(), FAILFAST);
         assert_eq!(
-            balancer.pick(&[]).await.unwrap_err(),
+            balancer.pick(&[], &series()).await.unwrap_err(),
             PickError::Unavailable(Missing::Unready)
         );
         assert_eq!(start.elapsed(), FAILFAST);
         let peers = peers(&balancer, 1);
-        assert_eq!(balancer.pick(&[]).await.unwrap().number, 0);
+        assert_eq!(balancer.pick(&[], &series()).await.unwrap().number, 0);
         peers[0].breaker.connect_failed(Instant::now());
-        assert_eq!(balancer.pick(&[]).await.unwrap().number, 0, "waits again");
+        assert_eq!(balancer.pick(&[], &series()).await.unwrap().number, 0, "waits again");
     }
 
     #[tokio::test(start_paused = true)]
@@ -451,9 +514,10 @@ mod tests {
         let peers = peers(&balancer, 1);
         let start = Instant::now();
         peers[0].breaker.connect_failed(start);
-        let (first, second) = tokio::join!(balancer.pick(&[]), async {
+        let series = series();
+        let (first, second) = tokio::join!(balancer.pick(&[], &series), async {
             tokio::task::yield_now().await;
-            let second = balancer.pick(&[]).await;
+            let second = balancer.pick(&[], &series).await;
             (second, start.elapsed())
         });
         assert!(first.is_ok());
@@ -471,10 +535,10 @@ mod tests {
         let peers = peers(&balancer, 1);
         let start = Instant::now();
         peers[0].breaker.connect_failed(start);
-        balancer.pick(&[]).await.unwrap();
+        balancer.pick(&[], &series()).await.unwrap();
         let waiter = tokio::spawn({
             let balancer = balancer.clone();
-            async move { balancer.pick(&[]).await.map(|_| start.elapsed()) }
+            async move { balancer.pick(&[], &series()).await.map(|_| start.elapsed()) }
         });
         tokio::task::yield_now().await;
         let connected = start.elapsed();
@@ -489,11 +553,14 @@ mod tests {
         let waiters: Vec<_> = (0..2)
             .map(|_| {
                 let balancer = balancer.clone();
-                tokio::spawn(async move { balancer.pick(&[]).await.map(|_| ()) })
+                tokio::spawn(async move { balancer.pick(&[], &series()).await.map(|_| ()) })
             })
             .collect();
         tokio::task::yield_now().await;
-        assert_eq!(balancer.pick(&[]).await.unwrap_err(), PickError::QueueFull(2));
+        assert_eq!(
+            balancer.pick(&[], &series()).await.unwrap_err(),
+            PickError::QueueFull(2)
+        );
         waiters[0].abort();
         for waiter in waiters {
             let _ = waiter.await;
@@ -504,6 +571,51 @@ mod tests {
     #[test]
     fn waiting_is_boxed_so_that_picking_stays_small() {
         let balancer = balancer(Strategy::PeakEwma);
-        assert!(size_of_val(&balancer.pick(&[])) <= 64);
+        assert!(size_of_val(&balancer.pick(&[], &series())) <= 64);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn endpoints_waits_and_their_end_are_counted() {
+        let registry = Registry::new();
+        let of = |parent| Families::new(&registry, "http").series(&Labels::new().with("parent", parent));
+        let (one, other) = (of("one"), of("other"));
+        let balancer = balancer(Strategy::PeakEwma);
+        balancer.counted(&one);
+        let peers = peers(&balancer, 2);
+        balancer.told(Op::Reset);
+        balancer.counted(&other);
+        let says = |expected: &[&str]| {
+            balancer.measure(Instant::now());
+            let page = registry.render();
+            for line in expected {
+                let line = format!("outbound_http_balancer_{line}\n");
+                assert!(page.contains(&line), "{line}{page}");
+            }
+        };
+        peers[1].breaker.connect_failed(Instant::now());
+        says(&[
+            r#"endpoints{parent="one",endpoint_state="ready"} 1"#,
+            r#"endpoints{parent="other",endpoint_state="pending"} 1"#,
+            r#"p2c_endpoints{parent="other"} 2"#,
+            r#"p2c_updates_total{parent="one",op="Reset"} 1"#,
+            r#"p2c_updates_total{parent="other",op="Reset"} 0"#,
+            r#"queue_gate_timeout_seconds{parent="one"} 3"#,
+        ]);
+        balancer.update(Discovered::Endpoints(Box::new([])));
+        balancer.pick(&[], &one).await.unwrap_err();
+        says(&[
+            r#"queue_requests_total{parent="one"} 1"#,
+            r#"queue_length{parent="one"} 0"#,
+            r#"queue_latency_seconds_sum{parent="one"} 3"#,
+            r#"queue_requests_total{parent="other"} 0"#,
+            r#"queue_gate_shut_total{parent="other"} 1"#,
+            r#"queue_gate_open_time_seconds{parent="other"} 0"#,
+        ]);
+        self::peers(&balancer, 1);
+        balancer.pick(&[], &one).await.unwrap();
+        says(&[
+            r#"queue_gate_open_total{parent="other"} 2"#,
+            r#"queue_gate_shut_time_seconds{parent="one"} 0"#,
+        ]);
     }
 }

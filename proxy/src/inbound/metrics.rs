@@ -12,7 +12,7 @@ use crate::{
         http::{self as http_metrics, Outcome},
         routes::{self, Kind, StatusSeries, Statuses},
     },
-    net::counts,
+    net::{counts, detected},
     policy::{authz::Denied, meta::Meta, rate_limit::RateLimited},
     tls::{status::ServerTls, verify::HandshakeFailure},
 };
@@ -34,6 +34,7 @@ pub(crate) struct Families {
     failures: Failures,
     denied: Family<Counter>,
     pub(super) transport_header: Family<Counter>,
+    detected: detected::Families,
     http_routes: RouteFamilies,
     grpc_routes: RouteFamilies,
 }
@@ -111,6 +112,7 @@ impl Families {
     pub(crate) fn new(registry: &Registry, http: http_metrics::Families, tcp: counts::Families) -> Self {
         let counter = |name, help| registry.counter(name, help);
         Self {
+            detected: detected::Families::new(registry, "inbound"),
             http_routes: RouteFamilies::new(registry, Kind::Http),
             grpc_routes: RouteFamilies::new(registry, Kind::Grpc),
             http,
@@ -170,6 +172,12 @@ impl Families {
             response_frames: families.response_frames.get(&labels),
             statuses: families.statuses.series(labels),
         })
+    }
+
+    /// Connections to `port` under the policy of `server`, by what they turn out to be.
+    pub(super) fn detected(&self, server: &Meta, port: u16) -> detected::Series {
+        self.detected
+            .series(with_meta(Labels::new(), "srv", server).with("srv_port", port))
     }
 
     /// Counts a handshake that failed.

@@ -20,7 +20,7 @@ use ::http::HeaderValue;
 use bytes::{Bytes, BytesMut};
 use futures_util::FutureExt as _;
 use parking_lot::Mutex;
-use tokio::net::TcpStream;
+use tokio::{net::TcpStream, time::Instant};
 use tulle_core::{
     addr::{ClientAddr, OrigDst},
     drain,
@@ -250,6 +250,7 @@ impl Connection {
             return Some(Start::bytes(io, peer, tls, port, current));
         }
         let plain = ServerTls::Plain(WhyServerPlain::NoTlsFromRemote);
+        let began_at = Instant::now();
         let (stream, opening) = match self.opening(stream, &peer, &plain, &port, &current).await {
             Ok(opened) => opened,
             Err(error) => {
@@ -274,6 +275,7 @@ impl Connection {
             }
             Opening::Plain(first) => {
                 let io = self.counted(Tcp::new(stream), &peer, &plain, &current);
+                self.detected(Some(&first), &peer, &current, began_at);
                 self.begun(io, first, peer, plain, port, current).await
             }
         }
@@ -287,7 +289,7 @@ impl Connection {
             families.handshake_failed(local, failure);
             tracing::info!(client = %client.0, %failure, "direct connection refused");
         };
-        let deadline = tokio::time::Instant::now() + self.inbound.detect_timeout;
+        let deadline = Instant::now() + self.inbound.detect_timeout;
         // Which has the same limit.
         let (io, tls) = self
             .terminate(stream, Bytes::new(), &peer, Alpn::TransportHeader)
@@ -355,7 +357,7 @@ impl Connection {
         current: &Current,
     ) -> Result<(TcpStream, Opening), &'static str> {
         let limit = self.inbound.detect_timeout;
-        let deadline = tokio::time::Instant::now() + limit;
+        let deadline = Instant::now() + limit;
         let mut stream = stream;
         let first = if let ServerProtocol::Detect { timeout, .. } = &current.policy.protocol {
             let forward = self.forward(peer, plain, port);
@@ -456,11 +458,13 @@ impl Connection {
     ) -> Option<Start> {
         let protocol = match &current.policy.protocol {
             ServerProtocol::Detect { timeout, .. } => {
+                let began_at = Instant::now();
                 let first = {
                     let forward = self.forward(&peer, &tls, &port);
                     let learned = &port.learned[usize::from(true)];
                     first::words(&mut io, learned, *timeout, || forward.open(&current)).await
                 };
+                self.detected(first.as_ref().ok(), &peer, &current, began_at);
                 return match first {
                     Ok(first) => self.begun(io, first, peer, tls, port, current).await,
                     Err(_) => {
@@ -492,6 +496,15 @@ impl Connection {
             tls,
             port,
         }))
+    }
+
+    /// Counts what a connection turned out to be, where the policy does not say.
+    fn detected(&self, first: Option<&First>, peer: &Peer, current: &Current, began_at: Instant) {
+        if let ServerProtocol::Detect { .. } = &current.policy.protocol {
+            let families = &self.inbound.families;
+            let series = families.detected(&current.policy.meta, peer.target.port());
+            series.found(first, began_at.elapsed());
+        }
     }
 
     /// Goes on with a connection of which the first bytes are known.

@@ -1,5 +1,6 @@
 //! Handles that are only incremented. Looked up when a route or an endpoint is built, never by a request.
 
+pub(crate) mod balancers;
 pub(crate) mod failures;
 pub(crate) mod http;
 mod known;

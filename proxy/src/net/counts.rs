@@ -21,10 +21,19 @@ pub(crate) struct Counts {
     labels: Labels,
     open_total: Arc<Counter>,
     open: Arc<Gauge>,
-    pub(crate) read: Arc<Counter>,
-    pub(crate) written: Arc<Counter>,
+    read: Arc<Counter>,
+    written: Arc<Counter>,
+    /// Where the same bytes are counted by what they cost.
+    cost: Option<Cost>,
     /// Those that ended without an error, which almost all do.
     ended: OnceLock<Arc<Counter>>,
+}
+
+/// Bytes of all connections that cost the same.
+#[derive(Clone)]
+pub(crate) struct Cost {
+    pub(crate) received: Arc<Counter>,
+    pub(crate) sent: Arc<Counter>,
 }
 
 impl Families {
@@ -39,12 +48,17 @@ impl Families {
     }
 
     pub(crate) fn series(&self, labels: Labels) -> Arc<Counts> {
+        self.with_cost(labels, None)
+    }
+
+    pub(crate) fn with_cost(&self, labels: Labels, cost: Option<Cost>) -> Arc<Counts> {
         Arc::new(Counts {
             families: self.clone(),
             open_total: self.open_total.get(&labels),
             open: self.open.get(&labels),
             read: self.read.get(&labels),
             written: self.written.get(&labels),
+            cost,
             ended: OnceLock::new(),
             labels,
         })
@@ -55,6 +69,25 @@ impl Counts {
     pub(crate) fn opened(&self) {
         self.open_total.inc();
         self.open.add(1);
+    }
+
+    pub(super) fn read(&self, n: u64) {
+        self.read.add(n);
+        if let Some(cost) = &self.cost {
+            cost.received.add(n);
+        }
+    }
+
+    pub(super) fn written(&self, n: u64) {
+        self.written.add(n);
+        if let Some(cost) = &self.cost {
+            cost.sent.add(n);
+        }
+    }
+
+    /// Connections that are open now.
+    pub(crate) fn n_open(&self) -> i64 {
+        self.open.get()
     }
 
     pub(crate) fn closed(&self, errno: Option<i32>) {

@@ -270,7 +270,7 @@ impl AsyncRead for Io {
         let result = ready!(on_stream!(self, s => Pin::new(s).poll_read(cx, buf)));
         self.note_error(&result);
         if let Some(counted) = &self.counted {
-            counted.metrics.read.add((buf.filled().len() - before) as u64);
+            counted.metrics.read((buf.filled().len() - before) as u64);
         }
         Poll::Ready(result)
     }
@@ -316,7 +316,7 @@ impl Io {
     fn wrote(&mut self, result: &io::Result<usize>) {
         self.note_error(result);
         if let (Ok(n), Some(counted)) = (result, &self.counted) {
-            counted.metrics.written.add(*n as u64);
+            counted.metrics.written(*n as u64);
         }
     }
 }

@@ -22,14 +22,15 @@ use crate::{
         weighted::{self, Weights},
     },
     http::error::Error,
+    metrics::balancers::{self, Op},
     outbound::{
         endpoint::{Common, Endpoint},
-        metrics::BackendSeries,
+        metrics::{BackendSeries, connections::Protocol},
     },
     policy::{
         client::{self, BackendTarget, Distribution, FailureAccrual, LoadParams, Queue},
         decode,
-        endpoint::EndpointSpec,
+        endpoint::{EndpointSpec, EndpointUpdate},
         meta::Meta,
     },
 };
@@ -51,7 +52,8 @@ pub(crate) struct Choice<F> {
 
 #[derive(Clone)]
 pub(crate) enum Backend {
-    Balanced(Arc<Balanced>),
+    /// The endpoints of a service, and what is counted of this way to them.
+    Balanced(Arc<Balanced>, Arc<balancers::Series>),
     Forward(Arc<Endpoint>),
     Fail,
 }
@@ -68,6 +70,14 @@ struct Params {
     load: LoadParams,
     queue: Queue,
     accrual: Option<FailureAccrual>,
+}
+
+/// Whence a balancer is reached, for metrics.
+pub(super) struct View<'a> {
+    pub(super) protocol: Protocol,
+    pub(super) parent: &'a Meta,
+    /// What applications dial.
+    pub(super) dst: SocketAddr,
 }
 
 /// Makes backends; those for the same service and settings are one.
@@ -105,12 +115,13 @@ impl Factory {
         &self,
         distribution: &Distribution<F>,
         accrual: Option<FailureAccrual>,
+        view: &View<'_>,
         series: impl Fn(&Meta) -> Option<Arc<BackendSeries>>,
     ) -> Backends<F> {
         let choice = |route: &client::RouteBackend<F>| Choice {
             filters: route.filters.clone(),
             series: series(&route.backend.meta),
-            backend: self.backend(&route.backend, accrual),
+            backend: self.backend(&route.backend, accrual, view),
         };
         match distribution {
             Distribution::Empty => Backends::None,
@@ -122,18 +133,18 @@ impl Factory {
         }
     }
 
-    fn backend(&self, backend: &client::Backend, accrual: Option<FailureAccrual>) -> Backend {
+    fn backend(&self, backend: &client::Backend, accrual: Option<FailureAccrual>, view: &View<'_>) -> Backend {
         match &backend.target {
             BackendTarget::Fail => Backend::Fail,
             BackendTarget::Forward(spec) => Backend::Forward(self.forward(spec)),
-            BackendTarget::Balance { path, load } => Backend::Balanced(self.balanced(
-                path,
-                Params {
+            BackendTarget::Balance { path, load } => {
+                let params = Params {
                     load: *load,
                     queue: backend.queue,
                     accrual,
-                },
-            )),
+                };
+                self.viewed(path, params, view, &backend.meta)
+            }
         }
     }
 
@@ -155,15 +166,35 @@ impl Factory {
     }
 
     /// The balancer of a service by its name, with the load parameters that services have without a policy.
-    pub(super) fn service(&self, path: &Arc<str>, queue: Queue, accrual: Option<FailureAccrual>) -> Backend {
-        Backend::Balanced(self.balanced(
-            path,
-            Params {
-                load: UNMEASURED,
-                queue,
-                accrual,
-            },
-        ))
+    pub(super) fn service(
+        &self,
+        path: &Arc<str>,
+        queue: Queue,
+        accrual: Option<FailureAccrual>,
+        view: &View<'_>,
+    ) -> Backend {
+        let params = Params {
+            load: UNMEASURED,
+            queue,
+            accrual,
+        };
+        self.viewed(path, params, view, &Meta::of_service(path))
+    }
+
+    fn viewed(&self, path: &Arc<str>, params: Params, view: &View<'_>, backend: &Meta) -> Backend {
+        let families = &self.common.families;
+        let series = families.balancer(view.protocol, view.parent, backend, view.dst, path);
+        let balanced = self.balanced(path, params);
+        balanced.balancer.counted(&series);
+        Backend::Balanced(balanced, series)
+    }
+
+    /// Counts the endpoints of all balancers, as they are now.
+    pub(crate) fn measure(&self) {
+        let now = Instant::now();
+        for balanced in self.balanced.lock().values().flatten().filter_map(Weak::upgrade) {
+            balanced.balancer.measure(now);
+        }
     }
 
     fn balanced(&self, path: &Arc<str>, params: Params) -> Arc<Balanced> {
@@ -194,6 +225,11 @@ impl Factory {
                 endpoints.resync();
             }
             let changed = decode::endpoint::endpoint_update(update).map(|update| {
+                fed.told(match update {
+                    EndpointUpdate::Add(_) if position != Position::First => Op::Add,
+                    EndpointUpdate::Remove(_) => Op::Remove,
+                    EndpointUpdate::Add(_) | EndpointUpdate::NoEndpoints => Op::Reset,
+                });
                 endpoints.apply(update, |spec| {
                     let now = Instant::now();
                     let breaker = Breaker::new(params.accrual, fed.fleet(), now);
@@ -264,7 +300,7 @@ impl<F> Backends<F> {
 impl Backend {
     fn is_available(&self, now: Instant) -> bool {
         match self {
-            Self::Balanced(balanced) => balanced.balancer.is_available(now),
+            Self::Balanced(balanced, _) => balanced.balancer.is_available(now),
             // Its share of requests fails, and goes to nobody else.
             Self::Forward(_) | Self::Fail => true,
         }
@@ -276,12 +312,18 @@ impl Backend {
     /// None is available, or becomes so in time.
     pub(super) async fn pick(&self, tried: &[Arc<Endpoint>]) -> Result<Arc<Endpoint>, Error> {
         match self {
-            Self::Balanced(balanced) => balanced.balancer.pick(tried).await.map_err(|error| match error {
-                PickError::NoEndpoints => Error::NoEndpoints,
-                PickError::FailFast(limit, missing) => Error::FailFast(limit, missing == Missing::Ejected),
-                PickError::Unavailable(missing) => Error::Unavailable(missing == Missing::Ejected),
-                PickError::QueueFull(_) => Error::QueueFull,
-            }),
+            Self::Balanced(balanced, series) => {
+                balanced
+                    .balancer
+                    .pick(tried, series)
+                    .await
+                    .map_err(|error| match error {
+                        PickError::NoEndpoints => Error::NoEndpoints,
+                        PickError::FailFast(limit, missing) => Error::FailFast(limit, missing == Missing::Ejected),
+                        PickError::Unavailable(missing) => Error::Unavailable(missing == Missing::Ejected),
+                        PickError::QueueFull(_) => Error::QueueFull,
+                    })
+            }
             Self::Forward(endpoint) => Ok(endpoint.clone()),
             Self::Fail => Err(Error::NoBackend("it has no dispatcher")),
         }
@@ -290,7 +332,7 @@ impl Backend {
     /// An endpoint of which this holds, if there is one to be had at once.
     pub(super) fn pick_where(&self, may: impl Fn(&Arc<Endpoint>) -> bool) -> Option<Arc<Endpoint>> {
         match self {
-            Self::Balanced(balanced) => balanced.balancer.pick_where(Instant::now(), may),
+            Self::Balanced(balanced, _) => balanced.balancer.pick_where(Instant::now(), may),
             Self::Forward(_) | Self::Fail => None,
         }
     }

@@ -9,14 +9,18 @@ use std::{
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use tokio::{sync::watch, time::Instant};
+use tulle_core::metrics::Counter;
 
 use crate::{
     balance::weighted::Weights,
     metrics::routes::Kind,
-    net::{counts::Counts, first::Learned},
+    net::{counts::Counts, detected, first::Learned},
     outbound::{
-        backend::{Backend, Backends, Choice, Factory},
-        metrics::RouteSeries,
+        backend::{Backend, Backends, Choice, Factory, View},
+        metrics::{
+            RouteSeries,
+            connections::{self, Protocol},
+        },
         profile::ProfilePlan,
         tries::Allowed,
     },
@@ -35,9 +39,9 @@ use crate::{
 /// All we know about one address that applications dial.
 pub(crate) struct Destination {
     pub(super) orig_dst: SocketAddr,
-    /// What holds now; the last one stays when the control plane goes.
-    pub(super) plan: ArcSwap<Plan>,
-    /// Whether `plan` is more than a placeholder.
+    /// What holds now, once it is known; the last one stays when the control plane goes.
+    snapshot: OnceLock<ArcSwap<Snapshot>>,
+    /// Whether there is one.
     pub(super) known: watch::Sender<bool>,
     pub(super) learned: Learned,
     /// Connections of applications, from the first on.
@@ -46,12 +50,23 @@ pub(crate) struct Destination {
     pub(super) used_at: Mutex<Instant>,
 }
 
+/// What holds for a destination at a time.
+pub(crate) struct Snapshot {
+    pub(super) plan: Plan,
+    /// Connections that are carried so.
+    pub(super) connections: Arc<Counter>,
+    /// What it was made of.
+    pub(super) policy: ClientPolicy,
+    pub(super) profile: Option<Profile>,
+}
+
 /// How connections to a destination are carried.
 pub(crate) enum Plan {
     /// Look at the first bytes.
     Detect {
         /// How long at most.
         timeout: Duration,
+        detected: detected::Series,
         http1: Arc<Router>,
         http2: Arc<Router>,
         opaque: Arc<OpaquePlan>,
@@ -86,6 +101,44 @@ pub(crate) struct HttpPlan {
 pub(crate) struct OpaquePlan {
     pub(super) refusal: Option<Refusal>,
     pub(super) backends: Backends<OpaqueFilter>,
+    pub(super) series: connections::RouteSeries,
+}
+
+impl Destination {
+    pub(super) fn new(orig_dst: SocketAddr) -> Self {
+        Self {
+            orig_dst,
+            snapshot: OnceLock::new(),
+            known: watch::Sender::new(false),
+            learned: Learned::default(),
+            counts: OnceLock::new(),
+            used_at: Mutex::new(Instant::now()),
+        }
+    }
+
+    /// What holds now, if that is known.
+    pub(super) fn known_snapshot(&self) -> Option<Arc<Snapshot>> {
+        Some(self.snapshot.get()?.load_full())
+    }
+
+    /// What holds now.
+    pub(super) fn snapshot(&self) -> Arc<Snapshot> {
+        self.known_snapshot()
+            .expect("nobody gets a destination before it is known")
+    }
+
+    /// Lets something hold from now on.
+    pub(super) fn publish(&self, snapshot: Snapshot) {
+        let snapshot = Arc::new(snapshot);
+        let mut first = Some(snapshot.clone());
+        let current = self
+            .snapshot
+            .get_or_init(|| ArcSwap::new(first.take().expect("called once")));
+        if first.is_some() {
+            current.store(snapshot);
+        }
+        self.known.send_replace(true);
+    }
 }
 
 /// Why no connection passes.
@@ -112,110 +165,205 @@ impl Refusal {
     }
 }
 
-/// Compiles what the control plane said; backends that stay the same keep their endpoints and connections.
-///
-/// `port` is the one that applications dial.
+/// Compiles what the control plane said of `dst`; backends that stay the same keep their endpoints and connections.
 pub(super) fn compile(
     factory: &Factory,
-    policy: &ClientPolicy,
+    policy: ClientPolicy,
     profile: Option<&Profile>,
     queue: Queue,
-    port: u16,
-) -> Plan {
-    let opaque_of = |route: Option<&OpaqueRoute>| match profile {
-        Some(profile) if profile.rules_opaque() => Arc::new(OpaquePlan {
-            refusal: route.and_then(|route| refusal(&route.filters)),
-            backends: profile_backends(factory, profile, queue, None),
-        }),
-        _ => Arc::new(opaque(factory, route)),
+    dst: SocketAddr,
+) -> Snapshot {
+    let compiler = Compiler {
+        factory,
+        policy: &policy,
+        profile,
+        queue,
+        dst,
     };
-    if let Some(profile) = profile.filter(|profile| profile.is_opaque) {
-        return Plan::Opaque(match &policy.protocol {
-            ClientProtocol::Opaque(route) | ClientProtocol::Detect { opaque: route, .. } => opaque_of(route.as_ref()),
-            // The policy says what the server speaks, and the profile that nobody should look.
-            _ if profile.rules_opaque() => opaque_of(None),
-            _ => Arc::new(OpaquePlan {
-                refusal: None,
-                backends: Backends::only(profile_target(factory, profile, queue, None, port)),
-            }),
-        });
-    }
-    let profile = profile.filter(|profile| profile.rules_http());
-    let router = |kind, http: &ClientHttp| {
-        Arc::new(match profile {
-            Some(profile) => profile_router(factory, profile, http.failure_accrual, queue, port),
-            None => router(factory, kind, &policy.meta, http),
-        })
-    };
-    let http = |routes| router(Kind::Http, routes);
-    match &policy.protocol {
-        ClientProtocol::Detect {
-            timeout,
-            http1,
-            http2,
-            opaque,
-        } => {
-            let first = http(http1);
-            Plan::Detect {
-                timeout: *timeout,
-                http2: if http1 == http2 { first.clone() } else { http(http2) },
-                http1: first,
-                opaque: opaque_of(opaque.as_ref()),
-            }
-        }
-        ClientProtocol::Http1(routes) => Plan::Http1(http(routes)),
-        ClientProtocol::Http2(routes) => Plan::Http2(http(routes)),
-        ClientProtocol::Grpc(routes) => Plan::Http2(router(Kind::Grpc, routes)),
-        ClientProtocol::Opaque(route) => Plan::Opaque(opaque_of(route.as_ref())),
-        ClientProtocol::Tls(routes) => Plan::Tls {
-            routes: routes.clone(),
-            plans: routes.iter().map(|route| opaque_of(Some(&route.route))).collect(),
-        },
+    let plan = compiler.plan();
+    let families = &factory.common.families.connections;
+    Snapshot {
+        connections: families.carried(plan.protocol(), &policy.meta),
+        plan,
+        profile: profile.cloned(),
+        policy,
     }
 }
 
-fn router(factory: &Factory, kind: Kind, parent: &Meta, http: &ClientHttp) -> Router {
-    let compiled = |route: &Route<HttpTarget>| {
-        let series = factory.common.families.route(kind, parent, &route.meta);
-        route.map(|rule| HttpPlan {
-            backends: factory.backends(&rule.payload.backends, http.failure_accrual, |meta| {
-                Some(series.backend(meta))
-            }),
-            allowed: Allowed::of(&rule.payload),
-            series: series.clone(),
-        })
-    };
-    Router::Routes(http.routes.iter().map(compiled).collect())
-}
-
-/// What a ServiceProfile makes of a service: the routes of a policy do not count then, as their filters and backends would
-/// contradict it.
-fn profile_router(
-    factory: &Factory,
-    profile: &Profile,
-    accrual: Option<FailureAccrual>,
+/// What plans are made of.
+struct Compiler<'a> {
+    factory: &'a Factory,
+    policy: &'a ClientPolicy,
+    profile: Option<&'a Profile>,
     queue: Queue,
-    port: u16,
-) -> Router {
-    let dst = format!("{}:{port}", profile.name.as_deref().unwrap_or_default());
-    let backends = match profile.overrides.is_empty() {
-        true => Backends::only(profile_target(factory, profile, queue, accrual, port)),
-        false => profile_backends(factory, profile, queue, accrual),
-    };
-    let families = &factory.common.families.profiles;
-    Router::Profile(Box::new(ProfilePlan::new(families, profile, &dst, backends)))
+    /// What applications dial.
+    dst: SocketAddr,
 }
 
-fn opaque(factory: &Factory, route: Option<&OpaqueRoute>) -> OpaquePlan {
-    let Some(route) = route else {
-        return OpaquePlan {
-            refusal: Some(Refusal::Invalid),
-            backends: Backends::None,
+impl Compiler<'_> {
+    fn plan(&self) -> Plan {
+        let protocol = &self.policy.protocol;
+        if let Some(profile) = self.profile.filter(|profile| profile.is_opaque) {
+            return Plan::Opaque(match protocol {
+                ClientProtocol::Opaque(route) | ClientProtocol::Detect { opaque: route, .. } => {
+                    self.opaque(route.as_ref(), Protocol::Opaque)
+                }
+                // The policy says what the server speaks, and the profile that nobody should look.
+                _ if profile.rules_opaque() => self.opaque(None, Protocol::Opaque),
+                _ => {
+                    let target = self.profile_target(profile, None, Protocol::Opaque);
+                    self.opaque_plan(None, None, Backends::only(target), Protocol::Opaque)
+                }
+            });
+        }
+        let http = |routes| Arc::new(self.router(Kind::Http, routes));
+        match protocol {
+            ClientProtocol::Detect {
+                timeout,
+                http1,
+                http2,
+                opaque,
+            } => {
+                let first = http(http1);
+                Plan::Detect {
+                    timeout: *timeout,
+                    detected: self.factory.common.families.connections.detected(&self.policy.meta),
+                    http2: if http1 == http2 { first.clone() } else { http(http2) },
+                    http1: first,
+                    opaque: self.opaque(opaque.as_ref(), Protocol::Opaque),
+                }
+            }
+            ClientProtocol::Http1(routes) => Plan::Http1(http(routes)),
+            ClientProtocol::Http2(routes) => Plan::Http2(http(routes)),
+            ClientProtocol::Grpc(routes) => Plan::Http2(Arc::new(self.router(Kind::Grpc, routes))),
+            ClientProtocol::Opaque(route) => Plan::Opaque(self.opaque(route.as_ref(), Protocol::Opaque)),
+            ClientProtocol::Tls(routes) => Plan::Tls {
+                routes: routes.clone(),
+                plans: routes
+                    .iter()
+                    .map(|route| self.opaque(Some(&route.route), Protocol::Tls))
+                    .collect(),
+            },
+        }
+    }
+
+    fn router(&self, kind: Kind, http: &ClientHttp) -> Router {
+        if let Some(profile) = self.profile.filter(|profile| profile.rules_http()) {
+            return self.profile_router(profile, http.failure_accrual);
+        }
+        let parent = &self.policy.meta;
+        let view = self.view(parent, Protocol::Http1);
+        let compiled = |route: &Route<HttpTarget>| {
+            let series = self.factory.common.families.route(kind, parent, &route.meta);
+            route.map(|rule| HttpPlan {
+                backends: self
+                    .factory
+                    .backends(&rule.payload.backends, http.failure_accrual, &view, |meta| {
+                        Some(series.backend(meta))
+                    }),
+                allowed: Allowed::of(&rule.payload),
+                series: series.clone(),
+            })
         };
-    };
-    OpaquePlan {
-        refusal: refusal(&route.filters),
-        backends: factory.backends(&route.backends, None, |_| None),
+        Router::Routes(http.routes.iter().map(compiled).collect())
+    }
+
+    /// What a ServiceProfile makes of a service: the routes of a policy do not count then, as their filters and backends would
+    /// contradict it.
+    fn profile_router(&self, profile: &Profile, accrual: Option<FailureAccrual>) -> Router {
+        let dst = format!("{}:{}", profile.name.as_deref().unwrap_or_default(), self.dst.port());
+        let backends = match profile.overrides.is_empty() {
+            true => Backends::only(self.profile_target(profile, accrual, Protocol::Http1)),
+            false => self.profile_backends(profile, accrual, Protocol::Http1),
+        };
+        let families = &self.factory.common.families.profiles;
+        Router::Profile(Box::new(ProfilePlan::new(families, profile, &dst, backends)))
+    }
+
+    /// Where bytes go by their route, or by the profile.
+    fn opaque(&self, route: Option<&OpaqueRoute>, protocol: Protocol) -> Arc<OpaquePlan> {
+        let refused = route.and_then(|route| refusal(&route.filters));
+        let (refusal, backends) = match (self.profile.filter(|profile| profile.rules_opaque()), route) {
+            (Some(profile), _) => (refused, self.profile_backends(profile, None, protocol)),
+            (None, Some(route)) => {
+                let view = self.view(&self.policy.meta, protocol);
+                (refused, self.factory.backends(&route.backends, None, &view, |_| None))
+            }
+            (None, None) => (Some(Refusal::Invalid), Backends::None),
+        };
+        self.opaque_plan(route, refusal, backends, protocol)
+    }
+
+    fn opaque_plan(
+        &self,
+        route: Option<&OpaqueRoute>,
+        refusal: Option<Refusal>,
+        backends: Backends<OpaqueFilter>,
+        protocol: Protocol,
+    ) -> Arc<OpaquePlan> {
+        let families = &self.factory.common.families.connections;
+        let parent = &self.policy.meta;
+        let meta = route.map_or(parent, |route| &route.meta);
+        Arc::new(OpaquePlan {
+            refusal,
+            backends,
+            series: match protocol {
+                Protocol::Tls => families.tls_route(parent, meta),
+                _ => families.tcp_route(parent, meta, self.dst),
+            },
+        })
+    }
+
+    /// What a profile is for, where it says nothing of others: its service, or its one endpoint.
+    fn profile_target(&self, profile: &Profile, accrual: Option<FailureAccrual>, protocol: Protocol) -> Backend {
+        match (&profile.name, &profile.endpoint) {
+            (Some(name), _) => self.service(&format!("{name}:{}", self.dst.port()), accrual, protocol),
+            (None, Some(endpoint)) => Backend::Forward(self.factory.forward(endpoint)),
+            (None, None) => Backend::Fail,
+        }
+    }
+
+    /// A profile's traffic split.
+    fn profile_backends<F>(
+        &self,
+        profile: &Profile,
+        accrual: Option<FailureAccrual>,
+        protocol: Protocol,
+    ) -> Backends<F> {
+        let choices = profile.overrides.iter().map(|destination| Choice {
+            filters: Vec::new(),
+            series: None,
+            backend: self.service(&destination.destination.to_string(), accrual, protocol),
+        });
+        match Weights::new(profile.overrides.iter().map(|destination| destination.weight)) {
+            Some(weights) => Backends::ByWeight(weights, choices.collect()),
+            None => Backends::None,
+        }
+    }
+
+    fn service(&self, path: &str, accrual: Option<FailureAccrual>, protocol: Protocol) -> Backend {
+        let view = self.view(&self.policy.meta, protocol);
+        self.factory.service(&path.into(), self.queue, accrual, &view)
+    }
+
+    fn view<'a>(&self, parent: &'a Meta, protocol: Protocol) -> View<'a> {
+        View {
+            protocol,
+            parent,
+            dst: self.dst,
+        }
+    }
+}
+
+impl Plan {
+    fn protocol(&self) -> Protocol {
+        match self {
+            Self::Detect { .. } => Protocol::Detect,
+            Self::Http1(_) => Protocol::Http1,
+            Self::Http2(_) => Protocol::Http2,
+            Self::Opaque(_) => Protocol::Opaque,
+            Self::Tls { .. } => Protocol::Tls,
+        }
     }
 }
 
@@ -225,37 +373,4 @@ pub(super) fn refusal(filters: &[OpaqueFilter]) -> Option<Refusal> {
         OpaqueFilter::Forbidden => Refusal::Forbidden,
         OpaqueFilter::Invalid(_) | OpaqueFilter::Unknown => Refusal::Invalid,
     })
-}
-
-/// What a profile is for, where it says nothing of others: its service, or its one endpoint.
-fn profile_target(
-    factory: &Factory,
-    profile: &Profile,
-    queue: Queue,
-    accrual: Option<FailureAccrual>,
-    port: u16,
-) -> Backend {
-    match (&profile.name, &profile.endpoint) {
-        (Some(name), _) => factory.service(&format!("{name}:{port}").into(), queue, accrual),
-        (None, Some(endpoint)) => Backend::Forward(factory.forward(endpoint)),
-        (None, None) => Backend::Fail,
-    }
-}
-
-/// A profile's traffic split.
-fn profile_backends<F>(
-    factory: &Factory,
-    profile: &Profile,
-    queue: Queue,
-    accrual: Option<FailureAccrual>,
-) -> Backends<F> {
-    let choices = profile.overrides.iter().map(|destination| Choice {
-        filters: Vec::new(),
-        series: None,
-        backend: factory.service(&destination.destination.to_string().into(), queue, accrual),
-    });
-    match Weights::new(profile.overrides.iter().map(|destination| destination.weight)) {
-        Some(weights) => Backends::ByWeight(weights, choices.collect()),
-        None => Backends::None,
-    }
 }

@@ -1,13 +1,7 @@
 //! From what was dialled to what is known of it: looked up once, followed while in use.
 
-use std::{
-    collections::HashMap,
-    net::SocketAddr,
-    sync::{Arc, OnceLock},
-    time::Duration,
-};
+use std::{collections::HashMap, net::SocketAddr, sync::Arc, time::Duration};
 
-use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use tokio::{runtime::Handle, sync::watch, time::Instant};
 use tulle_core::addr::{Addr, OrigDst};
@@ -19,10 +13,9 @@ use crate::{
         watch::{Refusal, Watched},
     },
     http::error::Error,
-    net::first::Learned,
     outbound::{
-        backend::{Backends, Factory},
-        destination::{self, Destination, OpaquePlan, Plan},
+        backend::Factory,
+        destination::{self, Destination, Snapshot},
     },
     policy::{
         client::{ClientPolicy, ForwardParams},
@@ -72,18 +65,7 @@ impl Discover {
             *found.used_at.lock() = Instant::now();
             return found.clone();
         }
-        let nowhere = OpaquePlan {
-            refusal: Some(destination::Refusal::Invalid),
-            backends: Backends::None,
-        };
-        let made = Arc::new(Destination {
-            orig_dst: dst,
-            plan: ArcSwap::from_pointee(Plan::Opaque(Arc::new(nowhere))),
-            known: watch::Sender::new(false),
-            learned: Learned::default(),
-            counts: OnceLock::new(),
-            used_at: Mutex::new(Instant::now()),
-        });
+        let made = Arc::new(Destination::new(dst));
         known.insert(dst, made.clone());
         self.runtime.spawn(follow(self.clone(), made.clone()));
         made
@@ -106,9 +88,8 @@ async fn follow(discover: Arc<Discover>, destination: Arc<Destination>) {
     let mut policy = ask();
     loop {
         let unknown = matches!(&*policy.borrow(), Watched::Refused(refusal) if unknown_there(refusal));
-        if let Some(plan) = plan(&discover, destination.orig_dst, profile.as_ref(), &policy) {
-            destination.plan.store(Arc::new(plan));
-            destination.known.send_replace(true);
+        if let Some(snapshot) = snapshot(&discover, destination.orig_dst, profile.as_ref(), &policy) {
+            destination.publish(snapshot);
         }
         let profile_changed = async {
             let changed = match &mut profile {
@@ -148,13 +129,13 @@ async fn follow(discover: Arc<Discover>, destination: Arc<Destination>) {
 /// How long a destination is believed to be unknown to the control plane.
 const UNKNOWN_FOR: Duration = Duration::from_secs(5);
 
-/// The plan that follows from what has been said so far; none while an answer is outstanding.
-fn plan(
+/// What follows from what has been said so far; nothing while an answer is outstanding.
+fn snapshot(
     discover: &Discover,
     dst: SocketAddr,
     profile: Option<&watch::Receiver<Watched<Profile>>>,
     policy: &watch::Receiver<Watched<ClientPolicy>>,
-) -> Option<Plan> {
+) -> Option<Snapshot> {
     let profile = profile.map(|profile| profile.borrow());
     let profile = match profile.as_deref() {
         Some(Watched::Pending) => return None,
@@ -164,17 +145,9 @@ fn plan(
     let policy = policy.borrow();
     let forward =
         |name: &str, spec: Arc<EndpointSpec>| ClientPolicy::forward(Meta::default_named(name), spec, discover.forward);
-    let synthesized = match &*policy {
+    let policy = match &*policy {
         Watched::Pending => return None,
-        Watched::Known(policy) => {
-            return Some(destination::compile(
-                &discover.factory,
-                policy,
-                profile,
-                discover.forward.queue,
-                dst.port(),
-            ));
-        }
+        Watched::Known(policy) => policy.clone(),
         Watched::Refused(refusal) if unknown_there(refusal) => {
             match profile.and_then(|profile| profile.endpoint.clone()) {
                 Some(endpoint) => forward("endpoint", endpoint),
@@ -188,10 +161,10 @@ fn plan(
     };
     Some(destination::compile(
         &discover.factory,
-        &synthesized,
+        policy,
         profile,
         discover.forward.queue,
-        dst.port(),
+        dst,
     ))
 }
 

@@ -27,7 +27,7 @@ use crate::{
         backend::Backend,
         endpoint::Endpoint,
         http::Last,
-        metrics::{BackendSeries, Families},
+        metrics::{BackendSeries, Families, RouteSeries},
         reach::{MAX_TRIES, Tried},
     },
     tap::{Subject, Tapped},
@@ -54,6 +54,8 @@ pub(super) struct Dispatch<'a> {
 pub(super) struct Counted {
     upload: Upload,
     backend: Arc<BackendSeries>,
+    /// The route's series for the request's host, where hosts are told apart.
+    named: Option<Arc<RouteSeries>>,
     last: Last,
     began_at: Instant,
     is_over: bool,
@@ -61,11 +63,18 @@ pub(super) struct Counted {
 
 impl Counted {
     /// Counts an attempt that begins at `began_at`.
-    pub(super) fn begin(upload: Upload, backend: Arc<BackendSeries>, last: Last, began_at: Instant) -> Self {
+    pub(super) fn begin(
+        upload: Upload,
+        backend: Arc<BackendSeries>,
+        named: Option<Arc<RouteSeries>>,
+        last: Last,
+        began_at: Instant,
+    ) -> Self {
         backend.request();
         Self {
             upload,
             backend,
+            named,
             last,
             began_at,
             is_over: false,
@@ -88,7 +97,8 @@ impl Counted {
         self.is_over = true;
         self.backend.ended(self.sent_at(), now, outcome);
         if self.last == Last::Certainly {
-            self.backend.route.ended(self.upload.started(), now, outcome);
+            let route = self.named.as_ref().unwrap_or(&self.backend.route);
+            route.ended(self.upload.started(), now, outcome);
         }
     }
 }

@@ -75,7 +75,11 @@ impl Endpoint {
             None => ClientTls::Plain(WhyClientPlain::NotProvidedByServiceDiscovery),
         };
         let labels = endpoint_labels(authority, &spec, &tls);
-        let counts = common.families.tcp.series(labels.clone().with("peer", "dst"));
+        let cost = common.families.connections.cost(spec.locality);
+        let counts = common
+            .families
+            .tcp
+            .with_cost(labels.clone().with("peer", "dst"), Some(cost));
         let creds = (!local).then_some(&common.creds);
         let spec = if local && (spec.hint != ProtocolHint::Unknown || spec.authority_override.is_some()) {
             Arc::new(EndpointSpec {

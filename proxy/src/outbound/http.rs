@@ -14,7 +14,7 @@ use crate::{
         backend::Backends,
         destination::{Destination, HttpPlan, Plan, Router},
         dispatch::{Counted, Dispatch},
-        metrics::{Passage, RouteSeries},
+        metrics::{BackendSeries, Passage, RouteSeries},
         reach::Tried,
     },
     policy::{
@@ -42,15 +42,15 @@ impl HttpConnection {
         if upgrade.is_none() && req.version() <= Version::HTTP_11 {
             headers::strip_hop_by_hop(req.headers_mut());
         }
-        let plan = self.destination.plan.load_full(); // one snapshot for the whole request
-        let router = router(&plan, req.version())?;
+        let snapshot = self.destination.snapshot(); // one for the whole request
+        let router = router(&snapshot.plan, req.version())?;
         let required = self.required_identity(req);
-        let to = |backends, prefix, upload| Attempt {
+        let to = |backends, prefix, entered| Attempt {
             connection: self,
             required: required.as_deref(),
             backends,
             prefix,
-            upload,
+            entered,
         };
         let routes = match router {
             Router::Routes(routes) => routes,
@@ -74,15 +74,15 @@ impl HttpConnection {
             Err(answer) => Err(answer),
             Ok(()) => match allowed {
                 None => {
-                    let attempt = to(backends, found.prefix, Some((&entered.upload, Last::Certainly)));
+                    let attempt = to(backends, found.prefix, Some((&entered, Last::Certainly)));
                     attempt.send(req, upgrade, &mut Tried::new(), None).await // O7–O11
                 }
                 // Larger, as it has timers.
                 Some(allowed) => {
-                    let attempt = to(backends, found.prefix, Some((&entered.upload, Last::Perhaps)));
-                    let sent = Box::pin(allowed.send(&attempt, req, upgrade, &**series)).await;
+                    let attempt = to(backends, found.prefix, Some((&entered, Last::Perhaps)));
+                    let sent = Box::pin(allowed.send(&attempt, req, upgrade, &**entered.series())).await;
                     sent.map(|rsp| {
-                        let (route, upload) = (series.clone(), entered.upload.clone());
+                        let (route, upload) = (entered.series().clone(), entered.upload.clone());
                         classify::observe(rsp, upload.started(), Passage { route, upload })
                     })
                 }
@@ -121,18 +121,33 @@ fn filter_response(filters: &[Filter], rsp: &mut Response<Body>) {
 
 /// A request that its route counts, until it has a response.
 struct Entered<'a> {
-    series: &'a RouteSeries,
+    route: &'a Arc<RouteSeries>,
+    /// Of its host, where hosts are told apart.
+    named: Option<Arc<RouteSeries>>,
     upload: Upload,
     is_told: bool,
 }
 
 impl<'a> Entered<'a> {
-    fn begin(series: &'a RouteSeries, req: &mut Request<Body>) -> Self {
+    fn begin(route: &'a Arc<RouteSeries>, req: &mut Request<Body>) -> Self {
+        let named = route.named(req);
+        let frames = &named.as_ref().unwrap_or(route).frames;
         Self {
-            upload: Upload::of(req, Instant::now(), &series.frames),
-            series,
+            upload: Upload::of(req, Instant::now(), frames),
+            route,
+            named,
             is_told: false,
         }
+    }
+
+    fn series(&self) -> &Arc<RouteSeries> {
+        self.named.as_ref().unwrap_or(self.route)
+    }
+
+    /// Counts an attempt that begins at `began_at`.
+    fn count(&self, backend: Arc<BackendSeries>, last: Last, began_at: Instant) -> Counted {
+        let (upload, named) = (self.upload.clone(), self.named.clone());
+        Counted::begin(upload, backend, named, last, began_at)
     }
 
     /// Counts a request that brought no response; of others the response's end tells.
@@ -140,7 +155,8 @@ impl<'a> Entered<'a> {
         self.is_told = true;
         if let Err(error) = sent {
             let now = Instant::now();
-            self.series.ended(self.upload.started(), now, &classify::failed(error));
+            self.series()
+                .ended(self.upload.started(), now, &classify::failed(error));
         }
     }
 }
@@ -164,7 +180,7 @@ pub(super) struct Attempt<'a> {
     /// Bytes of the path that the route's match covered.
     prefix: Option<usize>,
     /// Of a request that its route counts.
-    upload: Option<(&'a Upload, Last)>,
+    entered: Option<(&'a Entered<'a>, Last)>,
 }
 
 /// Whether nothing follows an attempt, so that its response ends the request.
@@ -188,14 +204,14 @@ impl Attempt<'_> {
     ) -> Result<Response<Body>, Error> {
         let choice = self.backends.choose()?;
         filters::apply(&choice.filters, req, self.prefix)?;
-        let started = match self.upload {
-            Some((upload, Last::Certainly)) => upload.started(), // the only one
+        let started = match self.entered {
+            Some((entered, Last::Certainly)) => entered.upload.started(), // the only one
             _ => Instant::now(),
         };
         let mut counted = self
-            .upload
+            .entered
             .zip(choice.series.as_ref())
-            .map(|((upload, last), backend)| Counted::begin(upload.clone(), backend.clone(), last, started));
+            .map(|((entered, last), backend)| entered.count(backend.clone(), last, started));
         let dispatch = Dispatch {
             worker: self.connection.worker,
             client: self.connection.client,

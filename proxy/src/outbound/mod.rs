@@ -20,7 +20,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use bytes::{Bytes, BytesMut};
 use futures_util::FutureExt as _;
-use tokio::net::TcpStream;
+use tokio::{net::TcpStream, time::Instant};
 use tulle_core::{
     addr::{ClientAddr, OrigDst},
     drain,
@@ -146,11 +146,12 @@ impl Connection {
     }
 
     async fn start(&self, mut io: Io) -> Option<Start> {
-        let plan = self.destination.plan.load_full();
-        match &*plan {
+        let snapshot = self.destination.snapshot();
+        snapshot.connections.inc();
+        match &snapshot.plan {
             Plan::Http1(_) => Some(Start::Http(io, Protocol::Http1)),
             Plan::Http2(_) => Some(Start::Http(io, Protocol::Http2)),
-            Plan::Opaque(opaque) => self.opaque(io, opaque, None, Bytes::new()).await,
+            Plan::Opaque(opaque) => self.opaque(io, opaque, None, None, Bytes::new()).await,
             Plan::Tls { routes, plans } => {
                 let sni = tokio::time::timeout(self.outbound.detect_timeout, server_name(&mut io)).await;
                 let Ok(Some((sni, seen))) = sni else {
@@ -160,7 +161,7 @@ impl Connection {
                     return None;
                 };
                 match client::find_tls(routes, &sni) {
-                    Some(index) => self.opaque(io, &plans[index], None, seen).await,
+                    Some(index) => self.opaque(io, &plans[index], Some(&sni), None, seen).await,
                     None => {
                         let families = &self.outbound.families;
                         families.tcp_failed(self.dst.0, "no route", "no-route");
@@ -168,11 +169,19 @@ impl Connection {
                     }
                 }
             }
-            Plan::Detect { timeout, opaque, .. } => {
+            Plan::Detect {
+                timeout,
+                opaque,
+                detected,
+                ..
+            } => {
                 // That an application cannot be waited for so long may be known where the proxy runs, and nowhere else.
                 let limit = self.outbound.detect_timeout.min(*timeout);
                 let dial = || async { opaque::open(opaque).await.ok() };
-                let first = match first::words(&mut io, &self.destination.learned, limit, dial).await {
+                let began_at = Instant::now();
+                let first = first::words(&mut io, &self.destination.learned, limit, dial).await;
+                detected.found(first.as_ref().ok(), began_at.elapsed());
+                let first = match first {
                     Ok(first) => first,
                     Err(error) => {
                         tracing::debug!(dst = %self.dst.0, %error, "application left");
@@ -183,15 +192,23 @@ impl Connection {
                     First::Closed => None,
                     First::Client(seen, Verdict::Http1, _) => Some(Start::Http(io.unread(seen), Protocol::Http1)),
                     First::Client(seen, Verdict::Http2, _) => Some(Start::Http(io.unread(seen), Protocol::Http2)),
-                    First::Client(seen, _, server) => self.opaque(io, opaque, server, seen).await,
-                    First::Server { server, client } => self.opaque(io, opaque, Some(server), client).await,
+                    First::Client(seen, _, server) => self.opaque(io, opaque, None, server, seen).await,
+                    First::Server { server, client } => self.opaque(io, opaque, None, Some(server), client).await,
                 }
             }
         }
     }
 
-    /// Opens the way for bytes; `server` is the other side where it was dialled before.
-    async fn opaque(&self, io: Io, plan: &Arc<OpaquePlan>, server: Option<Io>, first: Bytes) -> Option<Start> {
+    /// Opens the way for bytes; `name` is what their TLS asks for, and `server` the other side where it was dialled before.
+    async fn opaque(
+        &self,
+        io: Io,
+        plan: &Arc<OpaquePlan>,
+        name: Option<&str>,
+        server: Option<Io>,
+        first: Bytes,
+    ) -> Option<Start> {
+        let passage = plan.series.open(name);
         let server = match server {
             Some(server) => server,
             None => match opaque::open(plan).await {
@@ -201,6 +218,7 @@ impl Connection {
                         OpaqueError::Refused(refusal) => (refusal.label(), refusal.cause()),
                         OpaqueError::Unreached(error) => (error.label(), error.cause()),
                     };
+                    passage.close(error.route_label());
                     self.outbound.families.tcp_failed(self.dst.0, label, cause);
                     tracing::info!(dst = %self.dst.0, %error, "connection refused");
                     return None;
@@ -209,7 +227,8 @@ impl Connection {
         };
         let destination = self.destination.clone();
         Some(Start::Bytes(Box::pin(async move {
-            opaque::join(io, server, first).await;
+            let joined = opaque::join(io, server, first).await;
+            passage.close(if joined.is_ok() { "" } else { "unexpected" });
             drop(destination); // known for as long as somebody uses it
         })))
     }

@@ -1,6 +1,6 @@
 //! Byte streams: an endpoint is drawn per connection, and bytes pass until both sides are done.
 
-use std::sync::Arc;
+use std::{io, sync::Arc};
 
 use bytes::Bytes;
 use smallvec::SmallVec;
@@ -26,6 +26,17 @@ pub(super) enum OpaqueError {
     Refused(Refusal),
     #[error(transparent)]
     Unreached(#[from] Error),
+}
+
+impl OpaqueError {
+    /// What it is called where connections of a route are counted.
+    pub(super) fn route_label(&self) -> &'static str {
+        match self {
+            Self::Refused(refusal) => refusal.label(),
+            Self::Unreached(Error::NoBackends | Error::NoBackend(_)) => "invalid_backend",
+            Self::Unreached(_) => "unexpected",
+        }
+    }
 }
 
 /// Opens a connection to an endpoint of the plan; one that cannot be reached is replaced by another.
@@ -63,7 +74,10 @@ pub(super) async fn open(plan: &OpaquePlan) -> Result<Io, OpaqueError> {
 }
 
 /// Copies between the two sides until both are done; `first` is what the client said before.
-pub(super) async fn join(mut client: Io, mut server: Io, first: Bytes) {
+///
+/// # Errors
+/// One of them broke off.
+pub(super) async fn join(mut client: Io, mut server: Io, first: Bytes) -> io::Result<()> {
     let result = async {
         if !first.is_empty() {
             server.write_all(&first).await?;
@@ -71,7 +85,7 @@ pub(super) async fn join(mut client: Io, mut server: Io, first: Bytes) {
         }
         copy::both(&mut client, &mut server).await
     };
-    if let Err(error) = result.await {
-        tracing::debug!(%error, "connection ended");
-    }
+    result
+        .await
+        .inspect_err(|error| tracing::debug!(%error, "connection ended"))
 }

@@ -30,6 +30,28 @@ impl Meta {
         Arc::new(Self::Default(name.into()))
     }
 
+    /// The Service of a name such as `web.shop.svc.cluster.local:80`; of other names, somebody whom nobody knows.
+    pub(crate) fn of_service(path: &str) -> Arc<Self> {
+        let service = || {
+            let (host, port) = path.rsplit_once(':')?;
+            let [name, namespace, "svc", ..] = *host.split('.').collect::<Vec<_>>() else {
+                return None;
+            };
+            Some(Resource {
+                group: "core".into(),
+                kind: "Service".into(),
+                namespace: namespace.into(),
+                name: name.into(),
+                section: "".into(),
+                port: port.parse().ok(),
+            })
+        };
+        service().map_or_else(
+            || Self::default_named("unknown"),
+            |service| Arc::new(Self::Resource(service)),
+        )
+    }
+
     pub(crate) fn group(&self) -> &str {
         match self {
             Self::Default(_) => "",
@@ -94,3 +116,21 @@ impl Display for Meta {
 
 /// Name of the default authorization that permits and logs.
 pub(crate) const AUDIT: &str = "audit";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn services_are_known_by_their_names() {
+        for (path, expected) in [
+            ("web.shop.svc.cluster.local:80", "Service/web.shop:80"),
+            ("web.shop.svc:80", "Service/web.shop:80"),
+            ("web.shop:80", "default:unknown"),
+            ("example.com:443", "default:unknown"),
+            ("", "default:unknown"),
+        ] {
+            assert_eq!(Meta::of_service(path).to_string(), expected, "{path}");
+        }
+    }
+}

@@ -163,7 +163,7 @@ const OURS: [&str; 10] = [
 ];
 
 /// Every value without effect, set to something.
-const UNUSED: [(&str, &str); 41] = [
+const UNUSED: [(&str, &str); 40] = [
     ("configs", "{global: a}"),
     ("controller.tracing", "{enabled: true}"),
     ("controllerResources", "{cpu: {request: 100m}}"),
@@ -187,7 +187,6 @@ const UNUSED: [(&str, &str); 41] = [
     ("proxy.isGateway", "true"),
     ("proxy.isIngress", "true"),
     ("proxy.loadTrustBundleFromConfigMap", "true"),
-    ("proxy.metrics.hostnameLabels", "true"),
     ("proxy.outbound.server.http2.adaptiveFlowControl", "true"),
     ("proxy.outbound.server.http2.maxPendingAcceptResetStreams", "20"),
     ("proxy.podInboundPorts", "'80'"),

@@ -16,6 +16,7 @@ mod http1;
 mod identity;
 mod invalid_policy;
 mod limits;
+mod metrics;
 mod policy;
 mod races;
 mod refusals;

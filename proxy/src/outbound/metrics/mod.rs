@@ -1,19 +1,24 @@
 //! Families of the outbound side, and their label sets.
 
-use std::{net::SocketAddr, sync::Arc};
+pub(crate) mod connections;
 
+use std::{collections::HashMap, net::SocketAddr, sync::Arc};
+
+use http::{Request, header};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 
 use crate::{
     http::{classify::Ended, upload::Upload},
     metrics::{
+        balancers,
         failures::Failures,
         http::{self as http_metrics, Outcome},
         routes::{self, Kind, StatusSeries, Statuses},
     },
     net::counts,
-    outbound::{profile, tries::Tally},
+    outbound::{metrics::connections::Protocol, profile, tries::Tally},
     policy::{endpoint::EndpointSpec, meta::Meta},
     tls::status::ClientTls,
 };
@@ -24,6 +29,10 @@ pub(crate) struct Families {
     pub(crate) http: http_metrics::Families,
     pub(crate) tcp: counts::Families,
     pub(crate) profiles: profile::Families,
+    pub(super) connections: connections::Families,
+    http_balancers: balancers::Families,
+    tcp_balancers: balancers::Families,
+    tls_balancers: balancers::Families,
     http_routes: RouteFamilies,
     grpc_routes: RouteFamilies,
     tcp_errors: Family<Counter>,
@@ -32,13 +41,18 @@ pub(crate) struct Families {
 }
 
 impl Families {
-    pub(crate) fn new(registry: &Registry, http: http_metrics::Families, tcp: counts::Families) -> Self {
+    /// `by_name` says whether requests and TLS are counted by the host that they are for.
+    pub(crate) fn new(registry: &Registry, http: http_metrics::Families, tcp: counts::Families, by_name: bool) -> Self {
         Self {
             http,
             tcp,
             profiles: profile::Families::new(registry),
-            http_routes: RouteFamilies::new(registry, Kind::Http),
-            grpc_routes: RouteFamilies::new(registry, Kind::Grpc),
+            connections: connections::Families::new(registry, by_name),
+            http_balancers: balancers::Families::new(registry, "http"),
+            tcp_balancers: balancers::Families::new(registry, "tcp"),
+            tls_balancers: balancers::Families::new(registry, "tls"),
+            http_routes: RouteFamilies::new(registry, Kind::Http, by_name),
+            grpc_routes: RouteFamilies::new(registry, Kind::Grpc, by_name),
             failures: Failures::new(registry, "outbound"),
             tcp_errors: registry.counter("outbound_tcp_errors_total", "Connections that reached no endpoint"),
             retries: registry.counter(
@@ -69,13 +83,16 @@ struct RouteFamilies {
     backend_duration: Family<Histogram>,
     backend_statuses: Statuses,
     backend_frames: Family<Histogram>,
+    by_name: bool,
 }
 
-/// The series of one route.
+/// The series of one route, or of its requests for one host.
 pub(crate) struct RouteSeries {
     families: RouteFamilies,
     /// Of parent and route.
     labels: Labels,
+    /// Those for each host, where requests are counted by it.
+    hosts: Option<Mutex<HashMap<Box<str>, Arc<Self>>>>,
     duration: Arc<Histogram>,
     statuses: StatusSeries,
     pub(super) frames: Arc<Histogram>,
@@ -95,7 +112,7 @@ pub(crate) struct BackendSeries {
 }
 
 impl RouteFamilies {
-    fn new(registry: &Registry, kind: Kind) -> Self {
+    fn new(registry: &Registry, kind: Kind, by_name: bool) -> Self {
         let name = |name: &str| format!("outbound_{}_route_{name}", kind.name());
         let counter = |of, help| registry.counter(&name(of), help);
         let seconds = |of, help, bounds| registry.histogram(&name(of), help, bounds);
@@ -134,11 +151,51 @@ impl RouteFamilies {
                 "backend_response_frame_size_bytes",
                 "Sizes of the pieces of response bodies",
             ),
+            by_name,
+        }
+    }
+
+    fn series(
+        &self,
+        labels: Labels,
+        host: &str,
+        hosts: Option<Mutex<HashMap<Box<str>, Arc<RouteSeries>>>>,
+    ) -> RouteSeries {
+        let of_requests = labels.clone().with("hostname", host);
+        RouteSeries {
+            duration: self.duration.get(&of_requests),
+            statuses: self.statuses.series(of_requests.clone()),
+            frames: self.frames.get(&of_requests),
+            retries: self.retries.get(&of_requests),
+            retry_successes: self.retry_successes.get(&of_requests),
+            retries_exhausted: self.retries_exhausted.get(&of_requests),
+            retries_refused: self.retries_refused.get(&of_requests),
+            families: self.clone(),
+            labels,
+            hosts,
         }
     }
 }
 
 impl Families {
+    /// What is counted of a balancer that `parent` leads to by `backend`; `path` is the service's name.
+    pub(super) fn balancer(
+        &self,
+        protocol: Protocol,
+        parent: &Meta,
+        backend: &Meta,
+        dst: SocketAddr,
+        path: &str,
+    ) -> Arc<balancers::Series> {
+        let labels = with_place(with_place(Labels::new(), "parent", parent), "backend", backend);
+        let (families, labels) = match protocol {
+            Protocol::Http1 | Protocol::Http2 | Protocol::Detect => (&self.http_balancers, labels),
+            Protocol::Opaque => (&self.tcp_balancers, labels.with("logical", dst).with("concrete", path)),
+            Protocol::Tls => (&self.tls_balancers, labels.with("logical", dst).with("concrete", path)),
+        };
+        families.series(&labels)
+    }
+
     /// What is counted of a route of `parent`.
     pub(super) fn route(&self, kind: Kind, parent: &Meta, route: &Meta) -> Arc<RouteSeries> {
         let families = match kind {
@@ -146,22 +203,29 @@ impl Families {
             Kind::Grpc => &self.grpc_routes,
         };
         let labels = with_meta(with_place(Labels::new(), "parent", parent), "route", route);
-        let of_requests = labels.clone().with("hostname", "");
-        Arc::new(RouteSeries {
-            duration: families.duration.get(&of_requests),
-            statuses: families.statuses.series(of_requests.clone()),
-            frames: families.frames.get(&of_requests),
-            retries: families.retries.get(&of_requests),
-            retry_successes: families.retry_successes.get(&of_requests),
-            retries_exhausted: families.retries_exhausted.get(&of_requests),
-            retries_refused: families.retries_refused.get(&of_requests),
-            families: families.clone(),
-            labels,
-        })
+        let hosts = families.by_name.then(Mutex::default);
+        Arc::new(families.series(labels, "", hosts))
     }
 }
 
 impl RouteSeries {
+    /// What is counted of requests for the host of `req`, where hosts are told apart.
+    pub(super) fn named(self: &Arc<Self>, req: &Request<Body>) -> Option<Arc<Self>> {
+        let mut hosts = self.hosts.as_ref()?.lock();
+        let of_header = || req.headers().get(header::HOST)?.to_str().ok()?.parse().ok();
+        let authority = req.uri().authority().cloned().or_else(of_header)?;
+        let host = authority.host().to_ascii_lowercase();
+        if let Some(known) = hosts.get(host.as_str()) {
+            return Some(known.clone());
+        }
+        if hosts.len() >= MOST_HOSTS {
+            return None; // counted without a name
+        }
+        let made = Arc::new(self.families.series(self.labels.clone(), &host, None));
+        hosts.insert(host.into(), made.clone());
+        Some(made)
+    }
+
     /// What is counted of a backend of this route.
     pub(super) fn backend(self: &Arc<Self>, backend: &Meta) -> Arc<BackendSeries> {
         let (families, labels) = (&self.families, with_place(self.labels.clone(), "backend", backend));
@@ -269,3 +333,6 @@ pub(super) fn endpoint_labels(authority: Option<&str>, spec: &EndpointSpec, tls:
     }
     labels
 }
+
+/// Hosts that a route tells apart: clients choose them.
+const MOST_HOSTS: usize = 1_000;

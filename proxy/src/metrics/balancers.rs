@@ -1,0 +1,167 @@
+//! `outbound_*_balancer_*`: the endpoints of a service, and the requests that wait for one.
+
+use std::{sync::Arc, time::SystemTime};
+
+use tokio::time::Instant;
+use tulle_core::metrics::{Counter, Family, Gauge, Histogram, Labels, Registry, Seconds};
+
+/// Upper bounds of waits in seconds.
+const WAITS: &[f64] = &[0.0005, 0.005, 0.05, 0.5, 1., 3.];
+
+/// The families of the balancers of one protocol.
+#[derive(Clone)]
+pub(crate) struct Families {
+    endpoints: Family<Gauge>,
+    known: Family<Gauge>,
+    updates: Family<Counter>,
+    waiting: Family<Gauge>,
+    waited: Family<Counter>,
+    waits: Family<Histogram>,
+    opened: Family<Counter>,
+    shut: Family<Counter>,
+    opened_at: Family<Seconds>,
+    shut_at: Family<Seconds>,
+    patience: Family<Seconds>,
+}
+
+/// The series of a balancer, as one of those who use it sees it.
+#[derive(Debug)]
+pub(crate) struct Series {
+    ready: Arc<Gauge>,
+    pending: Arc<Gauge>,
+    known: Arc<Gauge>,
+    updates: [Arc<Counter>; 3],
+    waiting: Arc<Gauge>,
+    waited: Arc<Counter>,
+    waits: Arc<Histogram>,
+    opened: Arc<Counter>,
+    shut: Arc<Counter>,
+    opened_at: Arc<Seconds>,
+    shut_at: Arc<Seconds>,
+    patience: Arc<Seconds>,
+}
+
+/// What discovery told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Op {
+    /// All there is.
+    Reset,
+    Add,
+    Remove,
+}
+
+/// Whether requests wait for an endpoint, or fail at once because one has waited in vain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Gate {
+    Open,
+    Shut,
+}
+
+/// One that waits; it does no more when this is dropped.
+pub(crate) struct Waiting<'a> {
+    series: &'a Series,
+    since: Instant,
+}
+
+impl Families {
+    /// `protocol` is the one of the names.
+    pub(crate) fn new(registry: &Registry, protocol: &str) -> Self {
+        let name = |name: &str| format!("outbound_{protocol}_balancer_{name}");
+        let counter = |of, help| registry.counter(&name(of), help);
+        let gauge = |of, help| registry.gauge(&name(of), help);
+        let seconds = |of, help| registry.seconds(&name(of), help);
+        Self {
+            endpoints: gauge("endpoints", "Endpoints, by whether they are available"),
+            known: gauge("p2c_endpoints", "Endpoints that discovery knows"),
+            updates: counter("p2c_updates_total", "What discovery told of endpoints"),
+            waiting: gauge("queue_length", "Waiting for an endpoint now"),
+            waited: counter(
+                "queue_requests_total",
+                "Those that had to wait because no endpoint was available",
+            ),
+            waits: registry.histogram(
+                &name("queue_latency_seconds"),
+                "Seconds that they waited, whether or not in vain",
+                WAITS,
+            ),
+            opened: counter("queue_gate_open_total", "Times that waiting began to make sense"),
+            shut: counter(
+                "queue_gate_shut_total",
+                "Times that one waited in vain, so that others fail at once",
+            ),
+            opened_at: seconds(
+                "queue_gate_open_time_seconds",
+                "Since when waiting makes sense; 0: it does not",
+            ),
+            shut_at: seconds(
+                "queue_gate_shut_time_seconds",
+                "Since when others fail at once; 0: they do not",
+            ),
+            patience: seconds("queue_gate_timeout_seconds", "Seconds to wait for an endpoint"),
+        }
+    }
+
+    pub(crate) fn series(&self, labels: &Labels) -> Arc<Series> {
+        let endpoints = |state| self.endpoints.get(&labels.clone().with("endpoint_state", state));
+        let updates = |op| self.updates.get(&labels.clone().with("op", op));
+        Arc::new(Series {
+            ready: endpoints("ready"),
+            pending: endpoints("pending"),
+            known: self.known.get(labels),
+            updates: ["Reset", "Add", "Remove"].map(updates),
+            waiting: self.waiting.get(labels),
+            waited: self.waited.get(labels),
+            waits: self.waits.get(labels),
+            opened: self.opened.get(labels),
+            shut: self.shut.get(labels),
+            opened_at: self.opened_at.get(labels),
+            shut_at: self.shut_at.get(labels),
+            patience: self.patience.get(labels),
+        })
+    }
+}
+
+impl Series {
+    pub(crate) fn waits_for(&self, seconds: f64) {
+        self.patience.set(seconds);
+    }
+
+    pub(crate) fn endpoints(&self, ready: usize, pending: usize) {
+        let number = |n| i64::try_from(n).unwrap_or(i64::MAX);
+        self.ready.set(number(ready));
+        self.pending.set(number(pending));
+        self.known.set(number(ready + pending));
+    }
+
+    pub(crate) fn told(&self, op: Op) {
+        self.updates[op as usize].inc();
+    }
+
+    pub(crate) fn turned(&self, gate: Gate) {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        let now = now.unwrap_or_default().as_secs_f64();
+        let (count, since, other) = match gate {
+            Gate::Open => (&self.opened, &self.opened_at, &self.shut_at),
+            Gate::Shut => (&self.shut, &self.shut_at, &self.opened_at),
+        };
+        count.inc();
+        since.set(now);
+        other.set(0.0);
+    }
+
+    pub(crate) fn wait(&self) -> Waiting<'_> {
+        self.waited.inc();
+        self.waiting.add(1);
+        Waiting {
+            series: self,
+            since: Instant::now(),
+        }
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.series.waiting.add(-1);
+        self.series.waits.observe(self.since.elapsed().as_secs_f64());
+    }
+}
