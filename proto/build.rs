@@ -16,6 +16,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         "outbound",
         "tap",
         "tls_route",
+        "trace",
         "transport",
         "workload",
     ];

@@ -1,8 +1,8 @@
 //! The wire API between proxies and the control plane, generated from the `.proto` files beside this crate.
 //!
 //! Package names, message names and field numbers are a contract with proxies and control planes that are not ours.
-//! Package `io.linkerd.proxy.<name>` is module `<name>`; package `transport.l5d.io` is module `transport`, and what has
-//! no package, the SPIFFE Workload API, is module `workload`.
+//! Package `io.linkerd.proxy.<name>` is module `<name>`; package `transport.l5d.io` is module `transport`, what has no
+//! package, the SPIFFE Workload API, is module `workload`, and the collector of OpenTelemetry is module `trace`.
 
 pub mod codec;
 pub mod convert;
@@ -78,6 +78,11 @@ generated!(
     /// How TLS connections that stay encrypted are matched.
     tls_route,
     "io.linkerd.proxy.tls_route"
+);
+generated!(
+    /// Spans of traces, for collectors of OpenTelemetry.
+    trace,
+    "opentelemetry.proto.collector.trace.v1"
 );
 generated!(
     /// What proxies tell each other before the bytes of a connection.

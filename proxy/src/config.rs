@@ -15,6 +15,7 @@ use crate::api::destination::{ProfileScope, Suffixes};
 use crate::http::access_log;
 use crate::identity;
 use crate::tap;
+use crate::trace;
 
 /// Everything; see [`crate::env::load`] for where it comes from.
 #[derive(Clone, Debug)]
@@ -24,6 +25,8 @@ pub struct Config {
     pub admin: admin::Config,
     /// A live view of requests, where somebody may have one.
     pub tap: Option<tap::server::Config>,
+    /// Where spans of traces go, if anywhere.
+    pub trace: Option<trace::export::Config>,
     pub control: Control,
     pub identity: identity::Config,
     pub workers: Workers,

@@ -4,7 +4,7 @@
 use std::{convert::Infallible, future::Future, num::NonZeroUsize};
 
 use bytes::{Buf, Bytes, BytesMut};
-use http::{Method, Request, Response};
+use http::{HeaderName, HeaderValue, Method, Request, Response};
 use http_body_util::{BodyExt as _, Empty};
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::rt::TokioIo;
@@ -19,6 +19,7 @@ use crate::{
         header::{Decoded, TransportHeader},
         server::{self, Hello},
     },
+    trace::context,
 };
 
 /// What is decided from the beginning of a ClientHello is not decided otherwise by its rest.
@@ -57,6 +58,17 @@ pub fn transport_header(bytes: &[u8]) {
             panic!("{header:?} is written as {written:?}");
         };
         assert_eq!((again, len), (header, written.len()));
+    }
+}
+
+/// The context of a trace is what it is written as, in whatever form it comes.
+pub fn trace_context(bytes: &[u8]) {
+    let Ok(value) = HeaderValue::from_bytes(bytes) else {
+        return;
+    };
+    for names in context::forms() {
+        let line = |name: HeaderName| (name, value.clone());
+        context::holds(names.into_iter().map(line).collect());
     }
 }
 
@@ -199,6 +211,11 @@ mod tests {
     #[test]
     fn transport_headers_that_were_kept_hold() {
         replay("transport_header", super::transport_header);
+    }
+
+    #[test]
+    fn trace_contexts_that_were_kept_hold() {
+        replay("trace_context", super::trace_context);
     }
 
     #[test]

@@ -17,3 +17,4 @@ mod outbound;
 mod policy;
 mod tap;
 mod tls;
+mod trace;

@@ -45,7 +45,6 @@ from values.yaml.
   (dict "value" "proxy.isGateway" "default" false "because" $told)
   (dict "value" "proxy.isIngress" "default" false "because" $told)
   (dict "value" "proxy.requireTLSOnInboundPorts" "default" "" "because" "no proxy reads it: a Server says who may connect")
-  (dict "value" "proxy.tracing.enabled" "default" false "because" $told)
   (dict "value" "proxy.inbound.server.http2.adaptiveFlowControl" "because" $told)
   (dict "value" "proxy.inbound.server.http2.maxPendingAcceptResetStreams" "because" $told)
   (dict "value" "proxy.outbound.server.http2.adaptiveFlowControl" "because" $told)

@@ -85,19 +85,27 @@ impl<M: Metric> Store<M> {
     }
 }
 
-impl<M: Metric> AnyFamily for Store<M> {
-    fn render(&self, name: &str, out: &mut String) {
-        let mut all: Vec<(Labels, Arc<M>)> = self
-            .series
-            .read()
+impl<M> Store<M> {
+    /// All series in the order in which they are printed.
+    pub(super) fn all(&self) -> Vec<(Labels, Arc<M>)> {
+        let series = self.series.read();
+        let mut all: Vec<_> = series
             .iter()
             .map(|(labels, series)| (labels.clone(), series.value.clone()))
             .collect();
+        drop(series);
+        // The same order every time, so that two scrapes can be compared by eye.
+        all.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
+        all
+    }
+}
+
+impl<M: Metric> AnyFamily for Store<M> {
+    fn render(&self, name: &str, out: &mut String) {
+        let all = self.all();
         if all.is_empty() {
             return;
         }
-        // The same order every time, so that two scrapes can be compared by eye.
-        all.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
         text::head(out, name, &self.help, self.kind.as_str());
         for (labels, value) in &all {
             value.render(name, labels, out);

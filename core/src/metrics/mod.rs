@@ -186,6 +186,13 @@ impl<M: Metric> Family<M> {
     }
 }
 
+impl<M> Family<M> {
+    /// All series, by their labels.
+    pub fn all(&self) -> Vec<(Labels, Arc<M>)> {
+        self.store.all()
+    }
+}
+
 impl<M> Clone for Family<M> {
     fn clone(&self) -> Self {
         Self {
@@ -218,6 +225,11 @@ impl Labels {
     /// `a="1",b="2"`, without braces.
     pub fn as_str(&self) -> &str {
         &self.text
+    }
+
+    /// Names and values, in order.
+    pub fn pairs(&self) -> Vec<(String, String)> {
+        text::pairs(&self.text)
     }
 
     fn comma(&mut self) {

@@ -21,6 +21,9 @@ fn label_values_are_escaped_and_sets_joined() {
     let base = Labels::new().with("a", "x\"y\\z\n");
     let labels = Labels::new().with("b", 1).extend(&base).extend(&Labels::new());
     assert_eq!(labels.as_str(), "b=\"1\",a=\"x\\\"y\\\\z\\n\"");
+    let pairs = [("b", "1"), ("a", "x\"y\\z\n")].map(|(name, value)| (name.to_owned(), value.to_owned()));
+    assert_eq!(labels.pairs(), pairs);
+    assert_eq!(Labels::new().pairs(), []);
 }
 
 #[test]

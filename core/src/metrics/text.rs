@@ -46,3 +46,24 @@ impl Write for Escaped<'_> {
         Ok(())
     }
 }
+
+/// Names and values of labels as [`label`] writes them, between commas.
+pub(super) fn pairs(labels: &str) -> Vec<(String, String)> {
+    let mut pairs = Vec::new();
+    let mut rest = labels;
+    while let Some((name, after)) = rest.split_once("=\"") {
+        let mut value = String::new();
+        let mut chars = after.chars();
+        while let Some(c) = chars.next() {
+            match c {
+                '"' => break,
+                '\\' => value.extend(chars.next().map(|c| if c == 'n' { '\n' } else { c })),
+                c => value.push(c),
+            }
+        }
+        pairs.push((name.to_owned(), value));
+        rest = chars.as_str();
+        rest = rest.strip_prefix(',').unwrap_or(rest);
+    }
+    pairs
+}

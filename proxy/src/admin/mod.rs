@@ -3,6 +3,8 @@
 //! Proxies of its clients reach it by mTLS, as they reach the application, and whoever wants to know this proxy's
 //! certificate learns it from a handshake here. TLS proves who we are; it opens no route that is closed in the clear.
 
+mod pages;
+
 use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
@@ -20,6 +22,8 @@ use tulle_core::admin::{Admin, AdminRequest, Version, text};
 use tulle_core::metrics::Registry;
 use tulle_core::ready::Readiness;
 use tulle_core::telemetry::LogHandle;
+
+pub(crate) use pages::Page;
 
 use crate::net::detect::{self, Look, Verdict};
 use crate::net::io::{Io, Tcp};
@@ -50,6 +54,8 @@ pub(crate) struct Subjects {
     /// Notified when an operator asks for the end.
     pub shutdown: Arc<Notify>,
     pub creds: Credentials,
+    /// What is below `/debug`.
+    pub pages: Vec<Page>,
 }
 
 /// A server of all routes, ready to serve.
@@ -61,9 +67,10 @@ pub(crate) fn server(config: &Config, subjects: Subjects) -> Admin {
         env,
         shutdown,
         creds,
+        pages,
     } = subjects;
     let shutdown_endpoint = config.shutdown_endpoint;
-    Admin::new(registry, readiness)
+    pages::routes(Admin::new(registry, readiness), pages)
         .route("/proxy-log-level", move |req| {
             std::future::ready(log_level(&req, log.as_ref()))
         })
@@ -177,6 +184,14 @@ fn accepts_json(req: &AdminRequest) -> bool {
     kinds
         .map(|kind| kind.split(';').next().unwrap_or("").trim())
         .any(|kind| JSON_KINDS.contains(&kind))
+}
+
+/// Whether JSON is asked for by its name.
+fn wants_json(req: &AdminRequest) -> bool {
+    let accepted = req.headers.get_all(ACCEPT).iter();
+    accepted
+        .filter_map(|value| value.to_str().ok())
+        .any(|value| value.contains("application/json"))
 }
 
 fn only(methods: &'static str) -> Answer {

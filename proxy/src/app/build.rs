@@ -38,12 +38,15 @@ use crate::{
     },
     tap::Taps,
     tls::creds::Credentials,
+    trace::Tracer,
 };
 
 /// Clients of the control plane's services.
 pub(super) struct ControlPlane {
     /// Where it certifies us.
     pub(super) identity: Option<channel::Channel>,
+    /// Where spans of traces go.
+    pub(super) collector: Option<channel::Channel>,
     destinations: Destinations,
     policies: Policies,
     runtime: Handle,
@@ -98,6 +101,7 @@ impl ControlPlane {
                 Source::ControlPlane { certify, .. } => Some(connect(&certify.service)),
                 Source::WorkloadApi { .. } => None,
             },
+            collector: config.trace.as_ref().map(|trace| connect(&trace.collector)),
             destinations,
             policies,
             runtime: runtime.clone(),
@@ -119,6 +123,8 @@ pub(super) struct Parts<'a> {
     pub(super) access_log: Option<&'a AccessLog>,
     pub(super) taps: &'a Arc<Taps>,
     pub(super) shortage: &'a Shortage,
+    /// Who makes spans, inbound and outbound.
+    pub(super) tracers: &'a [Option<Tracer>; 2],
 }
 
 impl Parts<'_> {
@@ -136,6 +142,7 @@ impl Parts<'_> {
             ips: config.inbound.ips.clone(),
             workers: self.workers,
             taps: self.taps.clone(),
+            tracer: self.tracers[1].clone(),
         };
         let factory = Factory {
             common: Arc::new(common),
@@ -191,6 +198,7 @@ impl Parts<'_> {
                 Visibility::Hidden => Reasons::Kept,
             },
             families,
+            tracer: self.tracers[1].clone(),
             name: self.creds.id().as_str().into(),
         })
     }
@@ -219,12 +227,12 @@ impl Parts<'_> {
             ips: config.inbound.ips.clone(),
             orig_dst: self.surroundings.orig_dst.clone(),
             creds: self.creds.clone(),
-            ports: Ports::new(
+            ports: Arc::new(Ports::new(
                 self.control.policies.clone(),
                 defaults,
                 kept,
                 direction.discovery_idle_timeout,
-            ),
+            )),
             detect_timeout,
             connect: connect_config(direction, Some(config.inbound.listen.port())),
             http2_client: http2_client(direction),
@@ -242,6 +250,7 @@ impl Parts<'_> {
             ),
             families: inbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone()),
             taps: self.taps.clone(),
+            tracer: self.tracers[0].clone(),
             name: self.creds.id().as_str().into(),
             apps: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
         })

@@ -48,12 +48,15 @@ use crate::{
     outbound::Outbound,
     tap::{self, Taps},
     tls::creds::Credentials,
+    trace::export::Exporter,
 };
 
 /// How long a proxy that was asked to end goes on accepting for an application that still listens.
 const LAME_DUCK: Duration = Duration::from_secs(10);
 /// How often it looks whether the application still does.
 const LAME_DUCK_LOOK: Duration = Duration::from_millis(100);
+/// How long the last spans of traces may take to be sent.
+const LAST_SPANS: Duration = Duration::from_secs(2);
 /// How often series without an owner are looked for.
 const METRICS_SWEEP: Duration = Duration::from_secs(60);
 /// Sockets that a worker serves before it looks for others. What they have for the same peer leaves together, and the peer idles
@@ -108,6 +111,7 @@ struct Admin {
     identity: Identity,
     tap: Option<(TcpListener, Arc<Taps>)>,
     memory: Option<memory::Watch>,
+    exporter: Option<Exporter>,
 }
 
 /// What keeps our credentials current.
@@ -165,6 +169,13 @@ impl App {
         let access_log = access_log.transpose()?;
         let shortage = Shortage::default();
         let memory = memory::Watch::new(config.memory_limit, shortage.clone(), &registry);
+        let (tracers, exporter) = match (&config.trace, &control.collector) {
+            (Some(trace), Some(channel)) => {
+                let (tracers, exporter) = trace.start(channel.clone(), &registry);
+                (tracers.map(Some), Some(exporter))
+            }
+            _ => ([None, None], None),
+        };
         let parts = Parts {
             config: &config,
             surroundings: &surroundings,
@@ -177,6 +188,7 @@ impl App {
             access_log: access_log.as_ref(),
             taps: &taps,
             shortage: &shortage,
+            tracers: &tracers,
         };
         let (outbound, inbound) = (parts.outbound(), parts.inbound());
         let shutdown = Arc::new(Notify::new());
@@ -187,6 +199,7 @@ impl App {
             env: surroundings.env,
             shutdown: shutdown.clone(),
             creds: creds.clone(),
+            pages: pages(&outbound, &inbound, &tcp, &creds),
         };
         let server = admin::server(&config.admin, subjects);
         let admin = Admin {
@@ -196,6 +209,7 @@ impl App {
             identity,
             tap: tap_listener.map(|listener| (listener, taps)),
             memory,
+            exporter,
         };
         Ok(Self {
             config,
@@ -242,17 +256,22 @@ impl App {
             identity,
             tap,
             memory,
+            exporter,
         } = self.admin;
         let tap_clients = self.config.tap.map(|tap| tap.clients).unwrap_or_default();
         let tap_creds = self.creds.clone();
         let (registry, retain) = (self.registry.clone(), self.config.metrics_retain_idle);
         let (grace, shutdown) = (self.config.shutdown_grace_period, self.shutdown.clone());
         let (admin_drain, admin_ends) = drain::channel();
+        let (last_spans, spans_end) = drain::channel();
         thread::Builder::new().name("admin".into()).spawn(move || {
             runtime.block_on(async {
                 tokio::spawn(identity.run(uncertified));
                 if let Some(memory) = memory {
                     tokio::spawn(memory.run());
+                }
+                if let Some(exporter) = exporter {
+                    tokio::spawn(exporter.run(spans_end));
                 }
                 if let Some((listener, taps)) = tap {
                     let ends = admin_ends.clone();
@@ -277,6 +296,9 @@ impl App {
                 lame_duck(&shutdown, &own_ports).await;
                 if tokio::time::timeout(grace, signal.drain()).await.is_err() {
                     tracing::warn!(?grace, "requests were still in flight at the end of the grace period");
+                }
+                if tokio::time::timeout(LAST_SPANS, last_spans.drain()).await.is_err() {
+                    tracing::warn!("the last spans of traces could not be sent");
                 }
                 // Probes and scrapes are answered to the end.
                 drop(admin_drain);
@@ -423,6 +445,39 @@ impl Worker {
         });
         Ok(())
     }
+}
+
+/// What `/debug` shows.
+fn pages(
+    outbound: &Arc<Outbound>,
+    inbound: &Arc<Inbound>,
+    tcp: &counts::Families,
+    creds: &Credentials,
+) -> Vec<admin::Page> {
+    let (discover, ports) = (outbound.discover.clone(), inbound.ports.clone());
+    let (tcp, creds) = (tcp.clone(), creds.clone());
+    vec![
+        admin::Page::new(
+            "/debug/destinations",
+            "what was dialled: policies, profiles, services, and the endpoints behind them",
+            move || discover.shown(),
+        ),
+        admin::Page::new(
+            "/debug/policies",
+            "who may use which port of this workload",
+            move || ports.shown(),
+        ),
+        admin::Page::new(
+            "/debug/connections",
+            "open connections, by who talks to whom",
+            move || tcp.shown(),
+        ),
+        admin::Page::new(
+            "/debug/certificates",
+            "who this proxy is, until when, and whom it believes",
+            move || creds.shown(),
+        ),
+    ]
 }
 
 /// Binds a listener that no worker shares; `addr` becomes the address that it has.

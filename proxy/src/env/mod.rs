@@ -25,6 +25,7 @@ use crate::config::{
 use crate::env::values::Reason;
 use crate::identity;
 use crate::tap;
+use crate::trace;
 
 mod values;
 
@@ -113,6 +114,7 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
     let shutdown_grace_period = env.or("SHUTDOWN_GRACE_PERIOD", values::duration, Duration::from_secs(120));
     let metrics_retain_idle = env.or("METRICS_RETAIN_IDLE", values::duration, Duration::from_secs(600));
     let memory_limit = env.get(MEMORY_LIMIT, values::number);
+    let trace = trace(env);
     let ignored = env.ignored();
     let identity = identity(env);
     let control = control(env, cluster_networks);
@@ -121,6 +123,7 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
         inbound,
         admin,
         tap,
+        trace,
         control: control?,
         identity: identity?,
         workers,
@@ -436,6 +439,35 @@ fn control_addr(env: &mut Env<'_>, prefix: &str) -> Option<ControlAddr> {
     }
 }
 
+fn trace(env: &mut Env<'_>) -> Option<trace::export::Config> {
+    let sampling = env.or(TRACE_SAMPLING, values::share, 0.0);
+    if env.value("TRACE_COLLECTOR_SVC_ADDR").is_none() {
+        if sampling > 0.0 {
+            env.refuse(TRACE_SAMPLING, "traces need LINKERD2_PROXY_TRACE_COLLECTOR_SVC_ADDR");
+        }
+        return None;
+    }
+    let mut attributes = env.or_default("TRACE_EXTRA_ATTRIBUTES", values::attribute_lines);
+    if let Some(text) = env.foreign("OTEL_RESOURCE_ATTRIBUTES") {
+        match values::attribute_list(&text) {
+            Ok(more) => attributes.extend(more),
+            Err(reason) => env.errors.push(EnvError {
+                name: "OTEL_RESOURCE_ATTRIBUTES".to_owned(),
+                value: Some(shortened(text)),
+                reason,
+            }),
+        }
+    }
+    Some(trace::export::Config {
+        collector: control_addr(env, "TRACE_COLLECTOR_SVC")?,
+        sampling,
+        service: env.or("TRACE_SERVICE_NAME", values::text, "linkerd-proxy".to_owned()),
+        host: env.foreign("HOSTNAME"),
+        labels: env.get("TRACE_ATTRIBUTES_PATH", values::text).map(PathBuf::from),
+        attributes,
+    })
+}
+
 fn stream_limits(env: &mut Env<'_>) -> StreamLimits {
     let names = ["INITIAL_TIMEOUT", "IDLE_TIMEOUT", "LIFETIME"].map(|rest| format!("CONTROL_STREAM_{rest}"));
     let limits = names.each_ref().map(|name| env.get(name, values::duration));
@@ -464,6 +496,11 @@ struct Env<'a> {
 impl Env<'_> {
     fn value(&self, name: &str) -> Option<String> {
         (self.lookup)(&full(name)).filter(|value| !value.trim().is_empty())
+    }
+
+    /// A variable that is not ours.
+    fn foreign(&self, name: &str) -> Option<String> {
+        (self.lookup)(name).filter(|value| !value.trim().is_empty())
     }
 
     /// The parsed value of a variable that is set; what cannot be parsed is noted, once.
@@ -573,14 +610,14 @@ const WORKLOAD_API: &[&str] = &["IDENTITY_SPIRE_WORKLOAD_API_ADDRESS", "IDENTITY
 /// Variables that only this proxy knows.
 const OUR_PREFIX: &str = "TULLE_PROXY_";
 const BALANCER: &str = "TULLE_PROXY_BALANCER";
+const TRACE_SAMPLING: &str = "TULLE_PROXY_TRACE_SAMPLING";
 const ACCESS_LOG_DIRECTIONS: &str = "TULLE_PROXY_ACCESS_LOG_DIRECTIONS";
 const MEMORY_LIMIT: &str = "TULLE_PROXY_MEMORY_LIMIT";
 const DEFAULT_LOG: &str = "warn,tulle=info,hickory=error";
 const QUEUE_CAPACITY: usize = 10_000;
 const SHOWN_CHARACTERS: usize = 80;
-/// Set where Linkerd's tap or tracing is wanted; traffic flows without them.
+/// What traffic flows without.
 const NOT_SUPPORTED: &[&str] = &[
-    "TRACE_COLLECTOR_SVC_ADDR",
     "INGRESS_MODE",
     "INBOUND_GATEWAY_SUFFIXES",
     "INBOUND_METRICS_AUTHORITY_LABELS",

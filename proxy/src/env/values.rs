@@ -1,6 +1,6 @@
 //! How the values of variables are written; every grammar says what it accepts.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -70,6 +70,48 @@ pub(super) fn ratio(value: &str) -> Result<f64, Reason> {
     match value.trim().parse::<f64>() {
         Ok(ratio) if ratio > 0.0 && ratio <= 1.0 => Ok(ratio),
         _ => Err("expected a number above 0 and at most 1".to_owned()),
+    }
+}
+
+pub(super) fn share(value: &str) -> Result<f64, Reason> {
+    match value.trim().parse::<f64>() {
+        Ok(share) if (0.0..=1.0).contains(&share) => Ok(share),
+        _ => Err("expected a number from 0 to 1".to_owned()),
+    }
+}
+
+/// `name=value` a line.
+pub(super) fn attribute_lines(value: &str) -> Result<BTreeMap<String, String>, Reason> {
+    let lines = value.lines().map(str::trim).filter(|line| !line.is_empty());
+    lines.map(|line| attribute(line, '\n')).collect()
+}
+
+/// `name=value,name=value`, with `%2C` for a comma.
+///
+/// Source: `OTEL_RESOURCE_ATTRIBUTES` of OpenTelemetry, which is like W3C Baggage.
+pub(super) fn attribute_list(value: &str) -> Result<BTreeMap<String, String>, Reason> {
+    let decode = |(name, value): (String, String)| {
+        let mut bytes = Vec::with_capacity(value.len());
+        let mut rest = value.as_bytes();
+        while let Some((&byte, after)) = rest.split_first() {
+            let escaped = (byte == b'%')
+                .then(|| std::str::from_utf8(after.get(..2)?).ok())
+                .flatten()
+                .and_then(|digits| u8::from_str_radix(digits, 16).ok());
+            bytes.push(escaped.unwrap_or(byte));
+            rest = if escaped.is_some() { &after[2..] } else { after };
+        }
+        (name, String::from_utf8_lossy(&bytes).into_owned())
+    };
+    list(value).map(|pair| attribute(pair, ',').map(decode)).collect()
+}
+
+fn attribute(pair: &str, between: char) -> Result<(String, String), Reason> {
+    match pair.split_once('=') {
+        Some((name, value)) if !name.trim().is_empty() => Ok((name.trim().to_owned(), value.trim().to_owned())),
+        _ => Err(format!(
+            "expected <name>=<value> with {between:?} between pairs, found {pair:?}"
+        )),
     }
 }
 

@@ -148,7 +148,12 @@ impl HttpConnection {
         handles.route.request();
         let upload = Upload::of(req, started, &handles.route.request_frames);
         let mut passage = Passage::new(handles, upload);
-        let rsp = match self.send(req, upgrade).await {
+        let span = self.inbound.tracer.as_ref().and_then(|tracer| tracer.goes(req));
+        let sent = self.send(req, upgrade).await;
+        if let Some(span) = span {
+            span.ended(&sent);
+        }
+        let rsp = match sent {
             Ok(rsp) => match tapped {
                 Some(tapped) => tapped.response(rsp),
                 None => rsp,

@@ -3,6 +3,7 @@
 //! A connection is accepted, its policy found, TLS terminated where it is meant for us, its protocol learned; HTTP goes
 //! on per request in [`http`], everything else as bytes in [`forward`].
 
+mod debug;
 mod direct;
 mod forward;
 mod http;
@@ -59,6 +60,7 @@ use crate::{
         status::{ServerTls, WhyServerPlain},
         verify::HandshakeFailure,
     },
+    trace::Tracer,
 };
 
 /// The inbound side of the process; shared by all workers.
@@ -69,7 +71,7 @@ pub(crate) struct Inbound {
     pub(crate) ips: BTreeSet<IpAddr>,
     pub(crate) orig_dst: orig_dst::Of,
     pub(crate) creds: Credentials,
-    pub(crate) ports: Ports,
+    pub(crate) ports: Arc<Ports>,
     pub(crate) detect_timeout: Duration,
     pub(crate) connect: connect::Config,
     pub(crate) http2_client: h2::Params,
@@ -81,6 +83,8 @@ pub(crate) struct Inbound {
     pub(crate) name: Arc<str>,
     /// Who watches requests.
     pub(crate) taps: Arc<Taps>,
+    /// Who makes spans of traces, where there are any.
+    pub(crate) tracer: Option<Tracer>,
     /// Clients of the application, by worker and address.
     pub(crate) apps: Vec<Mutex<HashMap<SocketAddr, Arc<Client>>>>,
 }
@@ -598,7 +602,18 @@ impl Connection {
         });
         let serve = move |mut req| {
             let connection = connection.clone();
-            async move { connection.serve(&mut req).await }
+            async move {
+                let span = connection
+                    .inbound
+                    .tracer
+                    .as_ref()
+                    .and_then(|tracer| tracer.came(&mut req));
+                let result = connection.serve(&mut req).await;
+                if let Some(span) = span {
+                    span.ended(&result);
+                }
+                result
+            }
         };
         let service = inbound.wrappers.around(serve, reasons, place, closer.clone());
         server::serve(io, protocol, service, &inbound.server, closer, &self.drain).map(move |served| {

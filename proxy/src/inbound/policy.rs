@@ -113,6 +113,15 @@ impl Ports {
         made
     }
 
+    /// What `of` makes of each port in use.
+    pub(super) fn each<T>(&self, of: impl Fn(u16, &Port) -> T) -> Vec<T> {
+        self.known
+            .lock()
+            .iter()
+            .map(|(number, (port, _))| of(*number, port))
+            .collect()
+    }
+
     fn watch(&self, port: u16) -> Port {
         let timeout = self.defaults.detect_timeout;
         let last = Mutex::new(None);
@@ -146,6 +155,15 @@ impl Port {
             Watched::Known(current) => current.clone(),
             // A workload that the control plane does not know has the default of its environment.
             Watched::Pending | Watched::Refused(_) => self.default.clone(),
+        }
+    }
+
+    /// How the control plane has answered.
+    pub(super) fn said(&self) -> Watched<()> {
+        match &*self.policy.borrow() {
+            Watched::Pending => Watched::Pending,
+            Watched::Known(_) => Watched::Known(()),
+            Watched::Refused(refusal) => Watched::Refused(refusal.clone()),
         }
     }
 

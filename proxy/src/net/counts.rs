@@ -1,8 +1,10 @@
 //! What is counted of a connection: that it opened and closed, and its bytes.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 
 use nix::errno::Errno;
+use serde::Serialize;
 use tulle_core::metrics::{Counter, Family, Gauge, Labels, Registry};
 
 /// The `tcp_*` families.
@@ -62,6 +64,32 @@ impl Families {
             ended: OnceLock::new(),
             labels,
         })
+    }
+}
+
+/// Connections that share their labels, as they are now.
+#[derive(Serialize)]
+pub(crate) struct Shown {
+    #[serde(flatten)]
+    labels: BTreeMap<String, String>,
+    open: i64,
+    opened_so_far: u64,
+    bytes_read: u64,
+    bytes_written: u64,
+}
+
+impl Families {
+    /// All connections that are open, by who talks to whom.
+    pub(crate) fn shown(&self) -> Vec<Shown> {
+        let open = self.open.all().into_iter().filter(|(_, open)| open.get() > 0);
+        open.map(|(labels, open)| Shown {
+            open: open.get(),
+            opened_so_far: self.open_total.get(&labels).get(),
+            bytes_read: self.read.get(&labels).get(),
+            bytes_written: self.written.get(&labels).get(),
+            labels: labels.pairs().into_iter().collect(),
+        })
+        .collect()
     }
 }
 

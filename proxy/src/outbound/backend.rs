@@ -60,7 +60,9 @@ pub(crate) enum Backend {
 
 /// The endpoints of one service, followed for as long as somebody holds this.
 pub(crate) struct Balanced {
-    balancer: Arc<Balancer<Endpoint>>,
+    /// The service's name.
+    pub(super) path: Arc<str>,
+    pub(super) balancer: Arc<Balancer<Endpoint>>,
     params: Params,
     _followed: watch::Receiver<Watched<()>>,
 }
@@ -244,6 +246,7 @@ impl Factory {
             }
         });
         Balanced {
+            path: path.clone(),
             balancer,
             params,
             _followed: followed,

@@ -78,6 +78,11 @@ impl Connector {
         }
     }
 
+    /// What its connections are counted in.
+    pub(super) fn counts(&self) -> &Counts {
+        &self.counts
+    }
+
     /// Opens a connection for HTTP of some version, or for bytes.
     ///
     /// # Errors

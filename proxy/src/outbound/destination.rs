@@ -356,7 +356,7 @@ impl Compiler<'_> {
 }
 
 impl Plan {
-    fn protocol(&self) -> Protocol {
+    pub(super) fn protocol(&self) -> Protocol {
         match self {
             Self::Detect { .. } => Protocol::Detect,
             Self::Http1(_) => Protocol::Http1,

@@ -171,10 +171,14 @@ impl Dispatch<'_> {
                 true => self.tap(req, &endpoint),
                 false => None,
             };
+            let span = endpoint.tracer.as_ref().and_then(|tracer| tracer.goes(req));
             let sent = {
                 let mut sent = pin!(endpoint.client(self.worker).send(ready, req));
                 poll_fn(|cx| Limits::poll_head(&mut limits, sent.as_mut().poll(cx), cx)).await
             };
+            if let Some(span) = span {
+                span.ended(&sent);
+            }
             let sent = match tapped {
                 None => sent,
                 Some(tapped) => match sent {

@@ -28,6 +28,7 @@ use crate::{
         creds::Credentials,
         status::{ClientTls, WhyClientPlain},
     },
+    trace::Tracer,
 };
 
 /// What all endpoints of the process share.
@@ -42,6 +43,8 @@ pub(crate) struct Common {
     pub(crate) workers: usize,
     /// Who watches requests.
     pub(crate) taps: Arc<Taps>,
+    /// Who makes spans of traces, where there are any.
+    pub(crate) tracer: Option<Tracer>,
 }
 
 /// A peer that requests and connections can be sent to.
@@ -57,6 +60,7 @@ pub(crate) struct Endpoint {
     pub(super) tls: ClientTls,
     pub(super) series: Arc<Series>,
     pub(super) taps: Arc<Taps>,
+    pub(super) tracer: Option<Tracer>,
 }
 
 impl Endpoint {
@@ -97,6 +101,7 @@ impl Endpoint {
             clients: (0..common.workers).map(|_| OnceLock::new()).collect(),
             series: common.families.http.series(labels),
             taps: common.taps.clone(),
+            tracer: common.tracer.clone(),
             tls,
             spec,
             load,

@@ -5,6 +5,7 @@
 
 pub(crate) mod backend;
 mod connector;
+mod debug;
 mod destination;
 pub(crate) mod discover;
 mod dispatch;
@@ -50,6 +51,7 @@ use crate::{
     },
     policy::client,
     tls::server::{self as tls_server, Hello},
+    trace::Tracer,
 };
 
 /// The outbound side of the process; shared by all workers.
@@ -63,6 +65,8 @@ pub(crate) struct Outbound {
     pub(crate) wrappers: Wrappers,
     pub(crate) reasons: Reasons,
     pub(crate) families: Families,
+    /// Who makes spans of traces, where there are any.
+    pub(crate) tracer: Option<Tracer>,
     /// Our identity.
     pub(crate) name: Arc<str>,
 }
@@ -246,7 +250,18 @@ impl Connection {
         });
         let serve = move |mut req| {
             let connection = connection.clone();
-            async move { connection.serve(&mut req).await }
+            async move {
+                let span = connection
+                    .outbound
+                    .tracer
+                    .as_ref()
+                    .and_then(|tracer| tracer.came(&mut req));
+                let result = connection.serve(&mut req).await;
+                if let Some(span) = span {
+                    span.ended(&result);
+                }
+                result
+            }
         };
         let place = Place {
             direction: "outbound",

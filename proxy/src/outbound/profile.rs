@@ -92,6 +92,11 @@ impl ProfilePlan {
         }
     }
 
+    /// Routes that the profile has.
+    pub(super) fn n_routes(&self) -> usize {
+        self.profile.routes.len()
+    }
+
     /// Sends a request by its route: once, or again after a failure that the route calls retryable.
     ///
     /// # Errors

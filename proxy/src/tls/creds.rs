@@ -209,6 +209,18 @@ impl Credentials {
         sni.trim_end_matches('.').eq_ignore_ascii_case(&self.shared.server_name)
     }
 
+    /// The SNI under which peers reach us.
+    pub(super) fn server_name(&self) -> &str {
+        &self.shared.server_name
+    }
+
+    /// Our own certificate and those between it and a root, and the trust anchors.
+    pub(super) fn certificates(&self) -> (Vec<CertificateDer<'static>>, Arc<[CertificateDer<'static>]>) {
+        let state = self.shared.state.load();
+        let chain = state.leaf.as_ref().map(|leaf| leaf.chain.clone());
+        (chain.unwrap_or_default(), state.anchors.certificates.clone())
+    }
+
     /// How many certificates have been installed; 0 before the first.
     pub(crate) fn generation(&self) -> u64 {
         *self.shared.generation.borrow()

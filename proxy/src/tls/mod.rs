@@ -9,6 +9,7 @@ pub(crate) mod client;
 pub(crate) mod creds;
 pub(crate) mod header;
 pub(crate) mod server;
+mod shown;
 pub(crate) mod status;
 pub(crate) mod verify;
 

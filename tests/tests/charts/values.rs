@@ -163,7 +163,7 @@ const OURS: [&str; 10] = [
 ];
 
 /// Every value without effect, set to something.
-const UNUSED: [(&str, &str); 40] = [
+const UNUSED: [(&str, &str); 39] = [
     ("configs", "{global: a}"),
     ("controller.tracing", "{enabled: true}"),
     ("controllerResources", "{cpu: {request: 100m}}"),
@@ -192,7 +192,6 @@ const UNUSED: [(&str, &str); 40] = [
     ("proxy.podInboundPorts", "'80'"),
     ("proxy.requireTLSOnInboundPorts", "'80'"),
     ("proxy.saMountPath", "{name: token}"),
-    ("proxy.tracing.enabled", "true"),
     ("proxy.tracing.protocol", "opencensus"),
     ("proxyContainerName", "linkerd-proxy"),
     ("proxyInit.capabilities", "{add: [SYS_ADMIN]}"),

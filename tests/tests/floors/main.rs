@@ -28,6 +28,7 @@ const PROXY: House = House {
         ("api", 3),
         ("identity", 4),
         ("tap", 4),
+        ("trace", 4),
         ("admin", 4),
         ("outbound", 5),
         ("inbound", 5),

@@ -1,0 +1,67 @@
+//! Our certificates and trust anchors, as `/debug/certificates` shows them; never a key.
+
+use std::time::SystemTime;
+
+use rustls::pki_types::CertificateDer;
+use serde::Serialize;
+use time::{OffsetDateTime, format_description::well_known::Rfc3339};
+use x509_parser::prelude::{FromDer, X509Certificate};
+
+use crate::tls::{creds::Credentials, verify};
+
+/// Who we are, and by whose word.
+#[derive(Serialize)]
+pub(crate) struct Shown {
+    identity: String,
+    server_name: String,
+    /// Our own certificate, then who issued it; empty before the first.
+    chain: Vec<Certificate>,
+    /// Whom we believe.
+    trust_anchors: Vec<Certificate>,
+}
+
+#[derive(Serialize)]
+struct Certificate {
+    subject: String,
+    issuer: String,
+    serial: String,
+    names: Vec<String>,
+    not_before: String,
+    not_after: String,
+    expires_in_seconds: i64,
+}
+
+impl Credentials {
+    pub(crate) fn shown(&self) -> Shown {
+        let now = OffsetDateTime::from(SystemTime::now());
+        let all = |certificates: &[CertificateDer<'_>]| {
+            let certificates = certificates.iter();
+            certificates.filter_map(|der| Certificate::of(der, now)).collect()
+        };
+        let (chain, anchors) = self.certificates();
+        Shown {
+            identity: self.id().to_string(),
+            server_name: self.server_name().to_owned(),
+            chain: all(&chain),
+            trust_anchors: all(&anchors),
+        }
+    }
+}
+
+impl Certificate {
+    fn of(der: &CertificateDer<'_>, now: OffsetDateTime) -> Option<Self> {
+        let (_, parsed) = X509Certificate::from_der(der).ok()?;
+        let facts = verify::facts(der).ok()?;
+        let (from, to) = (facts.validity.not_before.into(), facts.validity.not_after.into());
+        let shown = |at: OffsetDateTime| at.format(&Rfc3339).unwrap_or_default();
+        Some(Self {
+            subject: parsed.subject().to_string(),
+            issuer: parsed.issuer().to_string(),
+            serial: parsed.raw_serial_as_string(),
+            names: facts.names.iter().map(ToString::to_string).collect(),
+            not_before: shown(from),
+            not_after: shown(to),
+            expires_in_seconds: (to - now).whole_seconds(),
+        })
+    }
+}

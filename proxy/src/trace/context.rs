@@ -1,0 +1,327 @@
+//! The trace that a request belongs to, as its headers say it: `traceparent`, `grpc-trace-bin`, or those of B3.
+//!
+//! Clients write them: whatever is not exactly as it should be is no context.
+
+use base64::{
+    Engine as _,
+    alphabet::STANDARD,
+    engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig},
+};
+use http::{HeaderMap, HeaderName, HeaderValue};
+
+/// A span of a trace, and whether the trace is recorded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Context {
+    pub(super) trace: [u8; 16],
+    /// The one that the next is a part of.
+    pub(super) span: [u8; 8],
+    pub(super) is_sampled: bool,
+    form: Form,
+}
+
+/// How a context is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    W3c,
+    Grpc,
+    B3,
+}
+
+impl Context {
+    /// What the headers say, if they do.
+    pub(crate) fn of(headers: &HeaderMap) -> Option<Self> {
+        let value = |name: &HeaderName| headers.get(name).map(HeaderValue::as_bytes);
+        value(&TRACEPARENT)
+            .and_then(w3c)
+            .or_else(|| value(&GRPC_TRACE).and_then(grpc))
+            .or_else(|| {
+                let sampled = value(&B3_SAMPLED).is_some_and(|value| matches!(value, b"1" | b"true"));
+                let debugged = value(&B3_FLAGS) == Some(b"1");
+                b3(value(&B3_TRACE)?, value(&B3_SPAN)?, sampled || debugged)
+            })
+    }
+
+    /// A trace that begins here.
+    pub(super) fn begin(trace: [u8; 16], is_sampled: bool) -> Self {
+        Self {
+            trace,
+            span: [0; 8],
+            is_sampled,
+            form: Form::W3c,
+        }
+    }
+
+    /// Writes the context of what follows `span`, which is a part of this one, in the form in which this came.
+    pub(super) fn write(&self, span: [u8; 8], headers: &mut HeaderMap) {
+        let mut put = |name: HeaderName, text: String| {
+            // It is hexadecimal or base64, which headers may be.
+            if let Ok(value) = HeaderValue::try_from(text) {
+                headers.insert(name, value);
+            }
+        };
+        match self.form {
+            Form::W3c => {
+                let flags = u8::from(self.is_sampled);
+                put(
+                    TRACEPARENT,
+                    format!("00-{}-{}-{flags:02x}", hex(&self.trace), hex(&span)),
+                );
+            }
+            Form::Grpc => {
+                let mut bytes = vec![0, 0];
+                bytes.extend(self.trace);
+                bytes.push(1);
+                bytes.extend(span);
+                bytes.extend([2, u8::from(self.is_sampled)]);
+                put(GRPC_TRACE, BASE64.encode(bytes));
+            }
+            Form::B3 => {
+                put(B3_PARENT, hex(&self.span));
+                put(B3_SPAN, hex(&span));
+            }
+        }
+    }
+}
+
+/// `<version>-<trace>-<span>-<flags>`; a later version may go on after them.
+///
+/// Source: W3C Trace Context, section 3.2.
+fn w3c(text: &[u8]) -> Option<Context> {
+    let (version, rest) = (text.get(..3)?, text.get(3..)?);
+    let (head, more) = rest.split_at_checked(52)?;
+    let is_known = version == b"00-" && more.is_empty();
+    let is_later = version != b"00-" && (more.is_empty() || more.starts_with(b"-"));
+    let [version] = bytes::<1>(version.strip_suffix(b"-")?)?;
+    if version == 0xff || !(is_known || is_later) || head[32] != b'-' || head[49] != b'-' {
+        return None;
+    }
+    let [flags] = bytes::<1>(&head[50..])?;
+    Context {
+        trace: bytes(&head[..32])?,
+        span: bytes(&head[33..49])?,
+        is_sampled: flags & 1 == 1,
+        form: Form::W3c,
+    }
+    .valid()
+}
+
+/// A version, then fields in any order, each after its number: 0 is the trace, 1 the span, 2 the flags.
+fn grpc(text: &[u8]) -> Option<Context> {
+    let decoded = BASE64.decode(text).ok()?;
+    let (&[0], mut rest) = decoded.split_first_chunk()? else {
+        return None;
+    };
+    let mut context = Context {
+        form: Form::Grpc,
+        ..Context::begin([0; 16], false)
+    };
+    while let Some((&field, after)) = rest.split_first() {
+        rest = match field {
+            0 => {
+                let (trace, after) = after.split_first_chunk()?;
+                context.trace = *trace;
+                after
+            }
+            1 => {
+                let (span, after) = after.split_first_chunk()?;
+                context.span = *span;
+                after
+            }
+            2 => {
+                let (flags, after) = after.split_first()?;
+                context.is_sampled = flags & 1 == 1;
+                after
+            }
+            // Nobody knows how long it is.
+            _ => break,
+        };
+    }
+    context.valid()
+}
+
+/// A trace of 8 bytes is the second half of one of 16.
+fn b3(trace: &[u8], span: &[u8], is_sampled: bool) -> Option<Context> {
+    let trace = match bytes::<8>(trace) {
+        Some(half) => {
+            let mut whole = [0; 16];
+            whole[8..].copy_from_slice(&half);
+            whole
+        }
+        None => bytes(trace)?,
+    };
+    Context {
+        trace,
+        span: bytes(span)?,
+        is_sampled,
+        form: Form::B3,
+    }
+    .valid()
+}
+
+impl Context {
+    /// Nothing but zeros names nothing.
+    fn valid(self) -> Option<Self> {
+        (self.trace != [0; 16] && self.span != [0; 8]).then_some(self)
+    }
+}
+
+/// As many bytes as these digits, two each, and no others.
+fn bytes<const N: usize>(text: &[u8]) -> Option<[u8; N]> {
+    if text.len() != 2 * N {
+        return None;
+    }
+    let digit = |byte: u8| char::from(byte).to_digit(16).and_then(|digit| u8::try_from(digit).ok());
+    let mut bytes = [0; N];
+    for (byte, pair) in bytes.iter_mut().zip(text.chunks_exact(2)) {
+        *byte = digit(pair[0])? << 4 | digit(pair[1])?;
+    }
+    Some(bytes)
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
+const GRPC_TRACE: HeaderName = HeaderName::from_static("grpc-trace-bin");
+const B3_TRACE: HeaderName = HeaderName::from_static("x-b3-traceid");
+const B3_SPAN: HeaderName = HeaderName::from_static("x-b3-spanid");
+const B3_PARENT: HeaderName = HeaderName::from_static("x-b3-parentspanid");
+const B3_SAMPLED: HeaderName = HeaderName::from_static("x-b3-sampled");
+const B3_FLAGS: HeaderName = HeaderName::from_static("x-b3-flags");
+/// Metadata of gRPC comes with padding or without.
+const BASE64: GeneralPurpose = GeneralPurpose::new(
+    &STANDARD,
+    GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent),
+);
+
+/// The headers of each form.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn forms() -> [Vec<HeaderName>; 3] {
+    [vec![TRACEPARENT], vec![GRPC_TRACE], vec![B3_TRACE, B3_SPAN]]
+}
+
+/// What is read is read again once it is written anew.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn holds(mut headers: HeaderMap) {
+    if let Some(context) = Context::of(&headers) {
+        context.write([9; 8], &mut headers);
+        let expected = Context {
+            span: [9; 8],
+            ..context
+        };
+        assert_eq!(Context::of(&headers), Some(expected));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
+    const SPAN: &str = "00f067aa0ba902b7";
+
+    fn headers(lines: &[(&'static str, &str)]) -> HeaderMap {
+        let line = |(name, value): &(&'static str, &str)| (HeaderName::from_static(name), value.parse().unwrap());
+        lines.iter().map(line).collect()
+    }
+
+    /// Trace, span and whether it is sampled.
+    fn said(lines: &[(&'static str, &str)]) -> Option<(String, String, bool)> {
+        let context = Context::of(&headers(lines))?;
+        Some((hex(&context.trace), hex(&context.span), context.is_sampled))
+    }
+
+    #[test]
+    fn traceparents_are_read_as_the_standard_says() {
+        let sampled = Some((TRACE.to_owned(), SPAN.to_owned(), true));
+        let not = Some((TRACE.to_owned(), SPAN.to_owned(), false));
+        let long = format!("{TRACE}-{SPAN}");
+        for (value, expected) in [
+            (format!("00-{long}-01"), sampled.clone()),
+            (format!("00-{long}-03"), sampled.clone()),
+            (format!("00-{long}-00"), not),
+            (format!("01-{long}-01"), sampled.clone()),
+            (format!("cc-{long}-01-what-comes-then"), sampled),
+            (format!("cc-{long}-01.what-comes-then"), None),
+            (format!("ff-{long}-01"), None),
+            (format!("00-{long}-01-more"), None),
+            (format!("00-{long}-1"), None),
+            (format!("00-{long}-0g"), None),
+            (format!("00-{long}"), None),
+            (format!("00_{long}-01"), None),
+            (format!("00-{}-{SPAN}-01", "0".repeat(32)), None),
+            (format!("00-{TRACE}-{}-01", "0".repeat(16)), None),
+            (format!("00-{SPAN}-{TRACE}-01"), None),
+            (String::new(), None),
+        ] {
+            assert_eq!(said(&[("traceparent", &value)]), expected, "{value:?}");
+        }
+    }
+
+    #[test]
+    fn b3_is_read_with_ids_of_either_length() {
+        let half = &TRACE[16..];
+        for (lines, expected) in [
+            (
+                vec![("x-b3-traceid", TRACE), ("x-b3-spanid", SPAN)],
+                Some((TRACE.to_owned(), false)),
+            ),
+            (
+                vec![("x-b3-traceid", half), ("x-b3-spanid", SPAN), ("x-b3-sampled", "1")],
+                Some((format!("{:0>32}", half), true)),
+            ),
+            (
+                vec![("x-b3-traceid", TRACE), ("x-b3-spanid", SPAN), ("x-b3-flags", "1")],
+                Some((TRACE.to_owned(), true)),
+            ),
+            (vec![("x-b3-traceid", TRACE)], None),
+            (vec![("x-b3-traceid", &TRACE[1..]), ("x-b3-spanid", SPAN)], None),
+        ] {
+            let found = said(&lines).map(|(trace, _, sampled)| (trace, sampled));
+            assert_eq!(found, expected, "{lines:?}");
+        }
+    }
+
+    #[test]
+    fn metadata_of_grpc_is_read_with_and_without_padding() {
+        let mut bytes = vec![0, 0];
+        bytes.extend(super::bytes::<16>(TRACE.as_bytes()).unwrap());
+        bytes.push(1);
+        bytes.extend(super::bytes::<8>(SPAN.as_bytes()).unwrap());
+        bytes.extend([2, 1]);
+        let (whole, known) = (BASE64.encode(&bytes), Some((TRACE.to_owned(), SPAN.to_owned(), true)));
+        assert_eq!(said(&[("grpc-trace-bin", &whole)]), known);
+        assert_eq!(said(&[("grpc-trace-bin", whole.trim_end_matches('='))]), known);
+        for end in 0..bytes.len() - 2 {
+            assert_eq!(
+                said(&[("grpc-trace-bin", &BASE64.encode(&bytes[..end]))]),
+                None,
+                "{end}"
+            );
+        }
+        bytes[0] = 1;
+        assert_eq!(said(&[("grpc-trace-bin", &BASE64.encode(&bytes))]), None);
+        assert_eq!(said(&[("grpc-trace-bin", "*")]), None);
+    }
+
+    #[test]
+    fn what_is_written_is_what_is_read_and_in_the_same_form() {
+        let mut grpc = vec![0, 0];
+        grpc.extend([7; 16]);
+        grpc.extend([1, 8, 8, 8, 8, 8, 8, 8, 8, 2, 1]);
+        let traceparent = format!("00-{TRACE}-{SPAN}-01");
+        for lines in [
+            vec![("traceparent", traceparent.as_str()), ("tracestate", "a=b")],
+            vec![("grpc-trace-bin", &BASE64.encode(&grpc))],
+            vec![("x-b3-traceid", TRACE), ("x-b3-spanid", SPAN), ("x-b3-sampled", "1")],
+        ] {
+            let mut headers = headers(&lines);
+            holds(headers.clone());
+            let context = Context::of(&headers).unwrap();
+            context.write([9; 8], &mut headers);
+            assert_eq!(headers.contains_key("traceparent"), lines[0].0 == "traceparent");
+            assert_eq!(headers.contains_key("tracestate"), lines[0].0 == "traceparent");
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! Sending spans to a collector, in batches; none holds up a request.
+
+use std::{
+    collections::BTreeMap,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use tokio::{sync::mpsc, time::Instant};
+use tulle_core::{
+    drain,
+    metrics::{Counter, Labels, Registry},
+};
+use tulle_proto::trace::{
+    ExportTraceServiceRequest, InstrumentationScope, KeyValue, Resource, ResourceSpans, ScopeSpans, Span,
+    any_value::Value, trace_service_client::TraceServiceClient,
+};
+
+use crate::{
+    api::channel::{Channel, ControlAddr},
+    trace::{Tracer, attribute},
+};
+
+/// Where spans go, and what they say of us.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub collector: ControlAddr,
+    /// The share of requests that begin a trace where they belong to none; 0.
+    pub sampling: f64,
+    /// `service.name`; `linkerd-proxy`.
+    pub service: String,
+    /// `host.name`.
+    pub host: Option<String>,
+    /// A file of the workload's labels, `name="value"` a line.
+    pub labels: Option<PathBuf>,
+    /// What else to say; it wins over labels.
+    pub attributes: BTreeMap<String, String>,
+}
+
+/// Sends the spans of both directions.
+pub(crate) struct Exporter {
+    spans: mpsc::Receiver<Span>,
+    client: TraceServiceClient<Channel>,
+    resource: Resource,
+    metrics: Metrics,
+}
+
+struct Metrics {
+    streams: Arc<Counter>,
+    requests: Arc<Counter>,
+    spans: Arc<Counter>,
+    lost: Arc<Counter>,
+}
+
+impl Config {
+    /// Who makes spans, inbound and outbound, and who sends them.
+    pub(crate) fn start(&self, channel: Channel, registry: &Registry) -> ([Tracer; 2], Exporter) {
+        let none = Labels::new();
+        let counter = |name, help| registry.counter(name, help).get(&none);
+        let dropped = registry.counter("tulle_trace_spans_dropped_total", "Spans that were not sent, by reason");
+        let dropped = |reason| dropped.get(&none.clone().with("reason", reason));
+        let (spans, waiting) = mpsc::channel(MOST_WAITING);
+        let full = dropped("queue-full");
+        let tracers = ["inbound", "outbound"].map(|direction| Tracer {
+            direction,
+            sampling: self.sampling,
+            spans: spans.clone(),
+            dropped: full.clone(),
+        });
+        let exporter = Exporter {
+            spans: waiting,
+            client: TraceServiceClient::new(channel),
+            resource: self.resource(),
+            metrics: Metrics {
+                streams: counter(
+                    "opentelemetry_span_export_streams",
+                    "Times that sending spans was begun",
+                ),
+                requests: counter("opentelemetry_span_export_requests", "Batches of spans sent"),
+                spans: counter("opentelemetry_span_exports", "Spans sent"),
+                lost: dropped("export-failed"),
+            },
+        };
+        (tracers, exporter)
+    }
+
+    /// Who we are, by all that is said of it; what comes later wins.
+    fn resource(&self) -> Resource {
+        let labels = self.labels.as_ref().map(std::fs::read_to_string).transpose();
+        let labels = labels.unwrap_or_else(|error| {
+            tracing::warn!(path = ?self.labels, %error, "labels of the workload cannot be read: spans are without");
+            None
+        });
+        let mut said = BTreeMap::from([("service.name".to_owned(), self.service.clone())]);
+        said.extend(self.host.clone().map(|host| ("host.name".to_owned(), host)));
+        said.extend(labels.as_deref().map(parse_labels).unwrap_or_default());
+        said.extend(self.attributes.clone());
+        let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let mut attributes: Vec<KeyValue> = [
+            ("process.pid", i64::from(std::process::id())),
+            (
+                "process.start_timestamp",
+                i64::try_from(started.as_secs()).unwrap_or(i64::MAX),
+            ),
+        ]
+        .map(|(key, number)| attribute(key, Value::IntValue(number)))
+        .into();
+        attributes.extend(
+            said.into_iter()
+                .map(|(key, text)| attribute(&key, Value::StringValue(text))),
+        );
+        Resource { attributes }
+    }
+}
+
+impl Exporter {
+    /// Sends batches until the drain begins, then what is left.
+    pub(crate) async fn run(mut self, drain: drain::Watch) {
+        let _guard = drain.guard();
+        self.metrics.streams.inc();
+        let mut batch = Vec::new();
+        loop {
+            let is_last = {
+                let signaled = drain.signaled();
+                tokio::pin!(signaled);
+                let mut deadline = None;
+                // Spans are taken one by one, so that none is lost whichever branch is first.
+                loop {
+                    let full = async {
+                        match deadline {
+                            _ if batch.len() >= LARGEST_BATCH => {}
+                            Some(deadline) => tokio::time::sleep_until(deadline).await,
+                            None => std::future::pending().await,
+                        }
+                    };
+                    tokio::select! {
+                        biased;
+                        () = full => break false,
+                        span = self.spans.recv() => match span {
+                            Some(span) => batch.push(span),
+                            None => break true,
+                        },
+                        () = &mut signaled => break true,
+                    }
+                    deadline.get_or_insert_with(|| Instant::now() + LONGEST_WAIT);
+                }
+            };
+            if !batch.is_empty() {
+                self.send(std::mem::take(&mut batch)).await;
+            }
+            if is_last {
+                return;
+            }
+        }
+    }
+
+    async fn send(&mut self, spans: Vec<Span>) {
+        let n = spans.len() as u64;
+        let scope = InstrumentationScope {
+            name: env!("CARGO_PKG_NAME").to_owned(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        };
+        let scope_spans = vec![ScopeSpans {
+            scope: Some(scope),
+            spans,
+        }];
+        let request = ExportTraceServiceRequest {
+            resource_spans: vec![ResourceSpans {
+                resource: Some(self.resource.clone()),
+                scope_spans,
+            }],
+        };
+        self.metrics.requests.inc();
+        match tokio::time::timeout(EXPORT_LIMIT, self.client.export(request)).await {
+            Ok(Ok(answer)) => {
+                self.metrics.spans.add(n);
+                if let Some(partial) = answer.into_inner().partial_success
+                    && partial.rejected_spans > 0
+                {
+                    tracing::debug!(
+                        n = partial.rejected_spans,
+                        reason = partial.error_message,
+                        "spans rejected"
+                    );
+                }
+            }
+            failed => {
+                self.metrics.lost.add(n);
+                self.metrics.streams.inc(); // begun anew with the next batch
+                tracing::debug!(n, failed = ?failed.map(|answer| answer.map(|_| ())), "spans could not be sent");
+            }
+        }
+    }
+}
+
+/// Labels as a volume of the downward API has them: `name="value"` a line.
+fn parse_labels(text: &str) -> BTreeMap<String, String> {
+    let line = |line: &str| {
+        let (name, value) = line.trim().split_once('=')?;
+        Some((name.trim().to_owned(), value.trim().trim_matches('"').to_owned()))
+    };
+    text.lines().filter_map(line).collect()
+}
+
+/// Spans that wait to be sent at most; further ones are dropped.
+const MOST_WAITING: usize = 1_000;
+const LARGEST_BATCH: usize = 1_000;
+/// How long a span waits for others.
+const LONGEST_WAIT: Duration = Duration::from_secs(10);
+/// How long a collector may take.
+const EXPORT_LIMIT: Duration = Duration::from_secs(10);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_we_are_is_what_was_said_last() {
+        let dir = tempfile::tempdir().unwrap();
+        let labels = dir.path().join("labels");
+        std::fs::write(&labels, "app=\"web\"\nservice.name=\"labelled\"\nbroken\n").unwrap();
+        let mut config = Config {
+            collector: ControlAddr {
+                addr: "127.0.0.1:4317".parse().unwrap(),
+                security: crate::api::channel::Security::Loopback,
+            },
+            sampling: 0.0,
+            service: "linkerd-proxy".to_owned(),
+            host: Some("node".to_owned()),
+            labels: Some(labels),
+            attributes: BTreeMap::new(),
+        };
+        let said = |config: &Config, key: &str| {
+            let resource = config.resource();
+            let found = resource.attributes.into_iter().find(|attribute| attribute.key == key);
+            found.and_then(|found| match found.value?.value? {
+                Value::StringValue(text) => Some(text),
+                Value::IntValue(number) => Some(number.to_string()),
+            })
+        };
+        assert_eq!(said(&config, "service.name").as_deref(), Some("labelled"));
+        assert_eq!(said(&config, "app").as_deref(), Some("web"));
+        assert_eq!(said(&config, "host.name").as_deref(), Some("node"));
+        assert_eq!(said(&config, "process.pid"), Some(std::process::id().to_string()));
+        config.attributes.insert("service.name".to_owned(), "told".to_owned());
+        assert_eq!(said(&config, "service.name").as_deref(), Some("told"));
+        config.labels = Some("/nowhere".into());
+        assert_eq!(said(&config, "app"), None);
+    }
+}
