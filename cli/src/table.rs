@@ -10,6 +10,9 @@ pub(crate) fn text<const N: usize>(titles: &[&str; N], rows: impl IntoIterator<I
 /// The same of rows whose number of cells is found out late.
 pub(crate) fn lines(titles: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
     let titles = titles.iter().map(|title| (*title).to_owned()).collect();
+    // What others have named moves no cursor.
+    let plain = |cell: String| cell.replace(char::is_control, "\u{fffd}");
+    let rows = rows.into_iter().map(|row| row.into_iter().map(plain).collect());
     let rows: Vec<Vec<String>> = std::iter::once(titles).chain(rows).collect();
     let mut widths = Vec::new();
     for row in &rows {

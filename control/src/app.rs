@@ -271,9 +271,15 @@ impl Builder {
             Ok(())
         });
         let name = "linkerd-telemetry";
-        let (listener, bound) = bind(self.config.listen.telemetry)
-            .await
-            .with_context(|| format!("serving {name}"))?;
+        let (listener, bound) = match bind(self.config.listen.telemetry).await {
+            Ok(bound) => bound,
+            // On a machine, others may have the port, and what traffic depends on is not to wait for it.
+            Err(err) if self.config.source != Some(Source::Kubernetes) => {
+                warn!(%err, "telemetry is not served; --telemetry-addr names another port");
+                return Ok(());
+            }
+            Err(err) => return Err(err).with_context(|| format!("serving {name}")),
+        };
         let transport = match self.config.source {
             Some(Source::Kubernetes) => Transport::Tls(self.aggregated_api()?),
             _ => Transport::Loopback,

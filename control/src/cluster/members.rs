@@ -3,7 +3,8 @@
 //! This is no view that is kept: telemetry asks for it when somebody asks telemetry.
 
 use std::borrow::Cow;
-use std::net::SocketAddr;
+use std::collections::HashMap;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use tulle_core::names::port;
@@ -48,8 +49,9 @@ pub struct Sidecar {
 /// The members in a namespace, or everywhere, in the order of their names.
 pub(super) fn members(store: &Store, config: &Config, namespace: Option<&str>) -> Vec<Member> {
     let reader = Reader::new(store);
+    let holders = holders(store);
     let mut members = Vec::new();
-    let mut services = Vec::new();
+    let mut services: HashMap<_, Vec<_>> = HashMap::new();
     for object in store.all() {
         if namespace.is_some_and(|namespace| *namespace != **object.meta().namespace()) {
             continue;
@@ -57,25 +59,75 @@ pub(super) fn members(store: &Store, config: &Config, namespace: Option<&str>) -
         match object {
             Object::Pod(pod) if pod.is_serving() => members.push((of_pod(&reader, config, pod), &pod.meta.labels)),
             Object::ExternalWorkload(workload) => {
-                members.push((of_external(&reader, workload), &workload.meta.labels));
+                let mut member = of_external(&reader, workload);
+                member.sidecar = member.sidecar.filter(|sidecar| is_its_own(workload, sidecar, &holders));
+                members.push((member, &workload.meta.labels));
             }
-            Object::Service(service) if !service.selector.is_empty() => services.push(service),
+            Object::Service(service) if !service.selector.is_empty() => {
+                services.entry(service.meta.namespace()).or_default().push(service);
+            }
             _ => {}
         }
     }
-    services.sort_by(|a, b| a.meta.name.cmp(&b.meta.name));
+    for services in services.values_mut() {
+        services.sort_by(|a, b| a.meta.name.cmp(&b.meta.name));
+    }
     members.sort_by(|(a, _), (b, _)| a.name.cmp(&b.name));
     let with_services = members.into_iter().map(|(mut member, labels)| {
         let selects = |selector: &std::collections::BTreeMap<String, String>| {
             selector.iter().all(|(key, value)| labels.get(key) == Some(value))
         };
-        let selecting = services
-            .iter()
-            .filter(|service| service.meta.namespace() == &member.name.namespace && selects(&service.selector));
+        let selecting = services.get(&member.name.namespace).into_iter().flatten();
+        let selecting = selecting.filter(|service| selects(&service.selector));
         member.services = selecting.map(|service| service.meta.name.name.clone()).collect();
         member
     });
     with_services.collect()
+}
+
+/// Whose addresses are: the namespaces of their pods, external workloads and Services.
+type Holders<'a> = HashMap<IpAddr, Vec<&'a Arc<str>>>;
+
+fn holders(store: &Store) -> Holders<'_> {
+    let mut holders = Holders::new();
+    for object in store.all() {
+        let ips = match object {
+            Object::Pod(pod) => &pod.ips[..],
+            Object::ExternalWorkload(workload) => &workload.ips[..],
+            Object::Service(service) => &service.cluster_ips[..],
+            _ => continue,
+        };
+        for ip in ips {
+            holders.entry(*ip).or_default().push(object.meta().namespace());
+        }
+    }
+    holders
+}
+
+/// Whether an external workload is where it says, and who it says, as far as we know. Whoever may write one in a namespace of theirs
+/// must not see the requests of others by it.
+fn is_its_own(workload: &ExternalWorkload, sidecar: &Sidecar, holders: &Holders<'_>) -> bool {
+    let namespace = workload.meta.namespace();
+    let ip = sidecar.admin.ip();
+    let is_special = match ip {
+        IpAddr::V4(ip) => ip.is_link_local() || ip.is_broadcast(),
+        IpAddr::V6(ip) => ip.is_unicast_link_local(),
+    };
+    if is_special || ip.is_loopback() || ip.is_unspecified() || ip.is_multicast() {
+        return false;
+    }
+    if holders
+        .get(&ip)
+        .is_some_and(|held| held.iter().any(|holder| *holder != namespace))
+    {
+        return false;
+    }
+    let Some(TlsIdentity::Dns { name, .. }) = &sidecar.identity else {
+        return true;
+    };
+    let mut parts = name.split('.').skip(1);
+    let (of, kind) = (parts.next(), parts.next());
+    kind != Some("serviceaccount") || of == Some(&**namespace)
 }
 
 fn of_pod(reader: &Reader<'_>, config: &Config, pod: &Pod) -> Member {

@@ -15,6 +15,8 @@ pub struct Counts {
     pub routes: BTreeMap<Route, Tally>,
     /// What was given up, by direction and cause.
     pub failures: BTreeMap<(Direction, String), f64>,
+    /// When the sidecar started, in seconds since 1970.
+    pub started: f64,
 }
 
 /// Which way traffic goes, as the sidecar sees it.
@@ -71,7 +73,7 @@ impl Counts {
     /// Reads the page of a sidecar; families that are not needed are left out, and so is what makes no sense.
     pub fn parse(page: &str) -> Self {
         let mut counts = Self::default();
-        for sample in samples::all(page).filter(|sample| sample.value.is_finite()) {
+        for sample in samples::of_families(page, is_needed).filter(|sample| sample.value.is_finite()) {
             counts.take(&sample);
         }
         counts
@@ -81,7 +83,7 @@ impl Counts {
         match sample.name.as_str() {
             "response_total" | "response_latency_ms_bucket" | "inbound_http_authz_deny_total" => {
                 if let Some(route) = Route::of_server(sample) {
-                    count(self.routes.entry(route).or_default(), sample);
+                    count(&mut self.routes, route, sample);
                 }
                 self.count_traffic(sample);
             }
@@ -98,7 +100,7 @@ impl Counts {
             }
             "route_response_total" | "route_response_latency_ms_bucket" => {
                 if let Some(route) = Route::of_profile(sample) {
-                    count(self.routes.entry(route).or_default(), sample);
+                    count(&mut self.routes, route, sample);
                 }
             }
             "outbound_http_route_request_statuses_total"
@@ -106,10 +108,11 @@ impl Counts {
             | "outbound_http_route_request_duration_seconds_bucket"
             | "outbound_grpc_route_request_duration_seconds_bucket" => {
                 if let Some(route) = Route::of_service(sample) {
-                    count(self.routes.entry(route).or_default(), sample);
+                    count(&mut self.routes, route, sample);
                 }
             }
-            "tulle_failures_total" => {
+            STARTED => self.started = sample.value,
+            "tulle_failures_total" if self.failures.len() < MOST_KEYS => {
                 if let (Some(direction), Some(cause)) = (Direction::of(sample), sample.label("cause")) {
                     *self.failures.entry((direction, cause.to_owned())).or_default() += sample.value.clamp(0.0, 1e15);
                 }
@@ -119,16 +122,15 @@ impl Counts {
     }
 
     fn count_traffic(&mut self, sample: &Sample) {
-        let tally = match Direction::of(sample) {
-            Some(Direction::Inbound) => self.sources.entry(Peer::of(sample, "client_id")).or_default(),
-            Some(Direction::Outbound) => self.targets.entry(Target::of(sample)).or_default(),
-            None => return,
-        };
-        count(tally, sample);
+        match Direction::of(sample) {
+            Some(Direction::Inbound) => count(&mut self.sources, Peer::of(sample, "client_id"), sample),
+            Some(Direction::Outbound) => count(&mut self.targets, Target::of(sample), sample),
+            None => {}
+        }
     }
 
-    /// How much more there is in each second since an earlier page, so many seconds before. What counts less than
-    /// before has started anew.
+    /// How much more there is in each second since an earlier page, so many seconds before: all of it if the sidecar has started
+    /// since. What counts less although it has not is a series that is no longer told, and no growth.
     #[must_use]
     pub fn since(&self, earlier: &Self, seconds: f64) -> Self {
         fn rates<K: Ord + Clone>(
@@ -143,6 +145,12 @@ impl Counts {
             };
             now.iter().map(rate).collect()
         }
+        let nothing = Self::default();
+        let earlier = if self.started > earlier.started {
+            &nothing
+        } else {
+            earlier
+        };
         let failures = self.failures.iter().map(|(key, now)| {
             let before = earlier.failures.get(key).copied().unwrap_or_default();
             (key.clone(), growth(*now, before) / seconds)
@@ -152,6 +160,7 @@ impl Counts {
             targets: rates(&self.targets, &earlier.targets, seconds),
             routes: rates(&self.routes, &earlier.routes, seconds),
             failures: failures.collect(),
+            started: self.started,
         }
     }
 }
@@ -316,7 +325,19 @@ fn qualified(kind: &str, name: &str) -> String {
     }
 }
 
-fn count(tally: &mut Tally, sample: &Sample) {
+/// Whether a family is read at all.
+fn is_needed(name: &str) -> bool {
+    FAMILIES.contains(&name)
+}
+
+/// Counts a sample under a key; a page has only so many keys.
+fn count<K: Ord>(tallies: &mut BTreeMap<K, Tally>, key: K, sample: &Sample) {
+    if tallies.len() < MOST_KEYS || tallies.contains_key(&key) {
+        add(tallies.entry(key).or_default(), sample);
+    }
+}
+
+fn add(tally: &mut Tally, sample: &Sample) {
     // Sums stay finite, whatever a page says.
     let value = sample.value.clamp(0.0, 1e15);
     let is_success = || match sample.label("classification") {
@@ -362,9 +383,30 @@ fn ended_well(sample: &Sample) -> bool {
 }
 
 fn growth(now: f64, before: f64) -> f64 {
-    if now >= before { now - before } else { now }
+    (now - before).max(0.0)
 }
 
+/// The families that are read.
+const FAMILIES: &[&str] = &[
+    "response_total",
+    "response_latency_ms_bucket",
+    "inbound_http_authz_deny_total",
+    "inbound_tcp_authz_deny_total",
+    "tcp_open_connections",
+    "tcp_read_bytes_total",
+    "tcp_write_bytes_total",
+    "route_response_total",
+    "route_response_latency_ms_bucket",
+    "outbound_http_route_request_statuses_total",
+    "outbound_grpc_route_request_statuses_total",
+    "outbound_http_route_request_duration_seconds_bucket",
+    "outbound_grpc_route_request_duration_seconds_bucket",
+    "tulle_failures_total",
+    STARTED,
+];
+const STARTED: &str = "process_start_time_seconds";
+/// Peers, targets, routes and causes of one sidecar; what more a page has of them is left out.
+const MOST_KEYS: usize = 1000;
 /// The bound of the bucket that all answers are in.
 const UNBOUNDED: u64 = u64::MAX;
 /// What an endpoint may belong to, in the order in which it is asked for; itself at last.

@@ -210,8 +210,11 @@ impl End {
 fn lines(headers: Option<http_types::Headers>) -> Vec<Header> {
     let headers = headers.unwrap_or_default().headers.into_iter();
     let line = |header: http_types::headers::Header| Header {
+        value_str: match SECRETS.contains(&header.name.to_ascii_lowercase().as_str()) {
+            true => "(not shown)".to_owned(),
+            false => String::from_utf8_lossy(&header.value).into_owned(),
+        },
         name: header.name,
-        value_str: String::from_utf8_lossy(&header.value).into_owned(),
     };
     headers.map(line).collect()
 }
@@ -240,3 +243,6 @@ fn scheme(scheme: Option<http_types::Scheme>) -> String {
         None => String::new(),
     }
 }
+
+/// Headers whose values let whoever knows them act for somebody else.
+const SECRETS: &[&str] = &["authorization", "proxy-authorization", "cookie", "set-cookie"];

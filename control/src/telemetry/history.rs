@@ -13,8 +13,9 @@ use super::counts::Counts;
 pub(super) struct History(VecDeque<(Instant, Arc<Counts>)>);
 
 impl History {
-    /// Adds a page that was read now, and leaves out what is too old or too near to another.
-    pub(super) fn push(&mut self, now: Instant, counts: Counts) {
+    /// Adds a page that was read now, and leaves out what is too old or too near to another, and the oldest where there would be
+    /// more than `most`.
+    pub(super) fn push(&mut self, now: Instant, counts: Counts, most: usize) {
         let mut last = None;
         self.0.retain(|(at, _)| {
             let age = now - *at;
@@ -26,6 +27,7 @@ impl History {
             keep
         });
         self.0.push_back((now, Arc::new(counts)));
+        self.0.drain(..self.0.len().saturating_sub(most));
     }
 
     /// When the latest page was read.
@@ -67,7 +69,7 @@ mod tests {
         let mut history = History::default();
         let start = Instant::now();
         for second in (0..=600).step_by(2) {
-            history.push(start + Duration::from_secs(second), page(second * 3));
+            history.push(start + Duration::from_secs(second), page(second * 3), 100);
         }
         assert!(history.0.len() <= 14, "{}", history.0.len());
         for (window, least, most) in [(10, 8.0, 20.0), (60, 50.0, 70.0), (300, 240.0, 360.0)] {
@@ -82,10 +84,12 @@ mod tests {
         let mut history = History::default();
         assert!(history.rates(LONGEST).is_none());
         let start = Instant::now();
-        history.push(start, page(0));
+        history.push(start, page(0), 2);
         assert!(history.rates(LONGEST).is_none());
-        history.push(start + Duration::from_secs(2), page(8));
+        history.push(start + Duration::from_secs(2), page(8), 2);
         let (counts, seconds) = history.rates(LONGEST).unwrap();
         assert_eq!((counts.failures.values().copied().next(), seconds), (Some(4.0), 2.0));
+        history.push(start + Duration::from_secs(12), page(8), 2);
+        assert_eq!(history.0.len(), 2);
     }
 }

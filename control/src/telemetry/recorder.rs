@@ -139,7 +139,9 @@ impl Recorder {
             match page {
                 Ok(counts) => {
                     let mut state = self.state.lock();
-                    state.histories.entry(key).or_default().push(Instant::now(), counts);
+                    let most = MOST_PAGES / state.histories.len().max(1);
+                    let history = state.histories.entry(key).or_default();
+                    history.push(Instant::now(), counts, most.max(2));
                 }
                 Err(err) => silent.push((members[at].clone(), with_causes(&err))),
             }
@@ -147,14 +149,11 @@ impl Recorder {
         silent
     }
 
-    /// Whether at least one sidecar has been looked at before, or there is none that answers.
+    /// Whether all sidecars that answer have been looked at before.
     fn knows_growth(&self, members: &[Member]) -> bool {
         let state = self.state.lock();
-        let mut known = members
-            .iter()
-            .filter_map(|member| state.histories.get(&key(member)?))
-            .peekable();
-        known.peek().is_none() || known.any(|history| history.rates(NEAR_APART).is_some())
+        let mut known = members.iter().filter_map(|member| state.histories.get(&key(member)?));
+        known.all(|history| history.rates(NEAR_APART).is_some())
     }
 }
 
@@ -164,7 +163,9 @@ fn key(member: &Member) -> Option<Key> {
 }
 
 /// Sidecars that are asked at a time.
-const AT_ONCE: usize = 32;
+const AT_ONCE: usize = 8;
+/// Pages that are kept of all sidecars together; each has some KiB.
+const MOST_PAGES: usize = 2000;
 /// A page is good enough for so long.
 const FRESH: Duration = Duration::from_secs(1);
 /// How long a first question takes.

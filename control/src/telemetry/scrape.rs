@@ -26,6 +26,8 @@ pub(super) enum Error {
     Status(StatusCode),
     #[error("reading its metrics, at most {MAX_PAGE} bytes")]
     Read(#[source] Box<dyn std::error::Error + Send + Sync>),
+    #[error("reading what its metrics say")]
+    Parse(#[source] tokio::task::JoinError),
     #[error("it did not answer within {LIMIT:?}")]
     Timeout,
 }
@@ -55,9 +57,12 @@ async fn page(admin: SocketAddr) -> Result<Counts, Error> {
     };
     // The connection moves the bytes, and ends with the sender.
     let (bytes, _) = tokio::join!(asking, connection);
-    Ok(Counts::parse(&String::from_utf8_lossy(&bytes?)))
+    let bytes = bytes?;
+    // Other services run on this thread.
+    let parsed = tokio::task::spawn_blocking(move || Counts::parse(&String::from_utf8_lossy(&bytes)));
+    parsed.await.map_err(Error::Parse)
 }
 
 /// A busy sidecar's page has a few MiB.
-const MAX_PAGE: usize = 64 << 20;
+const MAX_PAGE: usize = 8 << 20;
 const LIMIT: Duration = Duration::from_secs(3);

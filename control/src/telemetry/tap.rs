@@ -1,14 +1,16 @@
 //! Watches the requests of workloads: a stream from each of their sidecars, by mutual TLS, and one line for each event.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tonic::Status;
 use tulle_core::addr::Addr;
+use tulle_core::backoff::{Backoff, Steps};
 use tulle_core::drain::Watch;
 use tulle_proto::http_types::{HttpMethod, http_method};
 use tulle_proto::tap::ObserveRequest;
@@ -21,6 +23,7 @@ use super::view::{self, Selection};
 use crate::cluster::Cluster;
 use crate::cluster::members::{Member, Sidecar};
 use crate::model::endpoints::TlsIdentity;
+use crate::resources::meta::Name;
 use crate::tls::client::{self, Peer};
 use crate::tls::creds::ServerCreds;
 use crate::webhook::with_causes;
@@ -41,6 +44,9 @@ pub(super) struct Wish {
     pub(super) one_in: u32,
 }
 
+/// The address and the name of a sidecar, because a new pod may have the address of an old one.
+type Key = (SocketAddr, Name);
+
 /// Whom sidecars take us for.
 #[derive(Clone)]
 pub(super) struct Tapper {
@@ -58,12 +64,15 @@ enum Error {
     Connect(#[from] client::Error),
     #[error("{}", refused(.0))]
     Refused(Status),
+    #[error("it did not answer within {LIMIT:?}")]
+    Timeout,
 }
 
 impl Tapper {
     /// Sends a line for each event until nobody reads them, or the drain; workloads that come later are watched too.
     pub(super) async fn run(self, wish: Wish, lines: mpsc::Sender<Line>, drain: Watch) {
-        let mut watched = HashSet::new();
+        let mut watched: HashSet<Key> = HashSet::new();
+        let mut later: HashMap<Key, (Steps, Instant)> = HashMap::new();
         let mut told = HashSet::new();
         let mut streams = JoinSet::new();
         let mut ticks = interval(LOOK_AGAIN);
@@ -77,6 +86,13 @@ impl Tapper {
                 Some(ended) = streams.join_next() => {
                     let Ok((key, workload, result)) = ended else { continue };
                     watched.remove(&key);
+                    match &result {
+                        Ok(()) => drop(later.remove(&key)),
+                        Err(_) => {
+                            let (steps, at) = later.entry(key.clone()).or_insert_with(|| (AGAIN.steps(), Instant::now()));
+                            *at = Instant::now() + steps.next_delay();
+                        }
+                    }
                     if let Err(err) = result && told.insert(key) {
                         let reason = with_causes(&err);
                         let silent = Silent { workload, reason };
@@ -89,7 +105,9 @@ impl Tapper {
                     for member in self.cluster.members(wish.namespace.as_deref()) {
                         let Some(sidecar) = member.sidecar.clone() else { continue };
                         let key = (sidecar.tap, member.name.clone());
-                        if wish.selection.groups(&member).is_empty() || !watched.insert(key.clone()) {
+                        let is_due = later.get(&key).is_none_or(|(_, at)| *at <= Instant::now());
+                        let is_wanted = is_due && watched.len() < MOST_WATCHED;
+                        if !is_wanted || wish.selection.groups(&member).is_empty() || !watched.insert(key.clone()) {
                             continue;
                         }
                         let number = numbers.next().unwrap_or_default();
@@ -115,7 +133,8 @@ impl Tapper {
         let workload = view::itself(&member);
         let headers = wish.headers;
         let watching = async {
-            let mut events = self.observe(&sidecar, &wish).await?;
+            let observed = timeout(LIMIT, self.observe(&sidecar, &wish)).await;
+            let mut events = observed.map_err(|_| Error::Timeout)??;
             while let Some(event) = events.message().await.map_err(Error::Refused)? {
                 let Some(event) = TapEvent::read(event, &workload, number, headers) else {
                     continue;
@@ -209,3 +228,13 @@ fn refused(status: &Status) -> String {
 
 /// How often workloads are looked for that have come meanwhile, and sidecars that did not answer are tried again.
 const LOOK_AGAIN: Duration = Duration::from_secs(2);
+/// How long a sidecar may take to begin.
+const LIMIT: Duration = Duration::from_secs(10);
+/// Sidecars that one tap watches at most.
+const MOST_WATCHED: usize = 500;
+/// Before a sidecar that did not answer is asked again.
+const AGAIN: Backoff = Backoff {
+    min: Duration::from_secs(2),
+    max: Duration::from_secs(60),
+    jitter: 0.5,
+};

@@ -406,8 +406,8 @@ mod tests {
         let to_web = "deployment/client deployment/web mTLS".to_owned();
         let from_elsewhere = "serviceaccount/x deployment/web mTLS".to_owned();
         let outside = "deployment/client address/1.1.1.1:443 plain".to_owned();
-        assert_eq!(text(&one("web")), [to_web.clone(), from_elsewhere.clone()]);
-        assert_eq!(text(&one("client")), [outside.clone(), to_web.clone()]);
+        assert_eq!(text(&one("web")), [to_web.clone(), from_elsewhere]);
+        assert_eq!(text(&one("client")), [outside, to_web]);
         assert_eq!(text(&all(By::Workload)).len(), 3);
     }
 

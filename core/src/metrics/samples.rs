@@ -27,7 +27,7 @@ impl Sample {
 impl Samples {
     /// Reads a page; lines that are no samples are left out, as a proxy of another version may have its own.
     pub fn parse(text: &str) -> Self {
-        Self(all(text).collect())
+        Self(text.lines().filter_map(sample).collect())
     }
 
     /// The samples of one family that have these labels.
@@ -42,9 +42,13 @@ impl Samples {
     }
 }
 
-/// The samples of a page, one after the other.
-pub fn all(text: &str) -> impl Iterator<Item = Sample> {
-    text.lines().filter_map(sample)
+/// The samples of some families of a page, one after the other; of others no more is read than the name.
+pub fn of_families(text: &str, is_wanted: fn(&str) -> bool) -> impl Iterator<Item = Sample> {
+    let is_one = move |line: &&str| {
+        let name = line.trim_start().split(['{', ' ']).next();
+        name.is_some_and(is_wanted)
+    };
+    text.lines().filter(is_one).filter_map(sample)
 }
 
 /// `name{key="value",…} number`, perhaps followed by a timestamp.

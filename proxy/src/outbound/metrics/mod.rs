@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 
 use crate::{
-    http::{classify::Ended, upload::Upload},
+    http::{body::Body, classify::Ended, upload::Upload},
     metrics::{
         balancers,
         failures::Failures,

@@ -21,7 +21,8 @@ fn reason(message: proto::OutboundPolicy) -> String {
 /// The four parts of a resource that its name needs.
 #[test]
 fn resources_are_named_in_full() {
-    let cases: [(fn(&mut Resource), &str); 6] = [
+    type Change = fn(&mut Resource);
+    let cases: [(Change, &str); 6] = [
         (|resource| resource.group.clear(), "metadata.group is missing"),
         (|resource| resource.kind.clear(), "metadata.kind is missing"),
         (|resource| resource.name.clear(), "metadata.name is missing"),
