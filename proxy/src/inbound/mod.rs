@@ -278,7 +278,9 @@ impl Connection {
                 Some(Start::bytes(io, peer, tls, port, current))
             }
             Opening::Plain(first) => {
-                let io = self.counted(Tcp::new(stream), &peer, &plain, &current);
+                let counts = self.inbound.client_counts(&peer, &plain, &current);
+                counts.read.add(first.n_read() as u64);
+                let io = Io::tcp(Tcp::new(stream)).count(counts);
                 self.detected(Some(&first), &peer, &current, began_at);
                 self.begun(io, first, peer, plain, port, current).await
             }

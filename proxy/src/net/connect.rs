@@ -95,3 +95,35 @@ pub(crate) fn apply<'a>(socket: impl Into<SockRef<'a>>, options: SocketOptions) 
         tracing::debug!(%error, "setting socket options failed");
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn what_is_dialled_has_the_options_of_its_direction() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let addr = listener.local_addr().unwrap();
+        let config = Config {
+            timeout: Duration::from_secs(10),
+            options: SocketOptions {
+                keepalive: Some(Duration::from_secs(11)),
+                user_timeout: Some(Duration::from_secs(12)),
+            },
+            own_port: None,
+        };
+        let stream = dial(addr, &config).await.unwrap();
+        let socket = SockRef::from(&stream);
+        assert!(socket.tcp_nodelay().unwrap() && socket.keepalive().unwrap());
+        assert_eq!(socket.tcp_keepalive_time().unwrap(), Duration::from_secs(11));
+        assert_eq!(socket.tcp_user_timeout().unwrap(), Some(Duration::from_secs(12)));
+        let own_port = Some(addr.port());
+        let ourselves = dial(addr, &Config { own_port, ..config }).await;
+        assert!(
+            matches!(ourselves, Err(ConnectError::Ourselves { .. })),
+            "{ourselves:?}"
+        );
+    }
+}

@@ -49,6 +49,16 @@ pub(crate) enum First {
     Closed,
 }
 
+impl First {
+    /// Bytes that were read from the client.
+    pub(crate) fn n_read(&self) -> usize {
+        match self {
+            Self::Client(client, ..) | Self::Server { client, .. } => client.len(),
+            Self::Closed => 0,
+        }
+    }
+}
+
 /// Waits for the first bytes of either side, `limit` at most; after that the connection is opaque.
 ///
 /// `dial` opens the server's side; it must have authorized the client before. It yields `None` when that is not

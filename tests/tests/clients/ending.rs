@@ -1,4 +1,4 @@
-//! A sidecar that is sent SIGTERM, under load.
+//! Sidecars that are sent SIGTERM under load.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -15,59 +15,63 @@ use tulle_core::netns::Namespace;
 use crate::scene::{HTTP, Scene, scene, service};
 
 #[test]
-fn a_sidecar_that_is_told_to_end_goes_on_while_its_application_does_and_fails_nothing_in_flight() {
-    for name in ["server", "client"] {
-        let Some(scene) = scene(&[]) else { return };
-        end(&scene, name);
-    }
-}
-
-fn end(scene: &Scene, name: &'static str) {
-    let sidecar = Pid::from_raw(scene.process(&format!("sidecar-{name}")).id().cast_signed());
+fn a_sidecar_that_is_told_to_end_goes_on_while_its_application_listens_and_fails_nothing() {
+    let Some(scene) = scene(&[]) else { return };
     let (stop, n_ok) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
     let load: Vec<_> = (0..4)
         .map(|_| {
             let (stop, n_ok) = (stop.clone(), n_ok.clone());
-            in_client(scene, move || {
+            in_client(&scene, move || {
                 while !stop.load(Ordering::Relaxed) {
-                    let answer = ask("/");
-                    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+                    assert_ok(&ask("/"));
                     n_ok.fetch_add(1, Ordering::Relaxed);
                 }
             })
         })
         .collect();
     until("requests are answered", || n_ok.load(Ordering::Relaxed) > 20);
-
-    // Its application still listens, so that others may not know yet that it ends: it takes whatever comes.
-    kill(sidecar, Signal::SIGTERM).unwrap();
+    // Others may not know yet that it ends: it takes whatever comes.
+    terminate(&scene, "sidecar-server");
     let before = n_ok.load(Ordering::Relaxed);
     until("requests go on", || n_ok.load(Ordering::Relaxed) > before + 50);
     stop.store(true, Ordering::Relaxed);
     load.into_iter().for_each(joined);
+    // Told once more: nothing new.
+    let n_before = n_ok.load(Ordering::Relaxed) as u64;
+    ends_with_all_in_flight(&scene, "sidecar-server", n_before);
+}
 
-    // Told once more: nothing new, and all that is in flight to its end.
+/// Where nobody listens, nobody is to be waited for.
+#[test]
+fn a_sidecar_of_a_client_that_is_told_to_end_fails_nothing_in_flight() {
+    let Some(scene) = scene(&[]) else { return };
+    ends_with_all_in_flight(&scene, "sidecar-client", 0);
+}
+
+/// Sends SIGTERM while requests are with the application, and waits for their answers and the end.
+fn ends_with_all_in_flight(scene: &Scene, sidecar: &str, n_before: u64) {
     let in_flight: Vec<_> = (0..8)
-        .map(|_| {
-            in_client(scene, || {
-                let answer = ask("/delay/2000");
-                assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
-            })
-        })
+        .map(|_| in_client(scene, || assert_ok(&ask("/delay/2000"))))
         .collect();
-    let total = n_ok.load(Ordering::Relaxed) as u64 + 8;
-    scene.at_least(
-        "request_total",
-        &["direction=\"inbound\"", "target_port=\"8080\""],
-        total,
-    );
-    kill(sidecar, Signal::SIGTERM).unwrap();
+    let labels = ["direction=\"inbound\"", "target_port=\"8080\""];
+    scene.at_least("request_total", &labels, n_before + 8);
+    let pid = terminate(scene, sidecar);
     in_flight.into_iter().for_each(joined);
-    until(&format!("the sidecar of the {name} has ended"), || {
-        let stat = std::fs::read_to_string(format!("/proc/{sidecar}/stat")).unwrap_or_default();
+    until("the sidecar has ended", || {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
         // Nobody has asked for its status yet.
         stat.is_empty() || stat.contains(") Z ")
     });
+}
+
+fn terminate(scene: &Scene, process: &str) -> Pid {
+    let pid = Pid::from_raw(scene.process(process).id().cast_signed());
+    kill(pid, Signal::SIGTERM).unwrap();
+    pid
+}
+
+fn assert_ok(answer: &str) {
+    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
 }
 
 /// Runs something at the client's host.

@@ -8,6 +8,7 @@ mod anchors;
 mod balancing;
 mod breakers;
 mod control_plane;
+mod counts;
 mod dashboards;
 mod drain;
 mod edges;

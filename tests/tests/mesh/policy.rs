@@ -252,5 +252,7 @@ spec:
                 (status == 429).then_some(())
             })
             .await;
+            let labels = [r#"ratelimit_name="web-http""#, r#"ratelimit_scope="total""#];
+            assert!(mesh.metric("web", "inbound_http_local_ratelimit_total", &labels).await >= 1.);
         });
 }

@@ -95,6 +95,32 @@ fn reasons_are_told_unless_they_are_switched_off() {
 }
 
 #[test]
+fn what_only_proxies_say_is_taken_out_of_an_application_s_response() {
+    let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
+    mesh.run(async |mesh: &Mesh| {
+        let names = ["l5d-proxy-error", "l5d-proxy-cause", "l5d-proxy-connection"];
+        let forging = move |_| async move {
+            let forged = names.iter().fold(Response::builder().status(502), |rsp, name| {
+                rsp.header(*name, "connect-refused")
+            });
+            forged.body(full("forged")).unwrap()
+        };
+        let _apps = [
+            apps::http(mesh.listen("web", HTTP).await, forging),
+            apps::http(mesh.listen("legacy", HTTP).await, forging),
+        ];
+        for app in ["web", "legacy"] {
+            let answer = client(mesh, app).await.ask(request("/")).await.unwrap();
+            assert_eq!((answer.status.as_u16(), answer.text().as_str()), (502, "forged"));
+            assert!(
+                !names.iter().any(|name| answer.headers.contains_key(*name)),
+                "{answer:?}"
+            );
+        }
+    });
+}
+
+#[test]
 fn a_request_that_no_route_of_a_server_matches_is_not_found() {
     let manifests = "\
 apiVersion: policy.linkerd.io/v1beta3

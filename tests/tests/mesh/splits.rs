@@ -143,8 +143,14 @@ fn retries_of_a_profile_are_split_too_and_end_with_its_budget() {
             }
             let [web, canary, nobody] = servers.map(|server| server.asked());
             // A fifth of five hundred, and one a second for a minute that are free.
-            let n_attempts = 500 + 100 + 60;
-            assert_eq!((web + canary, nobody), (n_attempts, 0), "web {web}, canary {canary}");
+            let n_attempts = web + canary;
+            let expected = 500 + 100 + 60;
+            // What has been paid in is gone when the control plane says something new, as it may in the first moment.
+            assert!(
+                (expected - 5..=expected).contains(&n_attempts),
+                "web {web}, canary {canary}"
+            );
+            assert_eq!(nobody, 0);
             // Five standard deviations around three tenths.
             assert!((139..=257).contains(&canary), "{canary} of {n_attempts}");
             let count = async |name: &str| mesh.metric("client", name, &["rt_route=\"all\""]).await;

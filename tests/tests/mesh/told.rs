@@ -13,7 +13,8 @@ use tulle_proto::destination::{
     AuthorityOverride, ProtocolHint, TlsIdentity, WeightedAddr, protocol_hint, tls_identity,
 };
 use tulle_proto::grpc_route::GrpcFailureInjector;
-use tulle_proto::http_route::HttpFailureInjector;
+use tulle_proto::http_route::{HttpFailureInjector, RequestHeaderModifier};
+use tulle_proto::http_types::{Headers, headers::Header};
 use tulle_proto::inbound::{self, Authn, Authz, Network, Server, authn};
 use tulle_proto::meta::{Metadata, Resource, metadata};
 use tulle_proto::net::{IpAddress, IpNetwork, ip_address};
@@ -207,6 +208,38 @@ fn what_a_policy_says_of_requests_is_done() {
                 assert_eq!(answer.header("l5d-proxy-error"), "nothing is left");
             }
         }
+    });
+}
+
+#[test]
+fn filters_of_a_backend_come_after_those_of_its_rule() {
+    told(async |mesh: &Mesh, policies: &Policies| {
+        apps::echo(mesh, "legacy").await;
+        let adding = |value: &str| http_route::Filter {
+            kind: Some(http_route::filter::Kind::RequestHeaderModifier(RequestHeaderModifier {
+                add: Some(Headers {
+                    headers: vec![Header {
+                        name: "x-filter".into(),
+                        value: value.into(),
+                    }],
+                }),
+                ..Default::default()
+            })),
+        };
+        let to = http_route::RouteBackend {
+            backend: Some(forward(endpoint((mesh.ip("legacy"), HTTP).into()))),
+            filters: vec![adding("backend")],
+            ..Default::default()
+        };
+        let first = http_route::distribution::FirstAvailable { backends: vec![to] };
+        let rule = http_route::Rule {
+            filters: vec![adding("rule")],
+            ..distributed(http_route::distribution::Kind::FirstAvailable(first))
+        };
+        policies.say_of_destinations(Ok(http1(rule)));
+        let answer = mesh.get("client", DIALLED, "/headers").await;
+        let seen: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
+        assert_eq!(seen["x-filter"], serde_json::json!(["rule", "backend"]));
     });
 }
 

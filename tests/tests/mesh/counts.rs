@@ -1,0 +1,151 @@
+//! What both sidecars count of the same requests and connections.
+
+use http::Request;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tulle_tests::apps;
+use tulle_tests::client::{Http1, full};
+use tulle_tests::eventually::eventually;
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, TCP, mesh};
+
+/// Waits until a metric has a value: an exchange is counted when it has ended, which its client may know before.
+async fn counts(mesh: &Mesh, workload: &str, name: &str, labels: &[&str], expected: f64) {
+    let what = format!("{name}{labels:?} of {workload} is {expected}");
+    eventually(&what, async || {
+        (mesh.metric(workload, name, labels).await == expected).then_some(())
+    })
+    .await;
+}
+
+#[test]
+fn requests_are_counted_by_their_routes_on_both_sides_and_by_their_backends() {
+    let manifests = "\
+apiVersion: gateway.networking.k8s.io/v1
+kind: HTTPRoute
+metadata: {name: out, namespace: shop}
+spec:
+  parentRefs: [{group: core, kind: Service, name: web, port: 8080}]
+  rules: [{backendRefs: [{name: web, port: 8080}]}]
+---
+apiVersion: policy.linkerd.io/v1beta3
+kind: Server
+metadata: {name: web-http, namespace: shop}
+spec: {podSelector: {matchLabels: {app: web}}, port: 8080, accessPolicy: all-unauthenticated}
+---
+apiVersion: policy.linkerd.io/v1beta3
+kind: HTTPRoute
+metadata: {name: in, namespace: shop}
+spec:
+  parentRefs: [{group: policy.linkerd.io, kind: Server, name: web-http}]
+  rules: [{matches: [{path: {type: PathPrefix, value: /}}]}]
+";
+    let mesh = mesh().workload("client").workload("web").manifest("routes", manifests);
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let route = ["route_name=\"in\"", "parent_name=\"web-http\"", "parent_port=\"8080\""];
+        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut ask = async || {
+            let req = Request::post("/echo").header("host", "web.test").body(full("hello"));
+            assert_eq!(client.ask(req.unwrap()).await.unwrap().text(), "hello");
+        };
+        eventually("the routes are known", async || {
+            ask().await;
+            (mesh.metric("web", "inbound_http_requests_total", &route).await >= 1.).then_some(())
+        })
+        .await;
+        let n = mesh.metric("web", "inbound_http_requests_total", &route).await + 5.;
+        for _ in 0..5 {
+            ask().await;
+        }
+        for (name, label) in [
+            ("inbound_http_requests_total", ""),
+            ("inbound_http_statuses_total", "status=\"200\""),
+            ("inbound_http_request_duration_seconds_count", ""),
+            ("inbound_http_response_duration_seconds_count", ""),
+            ("inbound_http_request_frame_size_bytes_sum", ""),
+            ("inbound_http_response_frame_size_bytes_sum", ""),
+        ] {
+            let labels = [&route[..], &[label]].concat();
+            let each = if name.ends_with("_sum") { 5. } else { 1. };
+            counts(mesh, "web", name, &labels, n * each).await;
+        }
+        let route = ["parent_name=\"web\"", "route_name=\"out\"", "route_namespace=\"shop\""];
+        let backend = [
+            "backend_kind=\"Service\"",
+            "backend_name=\"web\"",
+            "backend_port=\"8080\"",
+        ];
+        let n = mesh
+            .metric("client", "outbound_http_route_backend_requests_total", &route)
+            .await;
+        assert!(n >= 5., "{n}");
+        for (name, label) in [
+            ("request_duration_seconds_count", ""),
+            ("request_statuses_total", "http_status=\"200\""),
+            ("request_statuses_total", "error=\"\""),
+        ] {
+            let labels = [&route[..], &[label]].concat();
+            counts(mesh, "client", &format!("outbound_http_route_{name}"), &labels, n).await;
+        }
+        for (name, label) in [
+            ("requests_total", ""),
+            ("response_duration_seconds_count", ""),
+            ("response_statuses_total", "http_status=\"200\""),
+            ("response_statuses_total", "error=\"\""),
+        ] {
+            let labels = [&route[..], &backend, &[label]].concat();
+            counts(
+                mesh,
+                "client",
+                &format!("outbound_http_route_backend_{name}"),
+                &labels,
+                n,
+            )
+            .await;
+        }
+        let page = [mesh.metrics("client").await, mesh.metrics("web").await].concat();
+        for info in ["proxy_build_info{", "rustls_info{"] {
+            assert_eq!(page.matches(&format!("\n{info}")).count(), 2, "{info}");
+        }
+    });
+}
+
+#[test]
+fn connections_and_their_bytes_are_counted_on_both_sides() {
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let mut stream = mesh.dial("client", mesh.service("web", OPAQUE)).await;
+        stream.write_all(&[b'x'; 1000]).await.unwrap();
+        stream.read_exact(&mut [0; 1000]).await.unwrap();
+        let mut stranger = mesh.arrive(STRANGER, "web", TCP).await;
+        stranger.write_all(&[b'x'; 1000]).await.unwrap();
+        stranger.read_exact(&mut [0; 1000]).await.unwrap();
+        let plain = [
+            "target_port=\"9000\"",
+            "peer=\"src\"",
+            "no_tls_reason=\"no_tls_from_remote\"",
+        ];
+        for name in ["tcp_read_bytes_total", "tcp_write_bytes_total"] {
+            counts(mesh, "web", name, &plain, 1000.).await;
+        }
+        let port = "target_port=\"3306\"";
+        for (workload, direction) in [("client", "direction=\"outbound\""), ("web", "direction=\"inbound\"")] {
+            for peer in ["peer=\"src\"", "peer=\"dst\""] {
+                let labels = [port, direction, peer];
+                for name in ["tcp_open_total", "tcp_open_connections"] {
+                    counts(mesh, workload, name, &labels, 1.).await;
+                }
+                for name in ["tcp_read_bytes_total", "tcp_write_bytes_total"] {
+                    let n = mesh.metric(workload, name, &labels).await;
+                    assert!((1000. ..1100.).contains(&n), "{workload} {name} {peer}: {n}");
+                }
+            }
+        }
+        drop(stream);
+        for (workload, direction) in [("client", "direction=\"outbound\""), ("web", "direction=\"inbound\"")] {
+            for peer in ["peer=\"src\"", "peer=\"dst\""] {
+                counts(mesh, workload, "tcp_open_connections", &[port, direction, peer], 0.).await;
+                counts(mesh, workload, "tcp_close_total", &[port, direction, peer], 1.).await;
+            }
+        }
+    });
+}
