@@ -97,11 +97,13 @@ impl<E: Candidate> Balancer<E> {
     pub(crate) fn counted(&self, series: &Arc<Series>) {
         series.waits_for(self.queue.failfast_timeout.as_secs_f64());
         let mut all = self.series.lock();
-        series.turned(match self.is_failing_fast.load(Ordering::Relaxed) {
-            true => Gate::Shut,
-            false => Gate::Open,
-        });
         all.retain(|other| other.strong_count() > 0);
+        if !all.iter().filter_map(Weak::upgrade).any(|other| other.is(series)) {
+            series.turned(match self.is_failing_fast.load(Ordering::Relaxed) {
+                true => Gate::Shut,
+                false => Gate::Open,
+            });
+        }
         all.push(Arc::downgrade(series));
     }
 
@@ -122,12 +124,14 @@ impl<E: Candidate> Balancer<E> {
         self.each_series(|series| series.endpoints(ready, known - ready));
     }
 
+    /// Tells each series once: several routes may count in the same.
     fn each_series(&self, tell: impl Fn(&Series)) {
-        self.series
-            .lock()
-            .iter()
-            .filter_map(Weak::upgrade)
-            .for_each(|series| tell(&series));
+        let all: Vec<_> = self.series.lock().iter().filter_map(Weak::upgrade).collect();
+        for (index, series) in all.iter().enumerate() {
+            if !all[..index].iter().any(|other| other.is(series)) {
+                tell(series);
+            }
+        }
     }
 
     /// What discovery knows, and whether requests fail at once.
@@ -581,6 +585,8 @@ mod tests {
         let (one, other) = (of("one"), of("other"));
         let balancer = balancer(Strategy::PeakEwma);
         balancer.counted(&one);
+        let again = of("one");
+        balancer.counted(&again);
         let peers = peers(&balancer, 2);
         balancer.told(Op::Reset);
         balancer.counted(&other);

@@ -403,3 +403,36 @@ fn only_our_variables_are_shown() {
         ["LINKERD2_PROXY_LOG", "TULLE_PROXY_BALANCER"]
     );
 }
+
+#[test]
+fn traces_need_a_collector_and_attributes_that_can_be_told_apart() {
+    let collector = [
+        ("TRACE_COLLECTOR_SVC_ADDR", "collector.obs:4317"),
+        ("TRACE_COLLECTOR_SVC_NAME", "collector.obs"),
+        ("TRACE_EXTRA_ATTRIBUTES", "a=1\n\nb = x=y \n"),
+        ("TULLE_PROXY_TRACE_SAMPLING", "0.25"),
+    ];
+    assert!(load_with(&[]).unwrap().trace.is_none());
+    let trace = load_with(&collector).unwrap().trace.unwrap();
+    assert_eq!((trace.service.as_str(), trace.sampling), ("linkerd-proxy", 0.25));
+    let pairs = [("a", "1"), ("b", "x=y")].map(|(name, value)| (name.to_owned(), value.to_owned()));
+    assert_eq!(trace.attributes, pairs.into());
+    let listed = values::attribute_list("a=1%2C2%,b=%zz").unwrap();
+    assert_eq!((listed["a"].as_str(), listed["b"].as_str()), ("1,2%", "%zz"));
+
+    for (change, name) in [
+        (
+            ("TRACE_COLLECTOR_SVC_NAME", ""),
+            "LINKERD2_PROXY_TRACE_COLLECTOR_SVC_NAME",
+        ),
+        (("TRACE_EXTRA_ATTRIBUTES", "a"), "LINKERD2_PROXY_TRACE_EXTRA_ATTRIBUTES"),
+        (("TULLE_PROXY_TRACE_SAMPLING", "2"), "TULLE_PROXY_TRACE_SAMPLING"),
+        (("TRACE_COLLECTOR_SVC_ADDR", ""), "TULLE_PROXY_TRACE_SAMPLING"),
+    ] {
+        let errors = load_with(&[&collector[..], &[change]].concat()).unwrap_err();
+        assert_eq!(
+            errors.iter().map(|error| error.name.as_str()).collect::<Vec<_>>(),
+            [name]
+        );
+    }
+}

@@ -122,6 +122,11 @@ impl Families {
 }
 
 impl Series {
+    /// Whether both have the same labels.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.opened, &other.opened)
+    }
+
     pub(crate) fn waits_for(&self, seconds: f64) {
         self.patience.set(seconds);
     }

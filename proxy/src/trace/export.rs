@@ -119,38 +119,20 @@ impl Exporter {
     pub(crate) async fn run(mut self, drain: drain::Watch) {
         let _guard = drain.guard();
         self.metrics.streams.inc();
-        let mut batch = Vec::new();
-        loop {
-            let is_last = {
-                let signaled = drain.signaled();
-                tokio::pin!(signaled);
-                let mut deadline = None;
-                // Spans are taken one by one, so that none is lost whichever branch is first.
-                loop {
-                    let full = async {
-                        match deadline {
-                            _ if batch.len() >= LARGEST_BATCH => {}
-                            Some(deadline) => tokio::time::sleep_until(deadline).await,
-                            None => std::future::pending().await,
-                        }
-                    };
-                    tokio::select! {
-                        biased;
-                        () = full => break false,
-                        span = self.spans.recv() => match span {
-                            Some(span) => batch.push(span),
-                            None => break true,
-                        },
-                        () = &mut signaled => break true,
-                    }
-                    deadline.get_or_insert_with(|| Instant::now() + LONGEST_WAIT);
-                }
-            };
-            if !batch.is_empty() {
-                self.send(std::mem::take(&mut batch)).await;
+        let mut is_ending = false;
+        while !is_ending {
+            let mut batch = Vec::new();
+            tokio::select! {
+                biased;
+                // Whichever is first, what was received is in the batch.
+                () = fill(&mut batch, &mut self.spans) => is_ending = batch.is_empty(),
+                () = drain.signaled() => is_ending = true,
             }
-            if is_last {
-                return;
+            while is_ending && let Ok(span) = self.spans.try_recv() {
+                batch.push(span);
+            }
+            if !batch.is_empty() {
+                self.send(batch).await;
             }
         }
     }
@@ -194,6 +176,21 @@ impl Exporter {
     }
 }
 
+/// Waits for a batch that is full, or whose first span has waited long enough; empty when nobody makes spans any more.
+async fn fill(batch: &mut Vec<Span>, spans: &mut mpsc::Receiver<Span>) {
+    if spans.recv_many(batch, LARGEST_BATCH).await == 0 {
+        return;
+    }
+    let deadline = Instant::now() + LONGEST_WAIT;
+    while batch.len() < LARGEST_BATCH {
+        let room = LARGEST_BATCH - batch.len();
+        match tokio::time::timeout_at(deadline, spans.recv_many(batch, room)).await {
+            Ok(1..) => {}
+            Ok(0) | Err(_) => return,
+        }
+    }
+}
+
 /// Labels as a volume of the downward API has them: `name="value"` a line.
 fn parse_labels(text: &str) -> BTreeMap<String, String> {
     let line = |line: &str| {
@@ -214,6 +211,24 @@ const EXPORT_LIMIT: Duration = Duration::from_secs(10);
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn batches_are_full_or_have_waited() {
+        let (sender, mut spans) = mpsc::channel(LARGEST_BATCH + 1);
+        let (start, mut batch) = (Instant::now(), Vec::new());
+        for _ in 0..=LARGEST_BATCH {
+            sender.try_send(Span::default()).unwrap();
+        }
+        fill(&mut batch, &mut spans).await;
+        assert_eq!((batch.len(), start.elapsed()), (LARGEST_BATCH, Duration::ZERO));
+        batch.clear();
+        fill(&mut batch, &mut spans).await;
+        assert_eq!((batch.len(), start.elapsed()), (1, LONGEST_WAIT));
+        batch.clear();
+        drop(sender);
+        fill(&mut batch, &mut spans).await;
+        assert!(batch.is_empty());
+    }
 
     #[test]
     fn who_we_are_is_what_was_said_last() {
