@@ -1,0 +1,122 @@
+//! What an operator on the same machine sees of a proxy, and nobody else.
+
+use std::net::Ipv4Addr;
+
+use http::Request;
+use serde_json::Value;
+use tokio::net::TcpSocket;
+use tulle_tests::apps;
+use tulle_tests::client::{Answer, Http1, empty, request};
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, identity, mesh};
+
+/// A page of the admin server of `workload`, asked for from some address.
+async fn page(mesh: &Mesh, workload: &str, from: Ipv4Addr, path: &str, accept: &str) -> Answer {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind((from, 0).into()).unwrap();
+    let stream = socket.connect((mesh.ip(workload), 4191).into()).await.unwrap();
+    let req = Request::get(path).header("host", "admin").header("accept", accept);
+    let mut client = Http1::over(stream).await;
+    client.ask(req.body(empty()).unwrap()).await.unwrap()
+}
+
+async fn json(mesh: &Mesh, workload: &str, path: &str) -> Value {
+    let answer = page(mesh, workload, Ipv4Addr::LOCALHOST, path, "application/json").await;
+    assert_eq!(
+        (answer.status.as_u16(), answer.header("content-type")),
+        (200, "application/json")
+    );
+    serde_json::from_str(&answer.text()).unwrap()
+}
+
+/// A client whose connection to `web` stays open after a request.
+fn talking(test: impl AsyncFnOnce(&Mesh) + Send) {
+    let mesh = mesh().workload("client").workload("web");
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        client.ask(request("/")).await.unwrap();
+        test(mesh).await;
+        assert!(client.is_open());
+    });
+}
+
+#[test]
+fn destinations_are_shown_with_their_endpoints() {
+    talking(async |mesh: &Mesh| {
+        let destinations = json(mesh, "client", "/debug/destinations").await;
+        let dialled = mesh.service("web", HTTP).to_string();
+        let found = destinations
+            .as_array()
+            .unwrap()
+            .iter()
+            .find(|shown| shown["address"] == *dialled);
+        let found = found.unwrap_or_else(|| panic!("{destinations:#}"));
+        assert_eq!(found["protocol"], "detect");
+        assert_eq!(found["open_connections"], 1);
+        assert_eq!(found["profile"], "web.shop.svc.cluster.local");
+        assert!(
+            found["policy"].as_str().unwrap().starts_with("Service/web"),
+            "{found:#}"
+        );
+        let endpoint = &found["services"][0]["endpoints"][0];
+        assert_eq!(endpoint["address"], format!("{}:{HTTP}", mesh.ip("web")));
+        assert_eq!(endpoint["identity"], identity("web"));
+        assert_eq!(endpoint["state"], "available");
+        assert_eq!(endpoint["open_connections"], 1);
+        assert!(endpoint["rtt_ms"].as_f64().unwrap() > 0.0);
+    });
+}
+
+#[test]
+fn policies_connections_and_certificates_are_shown() {
+    talking(async |mesh: &Mesh| {
+        let policies = json(mesh, "web", "/debug/policies").await;
+        let of = |port: u16| {
+            let found = policies.as_array().unwrap().iter().find(|shown| shown["port"] == port);
+            found.unwrap_or_else(|| panic!("{policies:#}"))
+        };
+        assert_eq!(of(HTTP)["protocol"], "detect");
+        assert_eq!(of(OPAQUE)["protocol"], "opaque");
+        assert_eq!(of(HTTP)["source"], "control plane");
+        assert!(of(HTTP)["authorizations"].as_array().is_some_and(|all| !all.is_empty()));
+
+        let connections = json(mesh, "web", "/debug/connections").await;
+        let of_client = connections.as_array().unwrap().iter();
+        let of_client = of_client.filter(|shown| shown["client_id"] == identity("client") && shown["peer"] == "src");
+        let of_client: Vec<_> = of_client.collect();
+        assert_eq!(of_client.len(), 1, "{connections:#}");
+        assert_eq!(of_client[0]["open"], 1);
+        assert!(of_client[0]["bytes_read"].as_u64().unwrap() > 0);
+
+        let certificates = json(mesh, "web", "/debug/certificates").await;
+        assert_eq!(certificates["identity"], identity("web"));
+        assert_eq!(certificates["chain"][0]["names"][0], identity("web"));
+        let all = ["chain", "trust_anchors"].map(|list| certificates[list].as_array().unwrap());
+        let issuer = &certificates["chain"][0]["issuer"];
+        assert!(
+            all.into_iter().flatten().any(|other| other["subject"] == *issuer),
+            "{certificates:#}"
+        );
+        assert!(certificates["chain"][0]["expires_in_seconds"].as_i64().unwrap() > 0);
+        assert_eq!(certificates["trust_anchors"].as_array().unwrap().len(), 1);
+    });
+}
+
+#[test]
+fn pages_are_text_unless_json_is_asked_for_and_only_for_this_machine() {
+    talking(async |mesh: &Mesh| {
+        let index = page(mesh, "web", Ipv4Addr::LOCALHOST, "/debug", "*/*").await;
+        for path in ["destinations", "policies", "connections", "certificates"] {
+            let path = format!("/debug/{path}");
+            assert!(index.text().contains(&path), "{}", index.text());
+            let text = page(mesh, "web", Ipv4Addr::LOCALHOST, &path, "*/*").await;
+            assert_eq!((text.status.as_u16(), text.header("content-type")), (200, "text/plain"));
+            assert!(!text.text().contains("PRIVATE"), "{}", text.text());
+            let json = page(mesh, "web", Ipv4Addr::LOCALHOST, &format!("{path}?format=json"), "*/*").await;
+            assert!(serde_json::from_str::<Value>(&json.text()).is_ok());
+            let refused = page(mesh, "web", Ipv4Addr::LOCALHOST, &format!("{path}?format=xml"), "*/*").await;
+            assert_eq!(refused.status, 400);
+            assert_eq!(page(mesh, "web", STRANGER, &path, "*/*").await.status, 403);
+        }
+    });
+}

@@ -1,0 +1,196 @@
+//! A collector hears of requests that belong to a recorded trace, and of which is part of which.
+
+use std::collections::BTreeMap;
+
+use http::Request;
+use hyper::body::Incoming;
+use hyper::server::conn::http2;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tonic::codegen::Service as _;
+use tonic::{Response, Status};
+use tulle_proto::trace::any_value::Value;
+use tulle_proto::trace::span::SpanKind;
+use tulle_proto::trace::trace_service_server::{TraceService, TraceServiceServer};
+use tulle_proto::trace::{ExportTraceServiceRequest, ExportTraceServiceResponse, KeyValue, Span};
+use tulle_tests::apps::{self, App};
+use tulle_tests::client::{Http1, empty};
+use tulle_tests::mesh::{HTTP, Mesh, mesh};
+
+/// Takes spans as a collector does.
+struct Collector(mpsc::UnboundedSender<ExportTraceServiceRequest>);
+
+#[tonic::async_trait]
+impl TraceService for Collector {
+    async fn export(
+        &self,
+        request: tonic::Request<ExportTraceServiceRequest>,
+    ) -> Result<Response<ExportTraceServiceResponse>, Status> {
+        self.0.send(request.into_inner()).unwrap();
+        Ok(Response::new(ExportTraceServiceResponse::default()))
+    }
+}
+
+/// What the proxies have sent, by who sent it.
+struct Spans {
+    sent: mpsc::UnboundedReceiver<ExportTraceServiceRequest>,
+    _server: App,
+}
+
+impl Spans {
+    async fn collect() -> Self {
+        let (sender, sent) = mpsc::unbounded_channel();
+        let listener = TcpListener::bind(COLLECTOR).await.unwrap();
+        let service = TraceServiceServer::new(Collector(sender));
+        let answer = move |req: Request<Incoming>| {
+            let mut service = service.clone();
+            async move { service.call(req).await }
+        };
+        let server = apps::raw(listener, move |stream| {
+            let http2 = http2::Builder::new(TokioExecutor::new());
+            let serving = http2.serve_connection(TokioIo::new(stream), service_fn(answer.clone()));
+            async move { serving.await.unwrap_or_default() }
+        });
+        Self { sent, _server: server }
+    }
+
+    /// So many spans, by the service that sent them, its direction and their kind.
+    async fn get(&mut self, n: usize) -> BTreeMap<(String, String, SpanKind), Span> {
+        let mut all = BTreeMap::new();
+        while all.len() < n {
+            for of_one in self.sent.recv().await.unwrap().resource_spans {
+                let service = value(&of_one.resource.unwrap().attributes, "service.name");
+                for span in of_one.scope_spans.into_iter().flat_map(|scope| scope.spans) {
+                    let key = (service.clone(), value(&span.attributes, "direction"), span.kind());
+                    all.insert(key, span);
+                }
+            }
+        }
+        all
+    }
+}
+
+fn value(attributes: &[KeyValue], key: &str) -> String {
+    let found = attributes.iter().find(|attribute| attribute.key == key);
+    match found.and_then(|found| found.value.clone()?.value) {
+        Some(Value::StringValue(text)) => text,
+        Some(Value::IntValue(number)) => number.to_string(),
+        None => panic!("{key} is not among {attributes:?}"),
+    }
+}
+
+/// A client and `web`, whose proxies have sent the spans of one request when they have ended.
+fn traced(sampling: &str, traceparent: Option<&str>, test: impl AsyncFnOnce(String, Spans) + Send) {
+    let mesh = mesh()
+        .env("TRACE_COLLECTOR_SVC_ADDR", COLLECTOR)
+        .env("TULLE_PROXY_TRACE_SAMPLING", sampling);
+    let mesh = mesh.workload("client").its_env("TRACE_SERVICE_NAME", "client");
+    let mesh = mesh
+        .workload("web")
+        .its_env("TRACE_EXTRA_ATTRIBUTES", "service.name=web");
+    mesh.run(async |mesh: &Mesh| {
+        let spans = Spans::collect().await;
+        let (tell, mut told) = mpsc::unbounded_channel();
+        let _app = apps::http(mesh.listen("web", HTTP).await, move |req| {
+            let context = req
+                .headers()
+                .get("traceparent")
+                .map(|value| value.to_str().unwrap().to_owned());
+            tell.send(context.unwrap_or_default()).unwrap();
+            async { http::Response::new(empty()) }
+        });
+        let mut req = Request::get("/cart?item=1").header("host", "web.test");
+        if let Some(traceparent) = traceparent {
+            req = req.header("traceparent", traceparent).header("tracestate", "shop=1");
+        }
+        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let answer = client.ask(req.body(empty()).unwrap()).await.unwrap();
+        assert_eq!(answer.status, 200);
+        drop(client);
+        // What is left is sent at the end.
+        for workload in ["client", "web"] {
+            mesh.shut_down(workload);
+            mesh.ended(workload).await;
+        }
+        test(told.recv().await.unwrap(), spans).await;
+    });
+}
+
+/// The spans of a request from its client to its server, in that order; each is part of the one before it.
+async fn chain(spans: &mut Spans) -> Vec<Span> {
+    let all = spans.get(4).await;
+    let way = [
+        ("client", "outbound", SpanKind::Server),
+        ("client", "outbound", SpanKind::Client),
+        ("web", "inbound", SpanKind::Server),
+        ("web", "inbound", SpanKind::Client),
+    ];
+    let of = |(service, direction, kind): (&str, &str, SpanKind)| {
+        all[&(service.to_owned(), direction.to_owned(), kind)].clone()
+    };
+    let chain: Vec<_> = way.into_iter().map(of).collect();
+    for pair in chain.windows(2) {
+        assert_eq!(pair[1].parent_span_id, pair[0].span_id);
+        assert_eq!(pair[1].trace_id, pair[0].trace_id);
+    }
+    chain
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[test]
+fn a_recorded_trace_has_a_span_at_each_end_of_each_proxy() {
+    let sampled = format!("00-{TRACE}-{PARENT}-01");
+    traced("0", Some(&sampled), async |told: String, mut spans: Spans| {
+        let chain = chain(&mut spans).await;
+        assert_eq!(
+            (hex(&chain[0].trace_id), hex(&chain[0].parent_span_id)),
+            (TRACE.into(), PARENT.into())
+        );
+        assert_eq!(told, format!("00-{TRACE}-{}-01", hex(&chain[3].span_id)));
+        for span in &chain {
+            assert_eq!((span.name.as_str(), span.trace_state.as_str()), ("/cart", "shop=1"));
+            for (key, expected) in [
+                ("http.request.method", "GET"),
+                ("url.query", "item=1"),
+                ("server.address", "web.test"),
+                ("http.response.status_code", "200"),
+            ] {
+                assert_eq!(value(&span.attributes, key), expected);
+            }
+        }
+    });
+}
+
+#[test]
+fn traces_begin_at_the_first_proxy_where_that_is_wanted() {
+    traced("1", None, async |told: String, mut spans: Spans| {
+        let chain = chain(&mut spans).await;
+        assert!(chain[0].parent_span_id.is_empty());
+        assert_eq!(
+            told,
+            format!("00-{}-{}-01", hex(&chain[0].trace_id), hex(&chain[3].span_id))
+        );
+    });
+}
+
+#[test]
+fn what_is_not_recorded_passes_as_it_came() {
+    let unsampled = format!("00-{TRACE}-{PARENT}-00");
+    traced("1", Some(&unsampled), async |told: String, mut spans: Spans| {
+        assert_eq!(told, unsampled);
+        assert!(spans.sent.try_recv().is_err());
+    });
+    traced("0", None, async |told: String, mut spans: Spans| {
+        assert_eq!(told, "");
+        assert!(spans.sent.try_recv().is_err());
+    });
+}
+
+const COLLECTOR: &str = "127.0.0.1:4317";
+const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
+const PARENT: &str = "00f067aa0ba902b7";
