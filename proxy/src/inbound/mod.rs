@@ -279,7 +279,7 @@ impl Connection {
             }
             Opening::Plain(first) => {
                 let counts = self.inbound.client_counts(&peer, &plain, &current);
-                counts.read.add(first.n_read() as u64);
+                counts.read(first.n_read() as u64);
                 let io = Io::tcp(Tcp::new(stream)).count(counts);
                 self.detected(Some(&first), &peer, &current, began_at);
                 self.begun(io, first, peer, plain, port, current).await

@@ -99,7 +99,7 @@ impl Counts {
         self.open.add(1);
     }
 
-    pub(super) fn read(&self, n: u64) {
+    pub(crate) fn read(&self, n: u64) {
         self.read.add(n);
         if let Some(cost) = &self.cost {
             cost.received.add(n);

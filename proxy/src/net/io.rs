@@ -103,7 +103,7 @@ impl Io {
     /// Counts this connection from now on: bytes both ways, those that are in front of it too, and its end when it is dropped.
     pub(crate) fn count(mut self, metrics: Arc<Counts>) -> Self {
         metrics.opened();
-        metrics.read.add(self.prefix.len() as u64);
+        metrics.read(self.prefix.len() as u64);
         self.counted = Some(Counted { metrics, errno: None });
         self
     }
