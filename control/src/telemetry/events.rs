@@ -132,20 +132,21 @@ impl Span {
 impl TapEvent {
     /// An event of a sidecar, which has this number among those that are watched; nothing if it says nothing.
     pub(super) fn read(event: proto::TapEvent, workload: &Named, number: u32, headers: Headers) -> Option<Self> {
+        let proxy_direction = event.proxy_direction().as_str_name().to_owned();
         let mut read = Self {
             workload: workload.clone(),
-            source: End::read(event.source, event.source_meta.clone()),
-            destination: End::read(event.destination, event.destination_meta.clone()),
-            route_meta: event.route_meta.clone().unwrap_or_default().labels,
-            proxy_direction: event.proxy_direction().as_str_name().to_owned(),
+            source: End::read(event.source, event.source_meta),
+            destination: End::read(event.destination, event.destination_meta),
+            route_meta: event.route_meta.unwrap_or_default().labels,
+            proxy_direction,
             ..Self::default()
         };
         let id = |id: Option<tap_event::http::StreamId>| Id {
             base: number,
             stream: id.unwrap_or_default().stream,
         };
-        let shown = |all: Option<http_types::Headers>| match headers {
-            Headers::Shown => lines(all),
+        let shown = |all: Vec<Header>| match headers {
+            Headers::Shown => all,
             Headers::Omitted => Vec::new(),
         };
         let tap_event::Event::Http(http) = event.event?;
@@ -157,20 +158,18 @@ impl TapEvent {
                     scheme: scheme(init.scheme),
                     authority: init.authority,
                     path: init.path,
-                    headers: shown(init.headers),
+                    headers: shown(lines(init.headers)),
                 });
             }
             Event::ResponseInit(init) => {
-                let all = lines(init.headers.clone());
-                let cause = all
-                    .into_iter()
-                    .find(|line| line.name == header::L5D_PROXY_CAUSE.as_str());
+                let all = lines(init.headers);
+                let cause = all.iter().find(|line| line.name == header::L5D_PROXY_CAUSE.as_str());
                 read.response_init_event = Some(ResponseInit {
                     id: id(init.id),
                     since_request_init: span(init.since_request_init),
                     http_status: init.http_status,
-                    cause: cause.map(|line| line.value_str),
-                    headers: shown(init.headers),
+                    cause: cause.map(|line| line.value_str.clone()),
+                    headers: shown(all),
                 });
             }
             Event::ResponseEnd(end) => {
@@ -188,7 +187,7 @@ impl TapEvent {
                     grpc_status_code: grpc,
                     reset_error_code: reset,
                     cause: Some(end.cause).filter(|cause| !cause.is_empty()),
-                    trailers: shown(end.trailers),
+                    trailers: shown(lines(end.trailers)),
                 });
             }
         }

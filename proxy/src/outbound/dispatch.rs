@@ -239,6 +239,7 @@ impl Dispatch<'_> {
                         }
                     }
                     *req = again;
+                    copy = Some(Copy::of(req, replay::LIMIT));
                 }
             }
             tried.push(endpoint);

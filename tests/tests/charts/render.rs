@@ -281,6 +281,7 @@ fn services_have_the_ports_that_proxies_and_the_api_server_dial() {
         443,
         json!("policy-https"),
     );
+    check("linkerd-telemetry", false, "destination", 443, json!("telemetry"));
     check("linkerd-identity", false, "identity", 8080, json!(8080));
     check("linkerd-identity-headless", true, "identity", 8080, json!(8080));
     check(
@@ -290,6 +291,16 @@ fn services_have_the_ports_that_proxies_and_the_api_server_dial() {
         443,
         json!("proxy-injector"),
     );
+}
+
+#[test]
+fn without_telemetry_there_is_nothing_of_it() {
+    let of_telemetry = |values: &[&str]| {
+        let text = Value::from(render(values).unwrap()).to_string();
+        ["linkerd-telemetry", "telemetry.tulle.dev", "8089"].map(|word| text.contains(word))
+    };
+    assert_eq!(of_telemetry(&["--set=telemetry.enabled=false"]), [false; 3]);
+    assert_eq!(of_telemetry(&[]), [true; 3]);
 }
 
 #[test]
