@@ -1,8 +1,8 @@
 //! The telemetry API: golden metrics of the last minutes, and requests as they pass.
 //!
 //! Sidecars are asked only while somebody asks us, directly and not by way of a store of metrics: their pages become
-//! [`counts`], two of them a [`history`], and those of all that belong together the rows of an answer ([`view`]).
-//! [`tap`] joins the streams of sidecars. On Kubernetes the API server forwards what RBAC permits ([`access`]);
+//! `counts`, two of them a `history`, and those of all that belong together the rows of an answer (`view`).
+//! `tap` joins the streams of sidecars. On Kubernetes the API server forwards what RBAC permits (`access`);
 //! without it, whoever is on this machine may ask.
 
 mod access;
