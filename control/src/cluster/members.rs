@@ -170,3 +170,57 @@ fn of_external(reader: &Reader<'_>, workload: &ExternalWorkload) -> Member {
         sidecar,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::resources::{self, Kind};
+
+    fn workload(ip: &str, identity: &str) -> ExternalWorkload {
+        let yaml = format!(
+            "\
+metadata: {{name: vm, namespace: mine}}
+spec:
+  meshTLS: {{identity: '{identity}', serverName: vm.test}}
+  workloadIPs: [{{ip: '{ip}'}}]
+"
+        );
+        let yaml = serde_yaml_ng::Deserializer::from_str(&yaml);
+        match resources::decode(Kind::ExternalWorkload, yaml).unwrap() {
+            Object::ExternalWorkload(workload) => (*workload).clone(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn an_external_workload_opens_no_view_of_what_is_not_its_own() {
+        let (mine, theirs): (Arc<str>, Arc<str>) = ("mine".into(), "theirs".into());
+        let held = |ip: &str, by| (ip.parse().unwrap(), vec![by]);
+        let holders = Holders::from([held("10.0.0.1", &mine), held("10.0.0.2", &theirs)]);
+        let own = "vm.mine.serviceaccount.identity.linkerd.cluster.local";
+        for (ip, identity, expected) in [
+            ("10.0.0.1", own, true),
+            ("10.0.0.9", own, true),
+            ("10.0.0.9", "spiffe://root/vm", true),
+            ("10.0.0.9", "vm.example.com", true),
+            ("10.0.0.2", own, false),
+            (
+                "10.0.0.9",
+                "web.theirs.serviceaccount.identity.linkerd.cluster.local",
+                false,
+            ),
+            ("127.0.0.1", own, false),
+            ("169.254.169.254", own, false),
+            ("0.0.0.0", own, false),
+            ("fe80::1", own, false),
+        ] {
+            let workload = workload(ip, identity);
+            let sidecar = Sidecar {
+                admin: SocketAddr::new(workload.ips[0], port::ADMIN),
+                tap: SocketAddr::new(workload.ips[0], port::TAP),
+                identity: Some(external_identity(&workload)),
+            };
+            assert_eq!(is_its_own(&workload, &sidecar, &holders), expected, "{ip} {identity}");
+        }
+    }
+}

@@ -489,10 +489,17 @@ inbound_http_authz_deny_total{direction=\"inbound\",tls=\"true\",client_id=\"a.s
     #[test]
     fn growth_is_counted_in_each_second_and_a_restart_starts_anew() {
         let earlier = Counts::parse(PAGE);
-        let later = Counts::parse(&PAGE.replace("} 90\n", "} 110\n").replace("} 10\n", "} 2\n"));
+        let mut later = Counts::parse(&PAGE.replace("} 90\n", "} 110\n").replace("} 10\n", "} 2\n"));
         let from = &later.since(&earlier, 10.0).sources[&client()];
-        assert_eq!((from.success, from.failure), (2.0, 0.2), "2 after 10 are 2");
+        assert_eq!(
+            (from.success, from.failure),
+            (2.0, 0.0),
+            "a series has gone, and nothing has come"
+        );
         assert_eq!(from.connections, 3.0, "what is open is no rate");
+        later.started = earlier.started + 60.0;
+        let from = &later.since(&earlier, 10.0).sources[&client()];
+        assert_eq!((from.success, from.failure), (11.0, 0.2), "all of it is new");
         let new = later.since(&Counts::default(), 10.0);
         assert_eq!(new.sources[&client()].success, 11.0);
     }

@@ -333,9 +333,9 @@ async fn work(cluster: &Cluster) {
         Ok(())
     };
     cluster.until("slices are in the log", written).await.unwrap();
-    for webhook in ["proxy-injector", "sp-validator", "policy-validator"] {
+    for service in ["proxy-injector", "sp-validator", "policy-validator", "telemetry"] {
         // A broken certificate is replaced.
-        let secret = format!("secret/linkerd-{webhook}-k8s-tls");
+        let secret = format!("secret/linkerd-{service}-k8s-tls");
         let broken = r#"{"data": {"tls.crt": "YnJva2Vu"}}"#;
         kubectl(&["patch", "-n", "linkerd", &secret, "--type=merge", "-p", broken]).await;
     }
@@ -345,7 +345,7 @@ async fn work(cluster: &Cluster) {
 async fn everything(cluster: &Cluster) -> BTreeSet<String> {
     let kinds = "crd,clusterrole,clusterrolebinding,mutatingwebhookconfiguration,validatingwebhookconfiguration,\
                  namespace,role,rolebinding,lease,configmap,secret,serviceaccount,service,deployment,pdb,\
-                 endpointslice";
+                 endpointslice,apiservice";
     let each = "jsonpath={range .items[*]}{.metadata.namespace} {.kind}/{.metadata.name}{\"\\n\"}{end}";
     let names = cluster.kubectl(&["get", kinds, "-A", "-o", each]).await.unwrap();
     names.lines().map(str::to_owned).collect()
