@@ -345,7 +345,7 @@ async fn work(cluster: &Cluster) {
 async fn everything(cluster: &Cluster) -> BTreeSet<String> {
     let kinds = "crd,clusterrole,clusterrolebinding,mutatingwebhookconfiguration,validatingwebhookconfiguration,\
                  namespace,role,rolebinding,lease,configmap,secret,serviceaccount,service,deployment,pdb,\
-                 endpointslice,apiservice";
+                 endpointslice";
     let each = "jsonpath={range .items[*]}{.metadata.namespace} {.kind}/{.metadata.name}{\"\\n\"}{end}";
     let names = cluster.kubectl(&["get", kinds, "-A", "-o", each]).await.unwrap();
     names.lines().map(str::to_owned).collect()
