@@ -269,11 +269,12 @@ impl Limited {
     /// Whether the time of a response is over, while nobody asks for more of it.
     pub(crate) fn poll_late(&mut self, cx: &mut Context<'_>) -> Poll<Error> {
         match &mut self.0 {
-            Role::Response { limits, .. } => {
+            // What has come to its end is late no more, however slowly it is taken.
+            Role::Response { body, limits } if !body.is_end_stream() => {
                 let late = ready!(limits.poll_over(cx, Phase::Body));
                 Poll::Ready(self.end(late))
             }
-            Role::Request { .. } | Role::Over => Poll::Pending,
+            Role::Response { .. } | Role::Request { .. } | Role::Over => Poll::Pending,
         }
     }
 

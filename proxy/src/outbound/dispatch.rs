@@ -441,7 +441,7 @@ impl Flight {
             // A pooled connection that turned out to be closed says nothing against its endpoint.
             Error::Closed { reused: true, .. } => false,
             // How long the whole may take is for who asks to say, and others may have used it up.
-            Error::Late(Late::Request(_)) => false,
+            Error::Late(Late::Request(_) | Late::Profile(_)) => false,
             error => error.side() == Side::Peer && !error.is_of_request_body(),
         };
         if !is_its_fault {
