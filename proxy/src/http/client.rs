@@ -12,8 +12,6 @@ use std::{
     time::Duration,
 };
 
-use bytes::Bytes;
-use h2::client::SendRequest;
 use http::{Request, Response};
 use parking_lot::Mutex;
 use tokio::time::Instant;
@@ -46,7 +44,7 @@ pub(crate) enum Protocol {
 pub(crate) struct Client {
     addr: SocketAddr,
     connect: Connect,
-    http2: Mutex<Option<SendRequest<Bytes>>>,
+    http2: Mutex<Option<http2::Sender>>,
     /// Held while dialling, so that others wait for the same connection.
     dialling: tokio::sync::Mutex<()>,
     dialled_since: Mutex<Option<Instant>>,
@@ -66,7 +64,7 @@ pub(crate) struct PoolConfig {
 /// A connection that can take a request now.
 pub(crate) enum Ready {
     Http1(http1::Connection, Option<Arc<Pool>>),
-    Http2(SendRequest<Bytes>),
+    Http2(http2::Sender),
 }
 
 /// Whether an HTTP/1 connection may be used for other requests.
@@ -215,6 +213,7 @@ impl Client {
 mod tests {
     use std::io;
 
+    use bytes::Bytes;
     use http::Request;
     use tokio::net::{TcpListener, TcpStream};
 

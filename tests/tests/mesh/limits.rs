@@ -1,8 +1,15 @@
 //! What takes more than there is finds an end, and everybody else goes on.
 
-use tokio::io::AsyncReadExt as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use http::Response;
+use http_body_util::BodyExt as _;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::time::timeout;
 use tulle_tests::apps;
-use tulle_tests::client::{Http1, request};
+use tulle_tests::client::{Http1, full, read_until, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, TCP, mesh};
 
@@ -35,4 +42,68 @@ fn a_proxy_short_of_memory_refuses_and_says_so_until_there_is_some_again() {
             let short = ["cause=\"memory-short\""];
             assert_eq!(mesh.metric("client", "tulle_failures_total", &short).await, 2.0);
         });
+}
+
+/// More than the windows of a connection between two sidecars have room for at first.
+const IDLERS: usize = 40;
+const BODY: usize = 3 << 20;
+
+#[test]
+fn answers_that_nobody_reads_hold_up_nobody_else() {
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let mut idlers = Vec::new();
+        for _ in 0..IDLERS {
+            let mut idler = mesh.dial("client", mesh.service("web", HTTP)).await;
+            let head = format!("GET /bytes/{BODY} HTTP/1.1\r\nhost: web.test\r\n\r\n");
+            idler.write_all(head.as_bytes()).await.unwrap();
+            read_until(&mut idler, "\r\n\r\n").await; // and no more of it
+            idlers.push(idler);
+            asks_at_ease(mesh).await;
+        }
+        // Nothing was lost of what waits.
+        for mut idler in idlers {
+            let mut body = vec![0; BODY];
+            idler.read_exact(&mut body).await.unwrap();
+        }
+    });
+}
+
+#[test]
+fn uploads_that_nobody_reads_hold_up_nobody_else() {
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        let (n_held, held) = (Arc::new(AtomicUsize::new(0)), Arc::new(tokio::sync::Semaphore::new(0)));
+        let (seen, goes_on) = (n_held.clone(), held.clone());
+        let _app = apps::http(mesh.listen("web", HTTP).await, move |req| {
+            let (seen, goes_on) = (seen.clone(), goes_on.clone());
+            async move {
+                if req.method() == http::Method::GET {
+                    return Response::new(full("well"));
+                }
+                seen.fetch_add(1, Ordering::Relaxed);
+                let _turn = goes_on.acquire().await.unwrap();
+                let n = req.into_body().collect().await.unwrap().to_bytes().len();
+                Response::new(full(n.to_string()))
+            }
+        });
+        let mut uploads = tokio::task::JoinSet::new();
+        for n in 1..=IDLERS {
+            let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+            let post = http::Request::post("http://web.test/").body(full(vec![b'x'; BODY])).unwrap();
+            uploads.spawn(async move { client.ask(post).await.unwrap().text() });
+            eventually("the upload has begun", async || (n_held.load(Ordering::Relaxed) == n).then_some(())).await;
+            asks_at_ease(mesh).await;
+        }
+        held.add_permits(IDLERS);
+        while let Some(n) = uploads.join_next().await {
+            assert_eq!(n.unwrap(), BODY.to_string());
+        }
+    });
+}
+
+/// Asks for something that does not fit into the head's packet, and has it at once.
+async fn asks_at_ease(mesh: &Mesh) {
+    let asked = mesh.get("client", mesh.service("web", HTTP), "/bytes/20000");
+    let answer = timeout(Duration::from_secs(5), asked).await.expect("it waits for those who do not read");
+    assert_eq!(answer.status, 200);
 }

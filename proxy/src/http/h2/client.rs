@@ -24,17 +24,36 @@ use crate::{
             batch::{Batch, Batched, batched},
             send::Sending,
             unanswered,
+            windows::{Member, Windows},
         },
         headers, interim,
     },
     net::io::Io,
 };
 
+/// Sends requests on a connection.
+#[derive(Clone)]
+pub(crate) struct Sender {
+    send: SendRequest<Bytes>,
+    member: Member,
+}
+
+impl Sender {
+    /// One that can take a request now.
+    ///
+    /// # Errors
+    /// The connection has ended.
+    pub(crate) async fn ready(self) -> Result<Self, h2::Error> {
+        let send = self.send.ready().await?;
+        Ok(Self { send, ..self })
+    }
+}
+
 /// Opens an HTTP/2 connection on `io`. A task drives it until every handle is gone.
 ///
 /// # Errors
 /// The connection broke before our settings were written.
-pub(crate) async fn connect(io: Io, params: &Params) -> Result<SendRequest<Bytes>, Error> {
+pub(crate) async fn connect(io: Io, params: &Params) -> Result<Sender, Error> {
     let mut builder = client::Builder::new();
     builder
         .initial_window_size(params.stream_window)
@@ -49,15 +68,32 @@ pub(crate) async fn connect(io: Io, params: &Params) -> Result<SendRequest<Bytes
     }
     let (io, batch) = batched(io);
     let (send, connection) = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
-    tokio::spawn(drive(connection, batch, params.keep_alive));
-    Ok(send)
+    let windows = Windows::new(params);
+    let member = windows.member();
+    tokio::spawn(drive(connection, batch, windows, params.keep_alive));
+    Ok(Sender { send, member })
 }
 
 /// Moves frames until the connection ends, or its peer stops answering pings.
-async fn drive(mut connection: client::Connection<Batched, Bytes>, batch: Batch, keep_alive: Option<KeepAlive>) {
+async fn drive(
+    mut connection: client::Connection<Batched, Bytes>,
+    batch: Batch,
+    mut windows: Windows,
+    keep_alive: Option<KeepAlive>,
+) {
     let pings = connection.ping_pong();
+    let moving = poll_fn(|cx| {
+        batch.poll(cx, |cx| {
+            windows.adapt(|sizes| {
+                connection.set_initial_window_size(sizes.stream)?;
+                connection.set_target_window_size(sizes.connection);
+                Ok::<_, h2::Error>(())
+            });
+            Pin::new(&mut connection).poll(cx)
+        })
+    });
     tokio::select! {
-        ended = poll_fn(|cx| batch.poll(cx, |cx| Pin::new(&mut connection).poll(cx))) => if let Err(error) = ended {
+        ended = moving => if let Err(error) = ended {
             tracing::debug!(%error, "HTTP/2 connection ended");
         },
         () = unanswered(keep_alive, pings) => tracing::debug!("HTTP/2 peer did not answer a ping in time"),
@@ -71,7 +107,7 @@ async fn drive(mut connection: client::Connection<Batched, Bytes>, batch: Batch,
 /// # Errors
 /// The stream was refused or reset, the connection broke, or the request body failed.
 pub(crate) async fn send(
-    mut send: SendRequest<Bytes>,
+    Sender { mut send, member }: Sender,
     req: &mut Request<Body>,
     addr: SocketAddr,
 ) -> Result<Response<Body>, Error> {
@@ -112,6 +148,7 @@ pub(crate) async fn send(
             stream,
             from: From::Server,
             left,
+            _member: member,
         })
     }))
 }

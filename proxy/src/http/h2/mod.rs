@@ -4,6 +4,7 @@ mod batch;
 pub(crate) mod client;
 mod send;
 pub(crate) mod server;
+mod windows;
 
 use std::{
     task::{Context, Poll, ready},
@@ -85,6 +86,8 @@ pub(crate) struct Received {
     from: From,
     /// Bytes that are still to come, as far as its head told.
     left: Option<u64>,
+    /// Held as long as it may take room of its connection's window.
+    _member: windows::Member,
 }
 
 /// Whose body it is.

@@ -33,6 +33,7 @@ use crate::{
             batch::batched,
             send::{self, Sending},
             unanswered,
+            windows::{Member, Windows},
         },
         headers, interim,
         layers::Rescued,
@@ -81,16 +82,22 @@ where
     };
     let (io, batch) = batched(io);
     let mut connection = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
-    let clerks = Clerks::new(service);
+    let mut windows = Windows::new(params);
+    let clerks = Clerks::new(service, windows.member());
     let mut silent = pin!(unanswered(params.keep_alive, connection.ping_pong()));
     let mut ending = pin!(asked_to_end(&closer, drain));
     let mut is_ending = false;
     let mut rounds = interval_at(Instant::now() + ROUND, ROUND);
     poll_fn(|cx| {
         let ended = batch.poll(cx, |cx| {
+            windows.adapt(|sizes| {
+                connection.set_initial_window_size(sizes.stream)?;
+                connection.set_target_window_size(sizes.connection);
+                Ok::<_, h2::Error>(())
+            });
             loop {
                 match ready!(connection.poll_accept(cx)) {
-                    Some(Ok(job)) => clerks.take(job),
+                    Some(Ok((req, respond))) => clerks.take(req, respond),
                     Some(Err(error)) => return Poll::Ready(Err(Error::H2(error))),
                     None => return Poll::Ready(Ok(())),
                 }
@@ -138,7 +145,7 @@ async fn asked_to_end(closer: &Closer, drain: &drain::Watch) {
 }
 
 /// A request, and where its response goes.
-type Job = (Request<RecvStream>, SendResponse<Bytes>);
+type Job = (Request<Body>, SendResponse<Bytes>);
 
 /// Tasks that answer the requests of one connection.
 ///
@@ -146,6 +153,7 @@ type Job = (Request<RecvStream>, SendResponse<Bytes>);
 /// given back. So a task that is done waits for another request, and ends with the connection.
 struct Clerks<S> {
     service: Rescued<S>,
+    member: Member,
     waiting: Arc<Mutex<Waiting>>,
 }
 
@@ -174,7 +182,7 @@ where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error> + Clone + Send + 'static,
     S::Future: Send,
 {
-    fn new(service: Rescued<S>) -> Self {
+    fn new(service: Rescued<S>, member: Member) -> Self {
         let waiting = Waiting {
             desks: Vec::new(),
             spare: 0,
@@ -182,11 +190,23 @@ where
         };
         Self {
             service,
+            member,
             waiting: Arc::new(Mutex::new(waiting)),
         }
     }
 
-    fn take(&self, job: Job) {
+    fn take(&self, req: Request<RecvStream>, respond: SendResponse<Bytes>) {
+        let left = headers::content_length(req.headers());
+        let req = req.map(|stream| match stream.is_end_stream() {
+            true => Body::empty(),
+            false => Body::from(Received {
+                stream,
+                from: From::Client,
+                left,
+                _member: self.member.clone(),
+            }),
+        });
+        let job = (req, respond);
         let desk = {
             let mut waiting = self.waiting.lock();
             let desk = waiting.desks.pop();
@@ -257,15 +277,6 @@ where
     if poll_fn(|cx| Poll::Ready(respond.poll_reset(cx).is_ready())).await {
         return;
     }
-    let left = headers::content_length(req.headers());
-    let req = req.map(|stream| match stream.is_end_stream() {
-        true => Body::empty(),
-        false => Body::from(Received {
-            stream,
-            from: From::Client,
-            left,
-        }),
-    });
     let answered = {
         let mut answering = pin!(service.call(req));
         poll_fn(|cx| {

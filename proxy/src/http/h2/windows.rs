@@ -1,0 +1,156 @@
+//! How far the windows of a connection are open. A body that nobody takes keeps what its stream may send; a few of them would keep
+//! all that their connection may, and everybody else on it would wait for those who do not read.
+
+use std::{sync::Arc, time::Duration};
+
+use tokio::time::Instant;
+
+use crate::http::h2::Params;
+
+/// Held for each message that may have a body on its way to us: how many hold it is how many there are.
+#[derive(Clone, Default)]
+pub(super) struct Member(Arc<()>);
+
+/// Opens a connection as its members need it, and its streams the less the more there are.
+pub(super) struct Windows {
+    members: Member,
+    params: Params,
+    /// For how many members there is room, whatever they leave unread.
+    room: usize,
+    /// When there were last members for so much.
+    needed: Instant,
+}
+
+/// What one stream, and all of them together, may send before it is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Sizes {
+    pub(super) stream: u32,
+    pub(super) connection: u32,
+}
+
+impl Windows {
+    pub(super) fn new(params: &Params) -> Self {
+        Self {
+            members: Member::default(),
+            params: *params,
+            room: at_first(params),
+            needed: Instant::now(),
+        }
+    }
+
+    pub(super) fn member(&self) -> Member {
+        self.members.clone()
+    }
+
+    /// Has `set` change the windows if others fit the members better; what it refuses is tried again.
+    pub(super) fn adapt<E>(&mut self, set: impl FnOnce(Sizes) -> Result<(), E>) {
+        let (n, first) = (Arc::strong_count(&self.members.0), at_first(&self.params));
+        if n <= self.room && self.room == first {
+            return;
+        }
+        if n > self.room / 8 {
+            self.needed = Instant::now();
+        }
+        let room = if n > self.room {
+            n.next_power_of_two()
+        } else if self.needed.elapsed() > CALM {
+            first
+        } else {
+            return;
+        };
+        if set(sizes(&self.params, room)).is_ok() {
+            self.room = room;
+        }
+    }
+}
+
+/// How many members the windows have room for that a connection begins with.
+fn at_first(params: &Params) -> usize {
+    (params.connection_window / params.stream_window.max(1)).max(1) as usize
+}
+
+/// The windows for `room` members, of which those that came early may have been given more than the others.
+fn sizes(params: &Params, room: usize) -> Sizes {
+    let stream = |room: usize| {
+        let share = u32::try_from(TOGETHER / room).unwrap_or(u32::MAX);
+        share.max(LEAST).min(params.stream_window)
+    };
+    let (mut connection, mut n) = (params.connection_window as usize, at_first(params));
+    while n < room {
+        let more = (n * 2).min(room);
+        connection += (more - n) * stream(more) as usize;
+        n = more;
+    }
+    Sizes {
+        stream: stream(room),
+        connection: u32::try_from(connection).unwrap_or(u32::MAX).min(MOST),
+    }
+}
+
+/// What streams share, in bytes, as long as each gets [`LEAST`].
+const TOGETHER: usize = 16 << 20;
+/// What a stream gets in any case: the protocol's own default (RFC 9113, section 6.9.2).
+const LEAST: u32 = (1 << 16) - 1;
+/// Source: RFC 9113, section 6.9.1.
+const MOST: u32 = (1 << 31) - 1;
+/// How long there are few members before streams get more again.
+const CALM: Duration = Duration::from_secs(10);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn early_members_that_read_nothing_leave_room_for_late_ones() {
+        let params = Params::default();
+        let first = at_first(&params);
+        let (mut hoarded, mut told) = (0, params.stream_window);
+        for n in 1..5000_usize {
+            let room = n.next_power_of_two().max(first);
+            let sizes = sizes(&params, room);
+            assert!(sizes.stream <= told, "{n} members");
+            told = sizes.stream;
+            assert!(hoarded + u64::from(told) <= u64::from(sizes.connection), "{n} members");
+            hoarded += u64::from(told);
+        }
+        assert!(hoarded < 400 << 20, "{hoarded} bytes of 5000");
+    }
+
+    #[test]
+    fn what_is_configured_is_the_most_that_a_stream_gets() {
+        let params = Params {
+            stream_window: 1000,
+            connection_window: 1 << 20,
+            ..Params::default()
+        };
+        let room = at_first(&params);
+        let [then, more] = [room, 2 * room].map(|room| sizes(&params, room));
+        let stream = 1000;
+        assert_eq!(then, Sizes { stream, connection: 1 << 20 });
+        assert_eq!(more, Sizes { stream, connection: (1 << 20) + 1000 * room as u32 });
+        assert_eq!(sizes(&params, 1 << 40).connection, MOST);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn windows_follow_the_number_of_members() {
+        let mut windows = Windows::new(&Params::default());
+        let mut told = Vec::new();
+        let mut adapt = |windows: &mut Windows| {
+            windows.adapt(|sizes| {
+                told.push(sizes.stream);
+                Ok::<_, ()>(())
+            });
+        };
+        adapt(&mut windows);
+        let members: Vec<_> = (0..100).map(|_| windows.member()).collect();
+        windows.adapt(|_| Err(())); // and again
+        adapt(&mut windows);
+        adapt(&mut windows);
+        drop(members);
+        adapt(&mut windows);
+        tokio::time::advance(CALM * 2).await;
+        adapt(&mut windows);
+        adapt(&mut windows);
+        assert_eq!(told, [128 << 10, 1 << 20]);
+    }
+}
