@@ -30,6 +30,9 @@ pub struct Args {
     /// Also copy what callgrind wrote into this directory: "callgrind_annotate client.2" shows who calls what.
     #[arg(long, value_name = "DIRECTORY")]
     dumps: Option<PathBuf>,
+    /// By which rules requests go; the baseline is of those without any.
+    #[arg(long, value_name = "ROW", default_value = "http-c1")]
+    row: Row,
 }
 
 /// What one request costs in one sidecar.
@@ -50,7 +53,7 @@ struct Costs {
 
 /// Measures, prints, and fails when a request costs more than it did.
 pub fn main(args: &Args) -> anyhow::Result<()> {
-    let costs = measure(args.dumps.as_deref())?;
+    let costs = measure(args.row, args.dumps.as_deref())?;
     if args.write {
         let json = serde_json::to_string_pretty(&costs).context("encoding the costs")? + "\n";
         return std::fs::write(&args.baseline, json).with_context(|| format!("writing {}", args.baseline.display()));
@@ -127,12 +130,12 @@ fn compare(before: &Cost, now: &Cost) -> Option<String> {
     Some(why.join(", ") + &named.map(|(_, line)| line).collect::<String>())
 }
 
-fn measure(dumps: Option<&Path>) -> anyhow::Result<Costs> {
+fn measure(row: Row, dumps: Option<&Path>) -> anyhow::Result<Costs> {
     scene::prepare(&[Peer::Tulle], &["valgrind", "callgrind_control", "h2load"])?;
     let scene = Scene::build()?;
     let setup = Setup {
         build: Build::Callgrind,
-        ..Row::HttpC1.setup()
+        ..row.setup()
     };
     let sidecars = Peer::Tulle.start(&scene, &setup).context("starting the sidecars")?;
     let sidecars = sidecars.context("there are no sidecars")?;

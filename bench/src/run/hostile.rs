@@ -107,9 +107,14 @@ fn ask(connection: &mut Option<std::net::TcpStream>) -> anyhow::Result<()> {
         }
     };
     stream.write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n")?;
-    let mut answer = [0; 4096];
-    let n = stream.read(&mut answer)?; // it is short, and leaves in one piece
-    ensure!(answer[..n].starts_with(b"HTTP/1.1 200"), "no good answer");
+    let (mut answer, mut n) = ([0; 4096], 0);
+    // A head and a line.
+    while !answer[..n].ends_with(b"\n") || answer[..n].ends_with(b"\r\n") {
+        let more = stream.read(&mut answer[n..])?;
+        ensure!(more > 0, "the connection was closed");
+        n += more;
+    }
+    ensure!(answer.starts_with(b"HTTP/1.1 200"), "no good answer");
     Ok(())
 }
 
@@ -144,7 +149,7 @@ impl Harm {
     }
 }
 
-/// Does all of it until it is over; says so once every connection that is to stay is open.
+/// Does all of it until it is over; says so once every connection that is to stay is open, and its answer has begun.
 fn attack(namespace: &Namespace, host: &str, harm: &Harm, ready: mpsc::Sender<()>) -> anyhow::Result<()> {
     let addr = SocketAddr::new(host.parse().context("the address is a literal")?, HTTP_PORT);
     let attacking = async {
@@ -153,6 +158,10 @@ fn attack(namespace: &Namespace, host: &str, harm: &Harm, ready: mpsc::Sender<()
             let mut stream = TcpStream::connect(addr).await.context("opening a connection")?;
             let first: &[u8] = if n < SLOW { HEAD } else { LARGE };
             stream.write_all(first).await?;
+            if n >= SLOW {
+                // Once it begins, the others' have begun: who comes now is not held up by their beginning.
+                let _ = stream.read(&mut [0; 64]).await?;
+            }
             open.spawn(linger(stream, n < SLOW));
         }
         let _ = ready.send(()); // if nobody listens, it is over
