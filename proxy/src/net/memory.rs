@@ -81,7 +81,9 @@ impl Watch {
     fn look(&self) -> Option<u64> {
         let was_short = self.shortage.is_there();
         let mut used = self.usage.read()?;
-        if !was_short && is_short(used, self.limit, false) {
+        // While it is short, too: what the requests in flight free stays with the allocator otherwise, and it would be short for
+        // ever. Nothing else is to be done then.
+        if is_short(used, self.limit, was_short) {
             give_back();
             used = self.usage.read()?;
         }
@@ -223,6 +225,25 @@ mod tests {
         assert_eq!(found("0::/free\n"), None);
         assert_eq!(found("0::/gone\n"), None);
         assert_eq!(found(""), None);
+    }
+
+    #[cfg(target_env = "gnu")]
+    #[test]
+    fn what_is_freed_while_memory_is_short_ends_the_shortage() {
+        const MUCH: usize = 256 << 20;
+        const PIECE: usize = 64 << 10; // too small to be mapped, and unmapped, by itself
+        let used = Usage::Process.read().unwrap();
+        let limit = used + MUCH as u64;
+        let (registry, shortage) = (Registry::new(), Shortage::default());
+        let watch = Watch::new(Some(limit), shortage.clone(), &registry).unwrap();
+        let mut pieces: Vec<Vec<u8>> = (0..MUCH / PIECE).map(|_| vec![1; PIECE]).collect();
+        watch.look();
+        assert!(shortage.is_there());
+        let last = pieces.pop(); // keeps the heap from shrinking by itself
+        drop(pieces);
+        watch.look();
+        assert!(!shortage.is_there(), "{:?} of {limit}", Usage::Process.read());
+        drop(last);
     }
 
     #[tokio::test]
