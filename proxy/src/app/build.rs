@@ -24,8 +24,7 @@ use crate::{
         Inbound, metrics as inbound_metrics,
         policy::{Current, Defaults, Ports},
     },
-    metrics::failures::Failures,
-    metrics::http as http_metrics,
+    metrics::{failures::Failures, hosts::Hosts, http as http_metrics},
     net::{
         connect::{self, SocketOptions},
         counts,
@@ -252,6 +251,7 @@ impl Parts<'_> {
             taps: self.taps.clone(),
             tracer: self.tracers[0].clone(),
             name: self.creds.id().as_str().into(),
+            names: Hosts::default(),
             apps: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
         })
     }

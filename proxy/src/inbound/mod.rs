@@ -43,6 +43,7 @@ use crate::{
         policy::{Current, Port, Ports},
     },
     net::{
+    metrics::hosts::Hosts,
         connect,
         copy::Carrying,
         counts::Counts,
@@ -89,6 +90,8 @@ pub(crate) struct Inbound {
     pub(crate) apps: Vec<Mutex<HashMap<SocketAddr, Arc<Client>>>>,
 }
 
+    /// Names that TLS of others is for, which are told apart on metrics.
+    pub(crate) names: Hosts<()>,
 /// What it is called that a client does not go on in time.
 const LATE: &str = "tls detection timeout";
 
@@ -282,6 +285,7 @@ impl Connection {
                 counts.read(first.n_read() as u64);
                 let io = Io::tcp(Tcp::new(stream)).count(counts);
                 self.detected(Some(&first), &peer, &current, began_at);
+                let sni = self.inbound.names.get(&sni, |_| ()).map_or_else(String::new, |()| sni);
                 self.begun(io, first, peer, plain, port, current).await
             }
         }

@@ -103,16 +103,17 @@ impl Series {
     }
 
     pub(crate) fn latency(&self, status: StatusCode, elapsed: Duration) {
-        let histogram = self.latencies.get(status, || {
+        let histogram = || {
             let labels = self.labels.clone().with("status_code", status.as_u16());
             self.families.latency.get(&labels)
-        });
+        };
         // Whole milliseconds, as in the system that this is compatible with.
-        histogram.observe(elapsed.as_millis() as f64);
+        let observe = |histogram: &Arc<Histogram>| histogram.observe(elapsed.as_millis() as f64);
+        self.latencies.with(status, histogram, observe);
     }
 
     pub(crate) fn response(&self, outcome: Outcome) {
-        let counter = self.responses.get(outcome, || {
+        let counter = || {
             let mut labels = self
                 .labels
                 .clone()
@@ -125,7 +126,7 @@ impl Series {
                 labels = labels.with("error", error);
             }
             self.families.responses.get(&labels)
-        });
-        counter.inc();
+        };
+        self.responses.with(outcome, counter, |counter| counter.inc());
     }
 }

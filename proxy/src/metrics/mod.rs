@@ -2,6 +2,7 @@
 
 pub(crate) mod balancers;
 pub(crate) mod failures;
+pub(crate) mod hosts;
 pub(crate) mod http;
 mod known;
 pub(crate) mod routes;

@@ -100,15 +100,15 @@ impl StatusSeries {
             End::Abandoned => Some("CANCEL"),
         };
         let status = self.statuses.of(outcome);
-        let counter = self.known.get((status, error), || {
+        let counter = || {
             let (name, text) = (self.statuses.status, self.statuses.text(status));
             let mut labels = self.labels.clone().with(name, text);
             if self.statuses.tells_errors {
                 labels = labels.with("error", error.unwrap_or_default());
             }
             self.statuses.family.get(&labels)
-        });
-        counter.inc();
+        };
+        self.known.with((status, error), counter, |counter| counter.inc());
     }
 }
 

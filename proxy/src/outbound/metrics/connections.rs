@@ -9,6 +9,7 @@ use std::{
 use tulle_core::metrics::{Counter, Family, Labels, Registry};
 
 use crate::{
+    metrics::hosts::Hosts,
     net::{counts::Cost, detected},
     outbound::metrics::{with_meta, with_place},
     policy::{endpoint::Locality, meta::Meta},
@@ -46,8 +47,8 @@ pub(crate) enum Protocol {
 pub(crate) struct RouteSeries {
     families: RouteFamilies,
     labels: Labels,
-    /// TLS whose connections are counted by name.
-    by_name: bool,
+    /// Those for each name, where connections of TLS are counted by it.
+    hosts: Option<Hosts<Passages>>,
     /// Connections without a name of their own.
     unnamed: Passages,
 }
@@ -126,7 +127,7 @@ impl Families {
             unnamed: self.tcp_routes.passages(labels.clone()),
             families: self.tcp_routes.clone(),
             labels,
-            by_name: false,
+            hosts: None,
         }
     }
 
@@ -137,7 +138,7 @@ impl Families {
             unnamed: self.tls_routes.passages(labels.clone().with("hostname", "")),
             families: self.tls_routes.clone(),
             labels,
-            by_name: self.by_name,
+            hosts: self.by_name.then(Hosts::default),
         }
     }
 }
@@ -168,10 +169,12 @@ impl RouteFamilies {
 impl RouteSeries {
     /// Counts a connection that came; `name` is what its TLS asks for.
     pub(in crate::outbound) fn open(&self, name: Option<&str>) -> Passages {
-        let passages = match name {
-            Some(name) if self.by_name => self.families.passages(self.labels.clone().with("hostname", name)),
-            _ => self.unnamed.clone(),
-        };
+        let named = self.hosts.as_ref().zip(name).and_then(|(hosts, name)| {
+            hosts.get(name, |name| {
+                self.families.passages(self.labels.clone().with("hostname", name))
+            })
+        });
+        let passages = named.unwrap_or_else(|| self.unnamed.clone());
         passages.opened.inc();
         passages
     }

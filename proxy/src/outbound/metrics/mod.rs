@@ -2,10 +2,9 @@
 
 pub(crate) mod connections;
 
-use std::{collections::HashMap, net::SocketAddr, sync::Arc};
+use std::{net::SocketAddr, sync::Arc};
 
 use http::{Request, header};
-use parking_lot::Mutex;
 use tokio::time::Instant;
 use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 
@@ -14,6 +13,7 @@ use crate::{
     metrics::{
         balancers,
         failures::Failures,
+        hosts::Hosts,
         http::{self as http_metrics, Outcome},
         routes::{self, Kind, StatusSeries, Statuses},
     },
@@ -92,7 +92,7 @@ pub(crate) struct RouteSeries {
     /// Of parent and route.
     labels: Labels,
     /// Those for each host, where requests are counted by it.
-    hosts: Option<Mutex<HashMap<Box<str>, Arc<Self>>>>,
+    hosts: Option<Hosts<Arc<Self>>>,
     duration: Arc<Histogram>,
     statuses: StatusSeries,
     pub(super) frames: Arc<Histogram>,
@@ -155,12 +155,7 @@ impl RouteFamilies {
         }
     }
 
-    fn series(
-        &self,
-        labels: Labels,
-        host: &str,
-        hosts: Option<Mutex<HashMap<Box<str>, Arc<RouteSeries>>>>,
-    ) -> RouteSeries {
+    fn series(&self, labels: Labels, host: &str, hosts: Option<Hosts<Arc<RouteSeries>>>) -> RouteSeries {
         let of_requests = labels.clone().with("hostname", host);
         RouteSeries {
             duration: self.duration.get(&of_requests),
@@ -203,7 +198,7 @@ impl Families {
             Kind::Grpc => &self.grpc_routes,
         };
         let labels = with_meta(with_place(Labels::new(), "parent", parent), "route", route);
-        let hosts = families.by_name.then(Mutex::default);
+        let hosts = families.by_name.then(Hosts::default);
         Arc::new(families.series(labels, "", hosts))
     }
 }
@@ -211,19 +206,12 @@ impl Families {
 impl RouteSeries {
     /// What is counted of requests for the host of `req`, where hosts are told apart.
     pub(super) fn named(self: &Arc<Self>, req: &Request<Body>) -> Option<Arc<Self>> {
-        let mut hosts = self.hosts.as_ref()?.lock();
+        let hosts = self.hosts.as_ref()?;
         let of_header = || req.headers().get(header::HOST)?.to_str().ok()?.parse().ok();
         let authority = req.uri().authority().cloned().or_else(of_header)?;
-        let host = authority.host().to_ascii_lowercase();
-        if let Some(known) = hosts.get(host.as_str()) {
-            return Some(known.clone());
-        }
-        if hosts.len() >= MOST_HOSTS {
-            return None; // counted without a name
-        }
-        let made = Arc::new(self.families.series(self.labels.clone(), &host, None));
-        hosts.insert(host.into(), made.clone());
-        Some(made)
+        hosts.get(authority.host(), |host| {
+            Arc::new(self.families.series(self.labels.clone(), host, None))
+        })
     }
 
     /// What is counted of a backend of this route.
@@ -333,6 +321,3 @@ pub(super) fn endpoint_labels(authority: Option<&str>, spec: &EndpointSpec, tls:
     }
     labels
 }
-
-/// Hosts that a route tells apart: clients choose them.
-const MOST_HOSTS: usize = 1_000;
