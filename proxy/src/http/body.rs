@@ -184,12 +184,12 @@ impl Body {
         }
     }
 
-    /// Whether its time is over, to be asked while its receiver takes nothing of it.
-    pub(crate) fn poll_late(&mut self, cx: &mut Context<'_>) -> Poll<Error> {
+    /// Whether its time is over, to be asked while its receiver takes nothing of it, because it has so many bytes of it left.
+    pub(crate) fn poll_late(&mut self, unsent: usize, cx: &mut Context<'_>) -> Poll<Error> {
         let Source::Limited(limited) = &mut self.source else {
             return Poll::Pending;
         };
-        let late = ready!(limited.poll_late(cx));
+        let late = ready!(limited.poll_late(unsent, cx));
         self.ended(Err(&late));
         Poll::Ready(late)
     }

@@ -1,6 +1,7 @@
 //! How long a request and its response may take: the whole of it, the response alone, or a silence within.
 
 use std::{
+    collections::VecDeque,
     future::poll_fn,
     pin::{Pin, pin},
     sync::Arc,
@@ -24,7 +25,7 @@ use crate::http::{
 pub(crate) struct Terms {
     /// For the end of the response, whatever is tried until then; and how long that was from the start.
     pub(crate) deadline: Option<(Instant, Duration)>,
-    /// For the head of the response, whatever is tried until then; and how long that was from the start.
+    /// For a response to be handed on, whatever is tried until then; and how long that was from the start.
     pub(crate) answer: Option<(Instant, Duration)>,
     /// From the end of the request to the head of the response.
     pub(crate) head: Option<Duration>,
@@ -73,7 +74,11 @@ enum Role {
     Response {
         body: Body,
         limits: Limits,
+        /// Bytes that its receiver could not pass on so far, when it last said so.
+        unsent: usize,
     },
+    /// A response of which all has come in time.
+    Complete(Body),
     /// The end has been told.
     Over,
 }
@@ -145,13 +150,21 @@ impl Limits {
         self.pace.lock().sent_at.is_some()
     }
 
-    /// Watches over the response to its end.
-    pub(crate) fn response(self, rsp: Response<Body>) -> Response<Body> {
+    /// Watches over a response to its end, now that it is handed on.
+    pub(crate) fn response(mut self, rsp: Response<Body>) -> Response<Body> {
         if rsp.body().is_end_stream() {
             return rsp;
         }
         self.pace.lock().moved_at = Instant::now();
-        rsp.map(|body| Body::limited(Box::new(Limited(Role::Response { body, limits: self }))))
+        self.terms.answer = None;
+        rsp.map(|body| {
+            let role = Role::Response {
+                body,
+                limits: self,
+                unsent: 0,
+            };
+            Body::limited(Box::new(Limited(role)))
+        })
     }
 
     fn poll_over(&mut self, cx: &mut Context<'_>, phase: Phase) -> Poll<Late> {
@@ -214,9 +227,7 @@ impl Limits {
         let is = |wanted| phase == wanted;
         [
             deadline.map(|(at, limit)| (at, Late::Request(limit))),
-            answer
-                .filter(|_| is(Phase::Head))
-                .map(|(at, limit)| (at, Late::Profile(limit))),
+            answer.map(|(at, limit)| (at, Late::Profile(limit))),
             since(pace.sent_at, head.filter(|_| is(Phase::Head)), Late::Head),
             since(pace.sent_at, response, Late::Response),
             since(Some(pace.moved_at), idle.filter(|_| is(Phase::Body)), Late::Idle),
@@ -248,13 +259,18 @@ impl Limited {
                 }
                 polled
             }
-            Role::Response { body, limits } => {
+            Role::Complete(body) => Pin::new(body).poll_frame(cx),
+            Role::Response { body, limits, .. } => {
                 let late = match Pin::new(&mut *body).poll_frame(cx) {
                     // What is never waited for would never be late.
                     Poll::Ready(Some(Ok(frame))) if !body.is_end_stream() => match limits.moved() {
                         None => return Poll::Ready(Some(Ok(frame))),
                         Some(late) => {
                             limits.give_up();
+                            if let Some(rest) = rest(body, Some(frame), cx) {
+                                self.0 = Role::Complete(rest);
+                                return self.poll_frame(cx);
+                            }
                             late
                         }
                     },
@@ -266,15 +282,26 @@ impl Limited {
         }
     }
 
-    /// Whether the time of a response is over, while nobody asks for more of it.
-    pub(crate) fn poll_late(&mut self, cx: &mut Context<'_>) -> Poll<Error> {
+    /// Whether the time of a response is over, while so many bytes of it are still to be passed on, and nobody asks for more.
+    pub(crate) fn poll_late(&mut self, unsent: usize, cx: &mut Context<'_>) -> Poll<Error> {
         match &mut self.0 {
             // What has come to its end is late no more, however slowly it is taken.
-            Role::Response { body, limits } if !body.is_end_stream() => {
+            Role::Response {
+                body,
+                limits,
+                unsent: before,
+            } if !body.is_end_stream() => {
+                if std::mem::replace(before, unsent) != unsent {
+                    limits.pace.lock().moved_at = Instant::now(); // some have left
+                }
                 let late = ready!(limits.poll_over(cx, Phase::Body));
+                if let Some(rest) = rest(body, None, cx) {
+                    self.0 = Role::Complete(rest);
+                    return Poll::Pending;
+                }
                 Poll::Ready(self.end(late))
             }
-            Role::Response { .. } | Role::Request { .. } | Role::Over => Poll::Pending,
+            Role::Response { .. } | Role::Complete(_) | Role::Request { .. } | Role::Over => Poll::Pending,
         }
     }
 
@@ -290,24 +317,48 @@ impl Limited {
     pub(crate) fn into_inner(self) -> Option<Body> {
         match self.0 {
             Role::Over => None,
-            Role::Request { body, .. } | Role::Response { body, .. } => Some(body),
+            Role::Request { body, .. } | Role::Response { body, .. } | Role::Complete(body) => Some(body),
         }
     }
 
     pub(crate) fn is_end_stream(&self) -> bool {
         match &self.0 {
             Role::Over => true,
-            Role::Request { body, .. } | Role::Response { body, .. } => body.is_end_stream(),
+            Role::Request { body, .. } | Role::Response { body, .. } | Role::Complete(body) => body.is_end_stream(),
         }
     }
 
     pub(crate) fn size_hint(&self) -> SizeHint {
         match &self.0 {
             Role::Over => SizeHint::with_exact(0),
-            Role::Request { body, .. } | Role::Response { body, .. } => body.size_hint(),
+            Role::Request { body, .. } | Role::Response { body, .. } | Role::Complete(body) => body.size_hint(),
         }
     }
 }
+
+/// `first` and all that follows it in a body, if that has come and only waits for its receiver.
+fn rest(body: &mut Body, first: Option<Frame<Bytes>>, cx: &mut Context<'_>) -> Option<Body> {
+    let (mut kept, mut n_bytes, mut trailers) = (VecDeque::new(), 0, None);
+    let mut next = first;
+    loop {
+        match next.map(Frame::into_data) {
+            Some(Ok(data)) => {
+                n_bytes += data.len();
+                kept.push_back(data);
+            }
+            Some(Err(frame)) => trailers = frame.into_trailers().ok(),
+            None => {}
+        }
+        next = match Pin::new(&mut *body).poll_frame(cx) {
+            Poll::Ready(Some(Ok(frame))) if n_bytes < MOST_WAITING => Some(frame),
+            Poll::Ready(None) => return Some(Body::received(kept, trailers)),
+            Poll::Ready(Some(_)) | Poll::Pending => return None,
+        };
+    }
+}
+
+/// More than what has come of a body and waits: senders wait for room before.
+const MOST_WAITING: usize = 4 << 20;
 
 impl Pace {
     fn moved(&mut self, is_end: bool) {
@@ -382,6 +433,68 @@ mod tests {
             req.into_body().collect().await.unwrap();
         });
         assert_eq!((late, start.elapsed()), (Late::Response(2 * S), 7 * S));
+    }
+
+    fn response(terms: Terms, body: Body) -> Body {
+        let limits = Limits::of(terms, &mut Request::new(Body::empty()));
+        limits.response(Response::new(body)).into_body()
+    }
+
+    async fn late(body: &mut Body, unsent: usize) -> Option<Late> {
+        match poll_fn(|cx| Poll::Ready(body.poll_late(unsent, cx))).await {
+            Poll::Ready(Error::Late(late)) => Some(late),
+            Poll::Ready(other) => panic!("{other:?}"),
+            Poll::Pending => None,
+        }
+    }
+
+    /// A body whose end has not come.
+    fn endless() -> Body {
+        let pace = Pace {
+            sent_at: None,
+            moved_at: Instant::now(),
+            is_over: true, // which it fails by
+            waiter: None,
+            sender: None,
+        };
+        Body::limited(Box::new(Limited(Role::Request {
+            body: Body::full("hello"),
+            pace: Arc::new(Mutex::new(pace)),
+        })))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn bytes_that_leave_put_off_the_idle_timeout() {
+        let terms = Terms {
+            idle: Some(S),
+            ..Terms::default()
+        };
+        let mut body = response(terms, endless());
+        for unsent in [3, 2, 1] {
+            advance(S * 3 / 4).await;
+            assert_eq!(late(&mut body, unsent).await, None);
+        }
+        advance(S).await;
+        assert_eq!(late(&mut body, 1).await, Some(Late::Idle(S)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_has_come_to_its_end_is_late_no_more() {
+        let terms = Terms {
+            response: Some(S),
+            ..Terms::default()
+        };
+        let whole = || Body::received(["one", "two"].map(Bytes::from).into(), None);
+        let mut asked = response(terms, whole());
+        let taken = response(terms, whole());
+        advance(2 * S).await;
+        assert_eq!(late(&mut asked, 1).await, None);
+        for body in [asked, taken] {
+            assert_eq!(body.collect().await.unwrap().to_bytes(), "onetwo");
+        }
+        let mut cut = response(terms, endless());
+        advance(2 * S).await;
+        assert_eq!(late(&mut cut, 1).await, Some(Late::Response(S)));
     }
 
     #[tokio::test(start_paused = true)]

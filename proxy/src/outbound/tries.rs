@@ -165,9 +165,13 @@ pub(super) async fn run(
         let sent = attempt.send(req, None, &mut tried, limits.as_mut()).await;
         let (result, grpc) = match (sent, &mut limits) {
             // A client that has more to say may wait for the head before it does.
-            (Ok(rsp), Some(limits)) if sees_grpc && limits.is_sent() => match limits.body(peek(rsp)).await {
-                Ok((rsp, grpc)) => (Ok(rsp), grpc),
-                Err(error) => (Err(error), None),
+            (Ok(mut rsp), Some(limits)) if sees_grpc && limits.is_sent() => match limits.body(peek(&mut rsp)).await {
+                Ok(grpc) => (Ok(rsp), grpc),
+                Err(error) => {
+                    // Who sent it hears of it, where its time was over.
+                    rsp.into_body().end_with(Err(&error));
+                    (Err(error), None)
+                }
             },
             (result, _) => (result, None),
         };
@@ -293,14 +297,14 @@ fn is_in(ranges: &[RangeInclusive<u16>], status: u16) -> bool {
     ranges.iter().any(|range| range.contains(&status))
 }
 
-/// A gRPC response and its status, where that is in its head or in trailers that follow one piece of data at most. Nobody waits
-/// for more than that piece.
-async fn peek(rsp: Response<Body>) -> Result<(Response<Body>, Option<i32>), Error> {
+/// The status of a gRPC response, where that is in its head or in trailers that follow one piece of data at most. Nobody waits
+/// for more than that piece. As long as this waits, the rest of the body stays where it is.
+async fn peek(rsp: &mut Response<Body>) -> Result<Option<i32>, Error> {
     let is_open = headers::is_grpc(rsp.version(), rsp.headers()) && classify::grpc_status(rsp.headers()).is_none();
     if !is_open {
-        return Ok((rsp, None));
+        return Ok(None);
     }
-    let (parts, mut body) = rsp.into_parts();
+    let body = rsp.body_mut();
     let (mut kept, mut trailers) = (VecDeque::<Bytes>::new(), None);
     let mut next = body.frame().await.transpose()?;
     if let Some(frame) = next {
@@ -309,7 +313,10 @@ async fn peek(rsp: Response<Body>) -> Result<(Response<Body>, Option<i32>), Erro
                 kept.push_back(data);
                 next = match body.frame().now_or_never() {
                     Some(frame) => frame.transpose()?,
-                    None => return Ok((Response::from_parts(parts, Body::replayed(kept, body)), None)),
+                    None => {
+                        *body = Body::replayed(kept, std::mem::take(body));
+                        return Ok(None);
+                    }
                 };
             }
             Err(frame) => next = Some(frame),
@@ -319,13 +326,15 @@ async fn peek(rsp: Response<Body>) -> Result<(Response<Body>, Option<i32>), Erro
         match frame.into_data() {
             Ok(data) => {
                 kept.push_back(data);
-                return Ok((Response::from_parts(parts, Body::replayed(kept, body)), None));
+                *body = Body::replayed(kept, std::mem::take(body));
+                return Ok(None);
             }
             Err(frame) => trailers = frame.into_trailers().ok(),
         }
     }
     let grpc = trailers.as_ref().and_then(classify::grpc_status);
-    Ok((Response::from_parts(parts, Body::received(kept, trailers)), grpc))
+    *body = Body::received(kept, trailers);
+    Ok(grpc)
 }
 
 /// The timeouts of a request that may bring its own; what it brings is taken out.

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use http::Response;
+use http::{HeaderValue, Request, Response, Version};
 use tulle_tests::apps::{self, App, dripping};
-use tulle_tests::client::{Http1, full, request};
+use tulle_tests::client::{Http1, Http2, full, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, mesh};
 
@@ -145,5 +145,43 @@ fn an_endpoint_that_does_not_answer_in_time_is_taken_out() {
         let late = ["error=\"RESPONSE_HEADERS_TIMEOUT\""];
         let name = "outbound_http_route_backend_response_statuses_total";
         assert_eq!(mesh.metric("client", name, &late).await, 2.0);
+    });
+}
+
+#[test]
+fn an_endpoint_that_says_nothing_after_its_head_is_taken_out() {
+    let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
+        balancer.linkerd.io/failure-accrual-consecutive-max-failures: '2', \
+        balancer.linkerd.io/failure-accrual-consecutive-min-penalty: 60s, \
+        balancer.linkerd.io/failure-accrual-consecutive-max-penalty: 60s";
+    let route = format!(
+        "\
+apiVersion: gateway.networking.k8s.io/v1
+kind: GRPCRoute
+metadata:
+  name: web
+  namespace: shop
+  annotations: {{retry.linkerd.io/grpc: unavailable, timeout.linkerd.io/response: 200ms}}
+spec:
+  parentRefs: [{{group: core, kind: Service, name: web, port: {HTTP}}}]
+  rules:
+  - backendRefs: [{{name: web, port: {HTTP}}}]
+"
+    );
+    let mesh = mesh().workload("client").workload("web").annotated("web", annotations);
+    mesh.manifest("route", &route).run(async |mesh: &Mesh| {
+        let _app = apps::http(mesh.listen("web", HTTP).await, |_| async {
+            let mut rsp = dripping(0, Duration::ZERO, false);
+            let kind = HeaderValue::from_static("application/grpc");
+            rsp.headers_mut().insert("content-type", kind);
+            rsp
+        });
+        let mut client = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        for cause in ["response-timeout", "response-timeout", "breaker-open"] {
+            let req = Request::post("http://web.test/shop.Web/Buy").version(Version::HTTP_2);
+            let req = req.header("content-type", "application/grpc").header("te", "trailers");
+            let answer = client.ask(req.body(full(&b"\0\0\0\0\0"[..])).unwrap()).await.unwrap();
+            assert_eq!(answer.cause(), cause);
+        }
     });
 }

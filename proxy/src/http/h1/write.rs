@@ -278,7 +278,8 @@ impl Hold {
 impl Message<Body> {
     /// Whether the time of its body is over, to be asked while nothing more can be written.
     pub(crate) fn poll_late(&mut self, cx: &mut Context<'_>) -> Poll<Error> {
-        self.body.poll_late(cx)
+        let unsent = self.out.len() + self.data.len() + self.tail.len();
+        self.body.poll_late(unsent, cx)
     }
 }
 

@@ -69,7 +69,7 @@ impl Sending {
                     Poll::Ready(Some(capacity)) => capacity.map_err(Error::H2)?,
                     Poll::Ready(None) => return Poll::Ready(Ok(())), // the peer closed its side of the stream
                     Poll::Pending => {
-                        let late = ready!(self.body.poll_late(cx));
+                        let late = ready!(self.body.poll_late(self.chunk.len(), cx));
                         return Poll::Ready(self.fail(late));
                     }
                 };
