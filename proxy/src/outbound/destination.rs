@@ -30,8 +30,9 @@ use crate::{
             TlsRoute,
         },
         filter::Filter,
+        matches::RequestMatch,
         meta::Meta,
-        profile::Profile,
+        profile::{Budget, Profile},
         route::Route,
     },
 };
@@ -165,15 +166,18 @@ impl Refusal {
     }
 }
 
-/// Compiles what the control plane said of `dst`; backends that stay the same keep their endpoints and connections.
+/// Compiles what the control plane said of `dst`; backends that stay the same keep their endpoints and connections, and rules
+/// that were in `before` what is left of their budgets.
 pub(super) fn compile(
     factory: &Factory,
     policy: ClientPolicy,
     profile: Option<&Profile>,
     queue: Queue,
     dst: SocketAddr,
+    before: Option<&Snapshot>,
 ) -> Snapshot {
     let compiler = Compiler {
+        before,
         factory,
         policy: &policy,
         profile,
@@ -198,6 +202,8 @@ struct Compiler<'a> {
     queue: Queue,
     /// What applications dial.
     dst: SocketAddr,
+    /// What this takes the place of.
+    before: Option<&'a Snapshot>,
 }
 
 impl Compiler<'_> {
@@ -261,7 +267,7 @@ impl Compiler<'_> {
                     .backends(&rule.payload.backends, http.failure_accrual, &view, |meta| {
                         Some(series.backend(meta))
                     }),
-                allowed: Allowed::of(&rule.payload),
+                allowed: Allowed::of(&rule.payload, || self.budget(&route.meta, &rule.matches)),
                 series: series.clone(),
             })
         };
@@ -277,7 +283,27 @@ impl Compiler<'_> {
             false => self.profile_backends(profile, accrual, Protocol::Http1),
         };
         let families = &self.factory.common.families.profiles;
-        Router::Profile(Box::new(ProfilePlan::new(families, profile, &dst, backends)))
+        let before = self.routers_before().find_map(|router| match router {
+            Router::Profile(before) => Some(&**before),
+            Router::Routes(_) => None,
+        });
+        Router::Profile(Box::new(ProfilePlan::new(families, profile, &dst, backends, before)))
+    }
+
+    fn routers_before(&self) -> impl Iterator<Item = &Router> {
+        self.before.into_iter().flat_map(|before| before.plan.routers())
+    }
+
+    /// The budget that a rule had before.
+    fn budget(&self, route: &Arc<Meta>, matches: &[RequestMatch]) -> Option<Arc<Budget>> {
+        let routes = self.routers_before().filter_map(|router| match router {
+            Router::Routes(routes) => Some(routes),
+            Router::Profile(_) => None,
+        });
+        let same = routes.flatten().filter(|before| before.meta == *route);
+        let mut rules = same.flat_map(|before| &before.rules);
+        let same = rules.find(|rule| rule.matches == matches)?;
+        Some(same.payload.allowed.as_ref()?.budget().clone())
     }
 
     /// Where bytes go by their route, or by the profile.
@@ -356,6 +382,16 @@ impl Compiler<'_> {
 }
 
 impl Plan {
+    /// Who says what happens to HTTP requests, of either version.
+    fn routers(&self) -> impl Iterator<Item = &Router> {
+        let [first, second] = match self {
+            Self::Detect { http1, http2, .. } => [Some(http1), Some(http2)],
+            Self::Http1(router) | Self::Http2(router) => [Some(router), None],
+            Self::Opaque(_) | Self::Tls { .. } => [None, None],
+        };
+        first.into_iter().chain(second).map(|router| &**router)
+    }
+
     pub(super) fn protocol(&self) -> Protocol {
         match self {
             Self::Detect { .. } => Protocol::Detect,

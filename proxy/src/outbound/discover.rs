@@ -88,7 +88,7 @@ async fn follow(discover: Arc<Discover>, destination: Arc<Destination>) {
     let mut policy = ask();
     loop {
         let unknown = matches!(&*policy.borrow(), Watched::Refused(refusal) if unknown_there(refusal));
-        if let Some(snapshot) = snapshot(&discover, destination.orig_dst, profile.as_ref(), &policy) {
+        if let Some(snapshot) = snapshot(&discover, &destination, profile.as_ref(), &policy) {
             destination.publish(snapshot);
         }
         let profile_changed = async {
@@ -132,7 +132,7 @@ const UNKNOWN_FOR: Duration = Duration::from_secs(5);
 /// What follows from what has been said so far; nothing while an answer is outstanding.
 fn snapshot(
     discover: &Discover,
-    dst: SocketAddr,
+    destination: &Destination,
     profile: Option<&watch::Receiver<Watched<Profile>>>,
     policy: &watch::Receiver<Watched<ClientPolicy>>,
 ) -> Option<Snapshot> {
@@ -143,6 +143,7 @@ fn snapshot(
         Some(Watched::Refused(_)) | None => None,
     };
     let policy = policy.borrow();
+    let dst = destination.orig_dst;
     let forward =
         |name: &str, spec: Arc<EndpointSpec>| ClientPolicy::forward(Meta::default_named(name), spec, discover.forward);
     let policy = match &*policy {
@@ -165,6 +166,7 @@ fn snapshot(
         profile,
         discover.forward.queue,
         dst,
+        destination.known_snapshot().as_deref(),
     ))
 }
 

@@ -1,6 +1,9 @@
 //! Requests that go by a ServiceProfile: its routes, their metrics and timeouts, and retries within a budget.
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
 
 use http::{HeaderValue, Request, Response};
 use tokio::time::Instant;
@@ -37,7 +40,7 @@ pub(crate) struct ProfilePlan {
     pub(super) backends: Backends<Filter>,
     /// In the order of the profile's routes; the last one is for requests that no route matches.
     routes: Vec<RouteMetrics>,
-    budget: Option<Budget>,
+    budget: Option<Arc<Budget>>,
     canonical: Option<HeaderValue>,
 }
 
@@ -80,12 +83,21 @@ impl Families {
 }
 
 impl ProfilePlan {
-    /// `dst` is the logical name, with the port that was dialled.
-    pub(super) fn new(families: &Families, profile: &Profile, dst: &str, backends: Backends<Filter>) -> Self {
+    /// `dst` is the logical name, with the port that was dialled; `before` is what this takes the place of.
+    pub(super) fn new(
+        families: &Families,
+        profile: &Profile,
+        dst: &str,
+        backends: Backends<Filter>,
+        before: Option<&Self>,
+    ) -> Self {
+        // What was used of a budget stays used.
+        let same = before.filter(|before| before.profile.retry_budget == profile.retry_budget);
+        let budget = |terms| Arc::new(Budget::new(terms, Instant::now()));
         let routes = profile.routes.iter().map(Some).chain([None]);
         Self {
             routes: routes.map(|route| families.route(dst, route)).collect(),
-            budget: profile.retry_budget.map(|terms| Budget::new(terms, Instant::now())),
+            budget: same.map_or_else(|| profile.retry_budget.map(budget), |same| same.budget.clone()),
             canonical: HeaderValue::from_str(dst).ok(),
             profile: profile.clone(),
             backends,
@@ -110,11 +122,11 @@ impl ProfilePlan {
         if let Some(canonical) = &self.canonical {
             req.headers_mut().insert(names::L5D_DST_CANONICAL, canonical.clone());
         }
-        metrics.logical.request();
+        let mut tally = Attempts::begin(route, metrics);
         if let Some(budget) = &self.budget {
             budget.deposit(started);
         }
-        let retryable = route.filter(|route| route.is_retryable).zip(self.budget.as_ref());
+        let retryable = route.filter(|route| route.is_retryable).zip(self.budget.as_deref());
         let retries = retryable.map(|(route, budget)| Retries {
             after: After::Failures(route),
             most: u16::MAX,
@@ -123,13 +135,14 @@ impl ProfilePlan {
             backoff: None,
             budget,
         });
-        let tally = Attempts { route, metrics };
         let timeout = route.and_then(|route| route.timeout);
         let terms = Terms {
             answer: timeout.map(|limit| (started + limit, limit)),
             ..Terms::default()
         };
-        match tries::run(attempt, req, terms, retries.as_ref(), &tally).await {
+        let sent = tries::run(attempt, req, terms, retries.as_ref(), &tally).await;
+        tally.is_over = true;
+        match sent {
             Ok(rsp) => {
                 let class = route.and_then(|route| route.classify(rsp.status()));
                 let series = metrics.logical.clone();
@@ -143,18 +156,49 @@ impl ProfilePlan {
     }
 }
 
-/// The tries of one request, for metrics.
+/// A request and its tries, as its route counts them.
 struct Attempts<'a> {
     route: Option<&'a ProfileRoute>,
     metrics: &'a RouteMetrics,
+    /// Whether a try is under way.
+    is_trying: AtomicBool,
+    /// Whether there is nothing left to try.
+    is_over: bool,
+}
+
+impl<'a> Attempts<'a> {
+    fn begin(route: Option<&'a ProfileRoute>, metrics: &'a RouteMetrics) -> Self {
+        metrics.logical.request();
+        Self {
+            route,
+            metrics,
+            is_trying: AtomicBool::new(false),
+            is_over: false,
+        }
+    }
+}
+
+/// The client has left.
+impl Drop for Attempts<'_> {
+    fn drop(&mut self) {
+        let left = classify::failed(&Error::Left);
+        if *self.is_trying.get_mut() {
+            self.metrics.attempts.response(left);
+        }
+        if !self.is_over {
+            self.metrics.logical.response(left);
+        }
+    }
 }
 
 impl Tally for Attempts<'_> {
     fn begun(&self) {
+        self.is_trying.store(true, Ordering::Relaxed);
         self.metrics.attempts.request();
     }
 
     fn ended(&self, result: &Result<Response<Body>, Error>, grpc: Option<i32>) {
+        self.is_trying.store(false, Ordering::Relaxed);
         self.metrics.attempts.response(match result {
             Ok(rsp) => {
                 let grpc = grpc.or_else(|| classify::grpc_status(rsp.headers()));

@@ -1,6 +1,6 @@
 //! What a rule allows a request beside a backend: time, and further tries after failures.
 
-use std::{borrow::Cow, collections::VecDeque, ops::RangeInclusive, time::Duration};
+use std::{borrow::Cow, collections::VecDeque, ops::RangeInclusive, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use futures_util::FutureExt as _;
@@ -39,7 +39,7 @@ pub(crate) struct Allowed {
     timeouts: Timeouts,
     retry: Option<Retry>,
     overrides: RequestOverrides,
-    budget: Budget,
+    budget: Arc<Budget>,
 }
 
 /// When and how often one request is tried again.
@@ -79,8 +79,8 @@ pub(super) trait Tally {
 }
 
 impl Allowed {
-    /// `None` where requests have no limits and one try.
-    pub(super) fn of(target: &HttpTarget) -> Option<Self> {
+    /// `None` where requests have no limits and one try. Its budget is the one that there was `before`, if any.
+    pub(super) fn of(target: &HttpTarget, before: impl FnOnce() -> Option<Arc<Budget>>) -> Option<Self> {
         let is_plain = target.timeouts == Timeouts::default()
             && target.retry.is_none()
             && target.request_headers == RequestOverrides::Ignore;
@@ -88,8 +88,13 @@ impl Allowed {
             timeouts: target.timeouts,
             retry: target.retry.clone(),
             overrides: target.request_headers,
-            budget: Budget::new(BUDGET, Instant::now()),
+            budget: before().unwrap_or_else(|| Arc::new(Budget::new(BUDGET, Instant::now()))),
         })
+    }
+
+    /// What its retries are paid from.
+    pub(super) fn budget(&self) -> &Arc<Budget> {
+        &self.budget
     }
 
     /// Sends a request within what is allowed to it.

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use http::Response;
+use http::{Request, Response, Version};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tulle_tests::apps::{self, App};
-use tulle_tests::client::{Http1, full, request};
+use tulle_tests::apps::{self, App, dripping};
+use tulle_tests::client::{Http1, Http2, full, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, mesh};
 
@@ -180,5 +180,57 @@ fn a_profile_s_timeout_is_told_and_closes_the_connection() {
         let told = (answer.status.as_u16(), answer.cause(), answer.header("connection"));
         assert_eq!(told, (504, "deadline", "close"));
         eventually("the connection is closed", async || (!client.is_open()).then_some(())).await;
+    });
+}
+
+#[test]
+fn a_profile_s_timeout_holds_until_a_response_is_handed_on() {
+    let spec = "  retryBudget: {retryRatio: 0.2, minRetriesPerSecond: 10, ttl: 10s}
+  routes:
+  - {name: calls, condition: {pathRegex: '/.*'}, isRetryable: true, timeout: 300ms}
+";
+    let mesh = mesh().workload("client").workload("web");
+    mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
+        // A head, and then nothing in which a status could be.
+        let _app = apps::http(mesh.listen("web", HTTP).await, |_| async {
+            let mut rsp = dripping(0, Duration::ZERO, false);
+            let kind = "application/grpc".parse().unwrap();
+            rsp.headers_mut().insert("content-type", kind);
+            rsp
+        });
+        let call = || {
+            let req = Request::post("http://web.test/shop.Web/Buy").version(Version::HTTP_2);
+            let req = req.header("content-type", "application/grpc").header("te", "trailers");
+            req.body(full(&b"\0\0\0\0\0"[..])).unwrap()
+        };
+        let mut client = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let answer = client.ask(call()).await.unwrap();
+        assert_eq!((answer.cause(), answer.header("grpc-status")), ("deadline", "4"));
+    });
+}
+
+#[test]
+fn a_client_that_leaves_before_its_answer_is_counted_by_its_profile() {
+    let spec = "  routes:
+  - {name: slow, condition: {pathRegex: '/slow'}}
+";
+    let mesh = mesh().workload("client").workload("web");
+    mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
+        let _app = apps::http(mesh.listen("web", HTTP).await, |_| std::future::pending());
+        let mut client = client(mesh).await;
+        let asking = tokio::spawn(async move { client.ask(request("/slow")).await });
+        let slow = "rt_route=\"slow\"";
+        let counted = async |name, labels: &[&str]| mesh.metric("client", name, labels).await;
+        eventually("the request is counted", async || {
+            (counted("route_actual_request_total", &[slow]).await == 1.0).then_some(())
+        })
+        .await;
+        asking.abort();
+        let left = [slow, "error=\"client-left\""];
+        eventually("its end is counted", async || {
+            (counted("route_response_total", &left).await == 1.0).then_some(())
+        })
+        .await;
+        assert_eq!(counted("route_actual_response_total", &left).await, 1.0);
     });
 }

@@ -11,6 +11,8 @@ use http::{HeaderMap, HeaderValue, Request, Response, Version};
 use http_body::Frame;
 use http_body_util::{BodyExt as _, StreamBody};
 use hyper::body::Incoming;
+use hyper::client::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use parking_lot::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -474,5 +476,94 @@ fn a_client_that_stops_reading_outlives_no_timeout() {
         })
         .await;
         drop(unread);
+    });
+}
+
+#[test]
+fn what_was_used_of_a_budget_stays_used_when_a_policy_changes() {
+    let annotations = "retry.linkerd.io/http: 5xx\nretry.linkerd.io/limit: '20'";
+    routed(&route("HTTPRoute", annotations, "")).run(async |mesh: &Mesh| {
+        let seen = Seen::default();
+        let _app = server(mesh, "web", &seen, async |_| status(500)).await;
+        let mut clients = JoinSet::new();
+        for n in 0..100 {
+            let mut client = client(mesh).await;
+            clients.spawn(async move { client.ask(get(&n.to_string())).await.unwrap().status });
+        }
+        while clients.join_next().await.is_some() {}
+        let mut client = client(mesh).await;
+        let moved = "  - matches: [{path: {type: Exact, value: /moved}}]
+    filters: [{type: RequestRedirect, requestRedirect: {hostname: other.test, statusCode: 301}}]";
+        mesh.write("route", &route("HTTPRoute", annotations, moved));
+        eventually("the route has changed", async || {
+            let req = Request::get("/moved")
+                .header("host", "web.test")
+                .header("x-id", "moved");
+            let answer = client.ask(req.body(empty()).unwrap()).await.unwrap();
+            (answer.status == 301).then_some(())
+        })
+        .await;
+        assert_eq!(client.ask(get("more")).await.unwrap().status, 500);
+        assert!(seen.count("more") < 10, "{}", seen.count("more"));
+    });
+}
+
+#[test]
+fn what_was_used_of_a_profile_s_budget_stays_used_when_it_changes() {
+    let profile = |more| {
+        format!(
+            "\
+apiVersion: linkerd.io/v1alpha2
+kind: ServiceProfile
+metadata: {{name: web.shop.svc.cluster.local, namespace: shop}}
+spec:
+  retryBudget: {{retryRatio: 0.0, minRetriesPerSecond: 10, ttl: 10s}}
+  routes:
+  - {{name: flaky, condition: {{pathRegex: /}}, isRetryable: true}}
+{more}"
+        )
+    };
+    let mesh = mesh()
+        .workload("client")
+        .workload("web")
+        .manifest("profile", &profile(""));
+    mesh.run(async |mesh: &Mesh| {
+        let seen = Seen::default();
+        let _app = server(mesh, "web", &seen, async |_| status(500)).await;
+        let mut client = client(mesh).await;
+        assert_eq!(client.ask(get("all")).await.unwrap().status, 500);
+        assert_eq!(seen.count("all"), 101);
+        mesh.write("profile", &profile("  - {name: new, condition: {pathRegex: /new}}\n"));
+        eventually("the profile has changed", async || {
+            let req = Request::get("/new").header("host", "web.test").header("x-id", "new");
+            client.ask(req.body(empty()).unwrap()).await.unwrap();
+            let new = ["rt_route=\"new\""];
+            (mesh.metric("client", "route_request_total", &new).await > 0.0).then_some(())
+        })
+        .await;
+        assert_eq!(client.ask(get("more")).await.unwrap().status, 500);
+        assert_eq!(seen.count("more"), 1);
+    });
+}
+
+#[test]
+fn a_body_that_has_come_is_not_cut_because_its_reader_pauses() {
+    routed(&route("HTTPRoute", "timeout.linkerd.io/response: 300ms", "")).run(async |mesh: &Mesh| {
+        let _app = server(mesh, "web", &Seen::default(), async |_| {
+            Response::new(full(vec![b'x'; 200_000]))
+        })
+        .await;
+        // With little room, so that most of it has to wait in the proxy.
+        let stream = mesh.dial("client", mesh.service("web", HTTP)).await;
+        let mut builder = http2::Builder::new(TokioExecutor::new());
+        let handshake = builder
+            .initial_stream_window_size(65_535)
+            .handshake(TokioIo::new(stream));
+        let (mut client, connection) = handshake.await.unwrap();
+        tokio::spawn(connection);
+        let rsp = client.send_request(get2("pause")).await.unwrap();
+        tokio::time::sleep(Duration::from_secs(1)).await; // which is what this is about
+        let answer = Answer::of(rsp).await.unwrap();
+        assert_eq!((answer.status.as_u16(), answer.body.len()), (200, 200_000));
     });
 }
