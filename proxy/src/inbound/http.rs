@@ -41,6 +41,7 @@ use crate::{
     tap::{Subject, Tapped},
     tls::status::ServerTls,
 };
+    trace,
 
 /// One connection that speaks HTTP.
 pub(super) struct HttpConnection {
@@ -148,11 +149,12 @@ impl HttpConnection {
         handles.route.request();
         let upload = Upload::of(req, started, &handles.route.request_frames);
         let mut passage = Passage::new(handles, upload);
-        let span = self.inbound.tracer.as_ref().and_then(|tracer| tracer.goes(req));
+        let tracer = self.inbound.tracer.as_ref();
+        let came = trace::came(tracer, req);
+        let goes = trace::goes(tracer, req);
         let sent = self.send(req, upgrade).await;
-        if let Some(span) = span {
-            span.ended(&sent);
-        }
+        trace::ended(goes, &sent);
+        trace::ended(came, &sent);
         let rsp = match sent {
             Ok(rsp) => match tapped {
                 Some(tapped) => tapped.response(rsp),

@@ -608,18 +608,7 @@ impl Connection {
         });
         let serve = move |mut req| {
             let connection = connection.clone();
-            async move {
-                let span = connection
-                    .inbound
-                    .tracer
-                    .as_ref()
-                    .and_then(|tracer| tracer.came(&mut req));
-                let result = connection.serve(&mut req).await;
-                if let Some(span) = span {
-                    span.ended(&result);
-                }
-                result
-            }
+            async move { connection.serve(&mut req).await }
         };
         let service = inbound.wrappers.around(serve, reasons, place, closer.clone());
         server::serve(io, protocol, service, &inbound.server, closer, &self.drain).map(move |served| {

@@ -32,6 +32,7 @@ use crate::{
     },
     tap::{Subject, Tapped},
     tls::status::{ServerTls, WhyServerPlain},
+    trace,
 };
 
 /// What a request needs besides itself.
@@ -171,14 +172,12 @@ impl Dispatch<'_> {
                 true => self.tap(req, &endpoint),
                 false => None,
             };
-            let span = endpoint.tracer.as_ref().and_then(|tracer| tracer.goes(req));
+            let span = trace::goes(endpoint.tracer.as_ref(), req);
             let sent = {
                 let mut sent = pin!(endpoint.client(self.worker).send(ready, req));
                 poll_fn(|cx| Limits::poll_head(&mut limits, sent.as_mut().poll(cx), cx)).await
             };
-            if let Some(span) = span {
-                span.ended(&sent);
-            }
+            trace::ended(span, &sent);
             let sent = match tapped {
                 None => sent,
                 Some(tapped) => match sent {

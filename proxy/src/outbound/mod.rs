@@ -51,7 +51,7 @@ use crate::{
     },
     policy::client,
     tls::server::{self as tls_server, Hello},
-    trace::Tracer,
+    trace::{self, Tracer},
 };
 
 /// The outbound side of the process; shared by all workers.
@@ -251,15 +251,9 @@ impl Connection {
         let serve = move |mut req| {
             let connection = connection.clone();
             async move {
-                let span = connection
-                    .outbound
-                    .tracer
-                    .as_ref()
-                    .and_then(|tracer| tracer.came(&mut req));
+                let span = trace::came(connection.outbound.tracer.as_ref(), &mut req);
                 let result = connection.serve(&mut req).await;
-                if let Some(span) = span {
-                    span.ended(&result);
-                }
+                trace::ended(span, &result);
                 result
             }
         };

@@ -31,14 +31,22 @@ impl Context {
     /// What the headers say, if they do.
     pub(crate) fn of(headers: &HeaderMap) -> Option<Self> {
         let value = |name: &HeaderName| headers.get(name).map(HeaderValue::as_bytes);
-        value(&TRACEPARENT)
-            .and_then(w3c)
+        let mut parents = headers.get_all(&TRACEPARENT).iter();
+        let parent = parents.next().filter(|_| parents.next().is_none()); // of several, none is to be believed
+        parent
+            .and_then(|parent| w3c(parent.as_bytes()))
             .or_else(|| value(&GRPC_TRACE).and_then(grpc))
             .or_else(|| {
                 let sampled = value(&B3_SAMPLED).is_some_and(|value| matches!(value, b"1" | b"true"));
                 let debugged = value(&B3_FLAGS) == Some(b"1");
                 b3(value(&B3_TRACE)?, value(&B3_SPAN)?, sampled || debugged)
             })
+    }
+
+    /// Whether the headers, which name no trace, say that there shall be none.
+    pub(super) fn is_refused(headers: &HeaderMap) -> bool {
+        let sampled = headers.get(&B3_SAMPLED).map(HeaderValue::as_bytes);
+        matches!(sampled, Some(b"0" | b"false"))
     }
 
     /// A trace that begins here.
@@ -89,6 +97,9 @@ impl Context {
 fn w3c(text: &[u8]) -> Option<Context> {
     let (version, rest) = (text.get(..3)?, text.get(3..)?);
     let (head, more) = rest.split_at_checked(52)?;
+    if version.iter().chain(head).any(u8::is_ascii_uppercase) {
+        return None;
+    }
     let is_known = version == b"00-" && more.is_empty();
     let is_later = version != b"00-" && (more.is_empty() || more.starts_with(b"-"));
     let [version] = bytes::<1>(version.strip_suffix(b"-")?)?;
@@ -223,7 +234,11 @@ mod tests {
 
     fn headers(lines: &[(&'static str, &str)]) -> HeaderMap {
         let line = |(name, value): &(&'static str, &str)| (HeaderName::from_static(name), value.parse().unwrap());
-        lines.iter().map(line).collect()
+        let mut headers = HeaderMap::new();
+        for (name, value) in lines.iter().map(line) {
+            headers.append(name, value);
+        }
+        headers
     }
 
     /// Trace, span and whether it is sampled.
@@ -245,6 +260,11 @@ mod tests {
             (format!("cc-{long}-01-what-comes-then"), sampled),
             (format!("cc-{long}-01.what-comes-then"), None),
             (format!("ff-{long}-01"), None),
+            (format!("FF-{long}-01"), None),
+            (format!("0A-{long}-01"), None),
+            (format!("00-{}-{SPAN}-01", TRACE.to_uppercase()), None),
+            (format!("00-{TRACE}-{}-01", SPAN.to_uppercase()), None),
+            (format!("00-{long}-0A"), None),
             (format!("00-{long}-01-more"), None),
             (format!("00-{long}-1"), None),
             (format!("00-{long}-0g"), None),
@@ -257,6 +277,14 @@ mod tests {
         ] {
             assert_eq!(said(&[("traceparent", &value)]), expected, "{value:?}");
         }
+    }
+
+    #[test]
+    fn of_several_traceparents_none_is_believed() {
+        let parent = format!("00-{TRACE}-{SPAN}-01");
+        let one = ("traceparent", parent.as_str());
+        assert!(said(&[one]).is_some());
+        assert_eq!(said(&[one, one]), None);
     }
 
     #[test]

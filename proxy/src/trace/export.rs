@@ -7,6 +7,7 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
+use prost::Message as _;
 use tokio::{sync::mpsc, time::Instant};
 use tulle_core::{
     drain,
@@ -121,18 +122,21 @@ impl Exporter {
         self.metrics.streams.inc();
         let mut is_ending = false;
         while !is_ending {
-            let mut batch = Vec::new();
+            let mut batch = Batch::default();
             tokio::select! {
                 biased;
                 // Whichever is first, what was received is in the batch.
-                () = fill(&mut batch, &mut self.spans) => is_ending = batch.is_empty(),
+                () = batch.fill(&mut self.spans) => is_ending = batch.spans.is_empty(),
                 () = drain.signaled() => is_ending = true,
             }
             while is_ending && let Ok(span) = self.spans.try_recv() {
+                if batch.is_full() {
+                    self.send(std::mem::take(&mut batch).spans).await;
+                }
                 batch.push(span);
             }
-            if !batch.is_empty() {
-                self.send(batch).await;
+            if !batch.spans.is_empty() {
+                self.send(batch.spans).await;
             }
         }
     }
@@ -176,17 +180,33 @@ impl Exporter {
     }
 }
 
-/// Waits for a batch that is full, or whose first span has waited long enough; empty when nobody makes spans any more.
-async fn fill(batch: &mut Vec<Span>, spans: &mut mpsc::Receiver<Span>) {
-    if spans.recv_many(batch, LARGEST_BATCH).await == 0 {
-        return;
+/// Spans that are sent together.
+#[derive(Default)]
+struct Batch {
+    spans: Vec<Span>,
+    n_bytes: usize,
+}
+
+impl Batch {
+    fn push(&mut self, span: Span) {
+        self.n_bytes += span.encoded_len();
+        self.spans.push(span);
     }
-    let deadline = Instant::now() + LONGEST_WAIT;
-    while batch.len() < LARGEST_BATCH {
-        let room = LARGEST_BATCH - batch.len();
-        match tokio::time::timeout_at(deadline, spans.recv_many(batch, room)).await {
-            Ok(1..) => {}
-            Ok(0) | Err(_) => return,
+
+    fn is_full(&self) -> bool {
+        self.spans.len() >= MOST_TOGETHER || self.n_bytes >= LARGEST_BATCH
+    }
+
+    /// Waits until it is full, or its first span has waited long enough; it stays empty when nobody makes spans any more.
+    async fn fill(&mut self, spans: &mut mpsc::Receiver<Span>) {
+        let Some(first) = spans.recv().await else { return };
+        self.push(first);
+        let deadline = Instant::now() + LONGEST_WAIT;
+        while !self.is_full() {
+            match tokio::time::timeout_at(deadline, spans.recv()).await {
+                Ok(Some(span)) => self.push(span),
+                Ok(None) | Err(_) => return,
+            }
         }
     }
 }
@@ -202,7 +222,10 @@ fn parse_labels(text: &str) -> BTreeMap<String, String> {
 
 /// Spans that wait to be sent at most; further ones are dropped.
 const MOST_WAITING: usize = 1_000;
-const LARGEST_BATCH: usize = 1_000;
+/// Spans in one batch.
+const MOST_TOGETHER: usize = 1_000;
+/// Bytes that are enough for a batch: collectors take 4 MiB at once, and a span has a few KiB at most.
+const LARGEST_BATCH: usize = 1 << 20;
 /// How long a span waits for others.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 /// How long a collector may take.
@@ -214,20 +237,30 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn batches_are_full_or_have_waited() {
-        let (sender, mut spans) = mpsc::channel(LARGEST_BATCH + 1);
-        let (start, mut batch) = (Instant::now(), Vec::new());
-        for _ in 0..=LARGEST_BATCH {
+        let (sender, mut spans) = mpsc::channel(MOST_TOGETHER + 1);
+        let start = Instant::now();
+        let mut next = async || {
+            let mut batch = Batch::default();
+            batch.fill(&mut spans).await;
+            (batch.spans.len(), start.elapsed())
+        };
+        for _ in 0..=MOST_TOGETHER {
             sender.try_send(Span::default()).unwrap();
         }
-        fill(&mut batch, &mut spans).await;
-        assert_eq!((batch.len(), start.elapsed()), (LARGEST_BATCH, Duration::ZERO));
-        batch.clear();
-        fill(&mut batch, &mut spans).await;
-        assert_eq!((batch.len(), start.elapsed()), (1, LONGEST_WAIT));
-        batch.clear();
+        assert_eq!(next().await, (MOST_TOGETHER, Duration::ZERO));
+        assert_eq!(next().await, (1, LONGEST_WAIT));
+        for _ in 0..3 {
+            let name = "x".repeat(LARGEST_BATCH / 2);
+            let large = Span {
+                name,
+                ..Span::default()
+            };
+            sender.try_send(large).unwrap();
+        }
+        assert_eq!(next().await, (2, LONGEST_WAIT));
+        assert_eq!(next().await, (1, 2 * LONGEST_WAIT));
         drop(sender);
-        fill(&mut batch, &mut spans).await;
-        assert!(batch.is_empty());
+        assert_eq!(next().await, (0, 2 * LONGEST_WAIT));
     }
 
     #[test]

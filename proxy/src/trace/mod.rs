@@ -36,16 +36,33 @@ pub(crate) struct Tracer {
 /// A request on its way, as a part of a trace.
 pub(crate) struct Span {
     tracer: Tracer,
-    span: trace::Span,
+    /// Until it has been told how it ended.
+    span: Option<trace::Span>,
+}
+
+/// The span of a request that has come in and may, where it belongs to a recorded trace. Strangers make none.
+pub(crate) fn came(tracer: Option<&Tracer>, req: &mut Request<Body>) -> Option<Box<Span>> {
+    tracer?.came(req)
+}
+
+/// The span of a request that goes on to whoever serves it.
+pub(crate) fn goes(tracer: Option<&Tracer>, req: &mut Request<Body>) -> Option<Box<Span>> {
+    tracer?.goes(req)
+}
+
+/// The head of the response has come, or there is none.
+pub(crate) fn ended(span: Option<Box<Span>>, result: &Result<Response<Body>, Error>) {
+    if let Some(span) = span {
+        span.ended(result);
+    }
 }
 
 impl Tracer {
-    /// A request has come in.
     #[cold]
-    pub(crate) fn came(&self, req: &mut Request<Body>) -> Option<Box<Span>> {
+    fn came(&self, req: &mut Request<Body>) -> Option<Box<Span>> {
         let context = match Context::of(req.headers()) {
             Some(context) => context,
-            None if self.sampling > 0.0 => {
+            None if self.sampling > 0.0 && !Context::is_refused(req.headers()) => {
                 let is_sampled = fastrand::f64() < self.sampling;
                 let context = Context::begin(fastrand::u128(1..).to_be_bytes(), is_sampled);
                 if !is_sampled {
@@ -59,9 +76,8 @@ impl Tracer {
         self.begin(SpanKind::Server, context, req)
     }
 
-    /// A request goes on to whoever serves it.
     #[cold]
-    pub(crate) fn goes(&self, req: &mut Request<Body>) -> Option<Box<Span>> {
+    fn goes(&self, req: &mut Request<Body>) -> Option<Box<Span>> {
         let context = Context::of(req.headers())?;
         self.begin(SpanKind::Client, context, req)
     }
@@ -76,39 +92,39 @@ impl Tracer {
             [0, 0, 0, 0, 0, 0, 0, 0] => Vec::new(), // the trace begins here
             span => span.to_vec(),
         };
-        let state = req.headers().get("tracestate").and_then(|state| state.to_str().ok());
+        let span = trace::Span {
+            trace_id: context.trace.to_vec(),
+            span_id: id.to_vec(),
+            trace_state: state(req.headers()),
+            parent_span_id: parent,
+            name: cut(req.uri().path()).to_owned(),
+            kind: kind.into(),
+            start_time_unix_nano: now(),
+            end_time_unix_nano: 0,
+            attributes: attributes(self.direction, req),
+            status: None,
+        };
         Some(Box::new(Span {
             tracer: self.clone(),
-            span: trace::Span {
-                trace_id: context.trace.to_vec(),
-                span_id: id.to_vec(),
-                trace_state: state.unwrap_or_default().to_owned(),
-                parent_span_id: parent,
-                name: req.uri().path().to_owned(),
-                kind: kind.into(),
-                start_time_unix_nano: now(),
-                end_time_unix_nano: 0,
-                attributes: attributes(self.direction, req),
-                status: None,
-            },
+            span: Some(span),
         }))
     }
 }
 
 impl Span {
-    /// The head of the response has come, or there is none.
-    pub(crate) fn ended(self: Box<Self>, result: &Result<Response<Body>, Error>) {
-        let Self { tracer, mut span } = *self;
+    fn ended(mut self: Box<Self>, result: &Result<Response<Body>, Error>) {
+        self.tell(result.as_ref());
+    }
+
+    fn tell(&mut self, result: Result<&Response<Body>, &Error>) {
+        let Some(mut span) = self.span.take() else { return };
         let mut say = |key: &str, value| span.attributes.push(attribute(key, value));
         let (status, cause) = match result {
             Ok(rsp) => (rsp.status(), None),
             Err(error) => (error.answer().status, Some(error.cause())),
         };
         say("http.response.status_code", Value::IntValue(status.as_u16().into()));
-        let grpc = result
-            .as_ref()
-            .ok()
-            .and_then(|rsp| classify::grpc_status(rsp.headers()));
+        let grpc = result.ok().and_then(|rsp| classify::grpc_status(rsp.headers()));
         if let Some(code) = grpc {
             say("rpc.grpc.status_code", Value::IntValue(code.into()));
         }
@@ -123,10 +139,29 @@ impl Span {
             });
         }
         span.end_time_unix_nano = now();
-        if tracer.spans.try_send(span).is_err() {
-            tracer.dropped.inc();
+        if self.tracer.spans.try_send(span).is_err() {
+            self.tracer.dropped.inc();
         }
     }
+}
+
+/// The client has left.
+impl Drop for Span {
+    fn drop(&mut self) {
+        self.tell(Err(&Error::Left));
+    }
+}
+
+/// What other systems say of the trace; too much of it is dropped, as the standard permits.
+///
+/// Source: W3C Trace Context, section 3.3.1.5.
+fn state(headers: &HeaderMap) -> String {
+    let lines = headers
+        .get_all("tracestate")
+        .iter()
+        .filter_map(|line| line.to_str().ok());
+    let state = lines.collect::<Vec<_>>().join(",");
+    if state.len() > MOST_STATE { String::new() } else { state }
 }
 
 /// What OpenTelemetry's conventions have to say of a request.
@@ -187,7 +222,12 @@ fn attribute(key: &str, value: Value) -> KeyValue {
 }
 
 fn text(text: &str) -> Value {
-    Value::StringValue(text.to_owned())
+    Value::StringValue(cut(text).to_owned())
+}
+
+/// As much of a text as a span tells: clients write it.
+fn cut(text: &str) -> &str {
+    &text[..text.floor_char_boundary(LONGEST_TEXT)]
 }
 
 fn new_span() -> [u8; 8] {
@@ -199,6 +239,11 @@ fn now() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
+
+/// Bytes of a text in a span.
+const LONGEST_TEXT: usize = 1024;
+/// Bytes of what other systems say of a trace.
+const MOST_STATE: usize = 512;
 
 #[cfg(test)]
 mod tests {
@@ -225,6 +270,10 @@ mod tests {
         req.body(Body::empty()).unwrap()
     }
 
+    fn said(span: &Span) -> &trace::Span {
+        span.span.as_ref().unwrap()
+    }
+
     const SAMPLED: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
     fn value(span: &trace::Span, key: &str) -> Option<Value> {
@@ -238,7 +287,7 @@ mod tests {
         let mut req = request(Some(SAMPLED));
         let came = tracer.came(&mut req).unwrap();
         let goes = tracer.goes(&mut req).unwrap();
-        assert_eq!(goes.span.parent_span_id, came.span.span_id);
+        assert_eq!(said(&goes).parent_span_id, said(&came).span_id);
         let mut rsp = Response::new(Body::empty());
         *rsp.status_mut() = StatusCode::BAD_GATEWAY;
         came.ended(&Ok(rsp));
@@ -257,6 +306,47 @@ mod tests {
         ] {
             assert_eq!(value(&span, key), Some(expected), "{key}");
         }
+    }
+
+    #[test]
+    fn a_client_that_leaves_leaves_a_span() {
+        let (tracer, mut sent) = tracer(0.0);
+        drop(tracer.came(&mut request(Some(SAMPLED))).unwrap());
+        assert_eq!(
+            value(&sent.try_recv().unwrap(), "error.type"),
+            Some(text("client-left"))
+        );
+        tracer
+            .came(&mut request(Some(SAMPLED)))
+            .unwrap()
+            .ended(&Err(Error::Shed));
+        assert_eq!(value(&sent.try_recv().unwrap(), "error.type"), Some(text("overload")));
+        assert!(sent.try_recv().is_err(), "once is enough");
+    }
+
+    #[test]
+    fn what_clients_write_is_cut() {
+        let (tracer, mut sent) = tracer(0.0);
+        let mut req = request(Some(SAMPLED));
+        *req.uri_mut() = format!("http://web.test/{}", "x".repeat(60_000)).parse().unwrap();
+        let agent = "\u{e4}".repeat(1000);
+        req.headers_mut()
+            .insert("user-agent", agent.as_bytes().try_into().unwrap());
+        for line in ["shop=1", "other=2"] {
+            req.headers_mut().append("tracestate", line.parse().unwrap());
+        }
+        drop(tracer.came(&mut req));
+        let span = sent.try_recv().unwrap();
+        assert_eq!(
+            (span.name.len(), span.trace_state.as_str()),
+            (LONGEST_TEXT, "shop=1,other=2")
+        );
+        assert_eq!(value(&span, "user_agent.original"), Some(text(&agent[..1024])));
+        assert!(prost::Message::encoded_len(&span) < 8 * LONGEST_TEXT);
+        req.headers_mut()
+            .append("tracestate", format!("long={}", "x".repeat(500)).parse().unwrap());
+        drop(tracer.came(&mut req));
+        assert_eq!(sent.try_recv().unwrap().trace_state, "");
     }
 
     #[test]
@@ -281,9 +371,15 @@ mod tests {
         let (always, _sent) = tracer(1.0);
         let mut req = request(None);
         let span = always.came(&mut req).unwrap();
-        assert!(span.span.parent_span_id.is_empty());
-        assert_eq!(always.goes(&mut req).unwrap().span.parent_span_id, span.span.span_id);
+        assert!(said(&span).parent_span_id.is_empty());
+        let next = always.goes(&mut req).unwrap();
+        assert_eq!(said(&next).parent_span_id, said(&span).span_id);
         assert!(always.came(&mut not).is_none(), "others have decided");
+
+        let mut refused = request(None);
+        refused.headers_mut().insert("x-b3-sampled", "0".parse().unwrap());
+        assert!(always.came(&mut refused).is_none());
+        assert!(!refused.headers().contains_key("traceparent"));
 
         let (seldom, _sent) = tracer(f64::MIN_POSITIVE);
         assert!(seldom.came(&mut plain).is_none());

@@ -1,6 +1,7 @@
 //! A collector hears of requests that belong to a recorded trace, and of which is part of which.
 
 use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
 
 use http::Request;
 use hyper::body::Incoming;
@@ -17,7 +18,8 @@ use tulle_proto::trace::trace_service_server::{TraceService, TraceServiceServer}
 use tulle_proto::trace::{ExportTraceServiceRequest, ExportTraceServiceResponse, KeyValue, Span};
 use tulle_tests::apps::{self, App};
 use tulle_tests::client::{Http1, empty};
-use tulle_tests::mesh::{HTTP, Mesh, mesh};
+use tulle_tests::eventually::eventually;
+use tulle_tests::mesh::{HTTP, Mesh, STRANGER, mesh};
 
 /// Takes spans as a collector does.
 struct Collector(mpsc::UnboundedSender<ExportTraceServiceRequest>);
@@ -187,6 +189,38 @@ fn what_is_not_recorded_passes_as_it_came() {
     });
     traced("0", None, async |told: String, mut spans: Spans| {
         assert_eq!(told, "");
+        assert!(spans.sent.try_recv().is_err());
+    });
+}
+
+#[test]
+fn strangers_who_may_nothing_leave_no_spans() {
+    let mesh = mesh()
+        .flag("--default-policy=all-authenticated")
+        .env("INBOUND_DEFAULT_POLICY", "all-authenticated")
+        .env("TRACE_COLLECTOR_SVC_ADDR", COLLECTOR);
+    mesh.workload("web").run(async |mesh: &Mesh| {
+        let mut spans = Spans::collect().await;
+        apps::echo(mesh, "web").await;
+        let ask = async |from| {
+            let mut client = Http1::over(mesh.arrive(from, "web", HTTP).await).await;
+            let req = Request::get("/").header("host", "web.test");
+            let req = req.header("traceparent", format!("00-{TRACE}-{PARENT}-01"));
+            client.ask(req.body(empty()).unwrap()).await.unwrap().status.as_u16()
+        };
+        assert_eq!(ask(STRANGER).await, 403);
+        eventually("who is on the machine may", async || {
+            (ask(Ipv4Addr::LOCALHOST).await == 200).then_some(())
+        })
+        .await;
+        mesh.shut_down("web");
+        mesh.ended("web").await;
+        let of_one = |span: ExportTraceServiceRequest| span.resource_spans[0].scope_spans[0].spans.len();
+        assert_eq!(
+            spans.sent.recv().await.map(of_one),
+            Some(2),
+            "those of the request that was permitted"
+        );
         assert!(spans.sent.try_recv().is_err());
     });
 }
