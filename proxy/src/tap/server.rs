@@ -112,14 +112,20 @@ async fn connection(stream: TcpStream, client: SocketAddr, clients: &[Identity],
     }
 }
 
+/// Speaks to a client, to whom a stranger is told that it may not, and then has to leave.
 async fn http2(io: impl AsyncRead + AsyncWrite + Unpin, service: Service) {
+    let limit = match service.is_permitted {
+        true => Duration::MAX,
+        false => STRANGER_LIMIT,
+    };
     let mut server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
     server
         .timer(TokioTimer::new())
         .keep_alive_interval(KEEP_ALIVE)
         .max_concurrent_streams(MOST_STREAMS);
     let service = TowerToHyperService::new(TapServer::new(service));
-    if let Err(error) = server.serve_connection(TokioIo::new(io), service).await {
+    let serving = server.serve_connection(TokioIo::new(io), service);
+    if let Ok(Err(error)) = tokio::time::timeout(limit, serving).await {
         tracing::debug!(%error, "a connection of tap ended");
     }
 }
@@ -189,6 +195,8 @@ impl Drop for Shown {
 /// The first byte of a TLS record that begins a handshake.
 const TLS_HANDSHAKE: u8 = 22;
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
+/// Enough to be told so.
+const STRANGER_LIMIT: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(100);
 /// Who watches may have nothing to see for long.
 const KEEP_ALIVE: Duration = Duration::from_secs(20);

@@ -15,6 +15,7 @@ use tulle_proto::tap::tap_event::{Event, ProxyDirection, http};
 use tulle_proto::tap::{ObserveRequest, TapEvent, eos};
 use tulle_tests::apps;
 use tulle_tests::client::{AnyBody, Http1, Http2, empty, full, request};
+use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, STRANGER, identity, mesh};
 
 /// A client of the tap of a workload, from some address.
@@ -248,5 +249,21 @@ fn who_may_not_see_anything_is_told_so() {
             .body(empty())
             .unwrap();
         assert_eq!(client.ask(ok).await.unwrap().status, 200);
+    });
+}
+
+#[test]
+fn strangers_who_only_stay_are_sent_away() {
+    let mesh = mesh().env("TAP_SVC_NAME", &identity("watcher"));
+    mesh.workload("web").run(async |mesh: &Mesh| {
+        // As many as there are places, who speak HTTP/2 and answer its pings, and ask for nothing.
+        let mut strangers = Vec::new();
+        for _ in 0..64 {
+            strangers.push(tap(mesh, "web", STRANGER).await);
+        }
+        eventually("there is a place again", async || {
+            observe(mesh, "web", |_| ()).await.ok()
+        })
+        .await;
     });
 }
