@@ -8,16 +8,26 @@ use crate::net::{copy, io::Io};
 /// Joins the client's connection, once the server lets go of it, with the upstream one; bytes pass until both have
 /// ended.
 ///
-/// A tunnel does not hear of a drain, it holds it open.
-pub(crate) fn spawn(client: oneshot::Receiver<Io>, mut upstream: Io, drain: &drain::Watch) {
+/// A tunnel does not hear of a drain, it holds it open. It is cut when `refused` is ready.
+pub(crate) fn spawn(
+    client: oneshot::Receiver<Io>,
+    mut upstream: Io,
+    drain: &drain::Watch,
+    refused: impl Future<Output = ()> + Send + 'static,
+) {
     let guard = drain.guard();
     tokio::spawn(async move {
         let _guard = guard;
         let Ok(mut client) = client.await else {
             return tracing::debug!("the client left before its upgrade");
         };
-        if let Err(error) = copy::both(&mut client, &mut upstream).await {
-            tracing::debug!(%error, "tunnel ended");
+        tokio::select! {
+            copied = copy::both(&mut client, &mut upstream) => {
+                if let Err(error) = copied {
+                    tracing::debug!(%error, "tunnel ended");
+                }
+            }
+            () = refused => {}
         }
     });
 }

@@ -33,15 +33,16 @@ use crate::{
     },
     net::io::{Io, Tcp},
     policy::{
-        authz::{self, Authorization},
+        authz::{self, Authorization, Denied},
         matches::Head,
+        meta::Meta,
         route,
-        server::ServerProtocol,
+        server::{ServerPolicy, ServerProtocol},
     },
     tap::{Subject, Tapped},
     tls::status::ServerTls,
-};
     trace,
+};
 
 /// One connection that speaks HTTP.
 pub(super) struct HttpConnection {
@@ -108,8 +109,10 @@ impl Ended for Passage {
 /// Series that requests on this connection were counted in, so that each is looked up once.
 pub(super) type Seen = SmallVec<[(Arc<Current>, usize, usize, Arc<Handles>); 1]>;
 
-/// What a permitted request is counted in.
+/// What a permitted request is counted in. Somebody beside [`Seen`] has it for as long as such a request, or its tunnel, lasts.
 pub(super) struct Handles {
+    /// The route's.
+    meta: Arc<Meta>,
     allowed: Arc<Counter>,
     series: Arc<Series>,
     route: Arc<RouteSeries>,
@@ -117,7 +120,7 @@ pub(super) struct Handles {
 
 impl HttpConnection {
     /// Carries one request to the application.
-    pub(super) async fn serve(&self, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
+    pub(super) async fn serve(self: &Arc<Self>, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
         let started = Instant::now();
         let restored = orig_proto::restore(req)?;
         headers::check_request(req)?;
@@ -152,7 +155,7 @@ impl HttpConnection {
         let tracer = self.inbound.tracer.as_ref();
         let came = trace::came(tracer, req);
         let goes = trace::goes(tracer, req);
-        let sent = self.send(req, upgrade).await;
+        let sent = self.send(req, upgrade, &passage.handles).await;
         trace::ended(goes, &sent);
         trace::ended(came, &sent);
         let rsp = match sent {
@@ -251,7 +254,7 @@ impl HttpConnection {
         if let Some((.., handles)) = known {
             return handles.clone();
         }
-        seen.retain(|(of, ..)| Arc::ptr_eq(of, current));
+        seen.retain(|(of, .., handles)| Arc::ptr_eq(of, current) || Arc::strong_count(handles) > 1);
         let labels = connection_labels(self.peer.target, &self.tls, &current.policy.meta);
         let labels = with_meta(labels, "route", &route.meta);
         let labels: Labels = with_meta(labels, "authz", &authorization.meta);
@@ -261,6 +264,7 @@ impl HttpConnection {
             _ => Kind::Http,
         };
         let handles = Arc::new(Handles {
+            meta: route.meta.clone(),
             allowed: families.http_allow.get(&labels),
             series: families.http.series(labels),
             route: families.route(kind, &current.policy.meta, self.peer.target.port(), &route.meta),
@@ -269,12 +273,44 @@ impl HttpConnection {
         handles
     }
 
+    /// Waits until the client has something under way that the policy does not permit any more.
+    pub(super) async fn refused(self: Arc<Self>) {
+        loop {
+            let current = self.port.current();
+            if let Some(denied) = self.denied(&current.policy) {
+                let labels = connection_labels(self.peer.target, &self.tls, &current.policy.meta);
+                self.inbound.families.tcp_terminated(&labels, denied);
+                return tracing::info!(client = %self.peer.client.0, %denied, "requests ended by a changed policy");
+            }
+            self.port.changed_from(&current).await;
+        }
+    }
+
+    /// Why a policy does not permit something of what is under way: by the route of the same name, or by the server's
+    /// authorizations where there is none any more.
+    fn denied(&self, policy: &ServerPolicy) -> Option<Denied> {
+        let (client, tls) = (self.peer.client.0.ip(), self.tls.proven());
+        let permit = |authorizations: &[Authorization]| authz::authorize(authorizations, client, tls).map(drop);
+        let routes = || policy.protocol.http().into_iter().flat_map(|http| http.routes.iter());
+        let seen = self.seen.lock();
+        let under_way = seen.iter().map(|(.., handles)| handles);
+        under_way
+            .filter(|handles| Arc::strong_count(handles) > 1)
+            .find_map(|handles| {
+                let same = routes().filter(|route| route.meta == handles.meta);
+                let rules = same.flat_map(|route| &route.rules).map(|rule| permit(&rule.payload));
+                let permitted = rules.reduce(Result::or);
+                permitted.unwrap_or_else(|| permit(&policy.authorizations)).err()
+            })
+    }
+
     /// Sends the request to the application; a pooled connection that turns out to be closed is replaced once, where
     /// that is safe.
     async fn send(
-        &self,
+        self: &Arc<Self>,
         req: &mut Request<Body>,
         upgrade: Option<oneshot::Receiver<Io>>,
+        handles: &Arc<Handles>,
     ) -> Result<Response<Body>, Error> {
         let protocol = if req.version() == Version::HTTP_2 {
             Protocol::Http2
@@ -301,7 +337,14 @@ impl HttpConnection {
             result => result.map_err(unreachable_app)?,
         };
         match (upgrade, rsp.body_mut().take_upgraded()) {
-            (Some(client), Some(upstream)) => tunnel::spawn(client, upstream, &self.drain),
+            (Some(client), Some(upstream)) => {
+                let (refused, handles) = (self.clone().refused(), handles.clone());
+                let refused = async move {
+                    refused.await;
+                    drop(handles); // under way until then
+                };
+                tunnel::spawn(client, upstream, &self.drain, refused);
+            }
             (None, Some(_)) => return Err(Error::BadResponse("it switched protocols unasked")),
             (_, None) => headers::strip_hop_by_hop(rsp.headers_mut()),
         }

@@ -3,6 +3,7 @@
 //! A connection is accepted, its policy found, TLS terminated where it is meant for us, its protocol learned; HTTP goes
 //! on per request in [`http`], everything else as bytes in [`forward`].
 
+mod cut;
 mod debug;
 mod direct;
 mod forward;
@@ -42,8 +43,8 @@ use crate::{
         metrics::Families,
         policy::{Current, Port, Ports},
     },
-    net::{
     metrics::hosts::Hosts,
+    net::{
         connect,
         copy::Carrying,
         counts::Counts,
@@ -52,7 +53,10 @@ use crate::{
         io::{Io, Tcp},
         orig_dst,
     },
-    policy::{authz::ConnTls, server::ServerProtocol},
+    policy::{
+        authz::{ConnTls, Denied},
+        server::ServerProtocol,
+    },
     tap::Taps,
     tls::{
         creds::{Alpn, Credentials},
@@ -86,17 +90,22 @@ pub(crate) struct Inbound {
     pub(crate) taps: Arc<Taps>,
     /// Who makes spans of traces, where there are any.
     pub(crate) tracer: Option<Tracer>,
+    /// Names that TLS of others is for, which are told apart on metrics.
+    pub(crate) names: Hosts<()>,
     /// Clients of the application, by worker and address.
     pub(crate) apps: Vec<Mutex<HashMap<SocketAddr, Arc<Client>>>>,
 }
 
-    /// Names that TLS of others is for, which are told apart on metrics.
-    pub(crate) names: Hosts<()>,
 /// What it is called that a client does not go on in time.
 const LATE: &str = "tls detection timeout";
 
 /// Addresses of the application that are remembered without a connection to them; peers may try every port.
 const MAX_IDLE_APPS: usize = 64;
+
+/// Whether a client has said something that is not TLS.
+fn is_plain(first: &First) -> bool {
+    matches!(first, First::Client(seen, ..) if !matches!(tls_server::sni(seen), Hello::ClientHello { .. }))
+}
 
 /// Who is connected, and to what.
 #[derive(Clone, Copy, Debug)]
@@ -249,7 +258,7 @@ struct HttpStart {
 impl Connection {
     /// A connection that was redirected to us: the policy of the port it went to decides all.
     async fn redirected(&self, stream: TcpStream, peer: Peer) -> Option<Start> {
-        let port = self.inbound.ports.get(peer.target.port());
+        let port = self.port(&peer)?;
         let current = port.current();
         if current.policy.protocol == ServerProtocol::Opaque {
             let tls = ServerTls::Plain(WhyServerPlain::PortSkipped);
@@ -276,16 +285,22 @@ impl Connection {
                 self.terminated(io, peer, tls, port, current).await
             }
             Opening::Foreign { seen, sni } => {
+                let sni = self.inbound.names.get(&sni, |_| ()).map_or_else(String::new, |()| sni);
                 let tls = ServerTls::PassedThrough { sni };
                 let io = self.counted(Tcp::with_prefix(stream, seen), &peer, &tls, &current);
                 Some(Start::bytes(io, peer, tls, port, current))
+            }
+            Opening::Plain(first) if current.policy.protocol == ServerProtocol::Tls && is_plain(&first) => {
+                let labels = metrics::connection_labels(peer.target, &plain, &current.policy.meta);
+                self.inbound.families.tcp_denied(&labels, Denied::NoTls);
+                tracing::info!(client = %peer.client.0, target = %peer.target, "connection refused: this port speaks TLS");
+                None
             }
             Opening::Plain(first) => {
                 let counts = self.inbound.client_counts(&peer, &plain, &current);
                 counts.read(first.n_read() as u64);
                 let io = Io::tcp(Tcp::new(stream)).count(counts);
                 self.detected(Some(&first), &peer, &current, began_at);
-                let sni = self.inbound.names.get(&sni, |_| ()).map_or_else(String::new, |()| sni);
                 self.begun(io, first, peer, plain, port, current).await
             }
         }
@@ -325,7 +340,7 @@ impl Connection {
             client,
             target: direct::target(local, &header),
         };
-        let port = self.inbound.ports.get(peer.target.port());
+        let port = self.port(&peer)?;
         let current = port.current();
         let io = io.count(self.inbound.client_counts(&peer, &tls, &current));
         let protocol = match header.protocol {
@@ -342,6 +357,19 @@ impl Connection {
             tls,
             port,
         }))
+    }
+
+    /// The port that a client wants, unless it is one too many.
+    fn port(&self, peer: &Peer) -> Option<Arc<Port>> {
+        let port = self.inbound.ports.get(peer.target.port());
+        if port.is_none() {
+            let target = peer.target;
+            self.inbound
+                .families
+                .tcp_failed(target, "loadshed", Error::Shed.cause());
+            tracing::info!(client = %peer.client.0, %target, "connection refused: too many ports are in use");
+        }
+        port
     }
 
     fn counted(&self, tcp: Tcp, peer: &Peer, tls: &ServerTls, current: &Current) -> Io {
@@ -606,13 +634,15 @@ impl Connection {
             seen: Mutex::default(),
             drain: self.drain.clone(),
         });
+        let refused = connection.clone().refused();
         let serve = move |mut req| {
             let connection = connection.clone();
             async move { connection.serve(&mut req).await }
         };
         let service = inbound.wrappers.around(serve, reasons, place, closer.clone());
-        server::serve(io, protocol, service, &inbound.server, closer, &self.drain).map(move |served| {
-            if let Err(error) = served {
+        let serving = server::serve(io, protocol, service, &inbound.server, closer, &self.drain);
+        cut::unless(refused, serving).map(move |served| {
+            if let Some(Err(error)) = served {
                 tracing::debug!(client = %peer.client.0, %error, "HTTP connection ended");
             }
         })

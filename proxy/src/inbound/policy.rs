@@ -94,23 +94,32 @@ impl Ports {
         ports
     }
 
-    /// The port, watched from now on until it has not been asked for in a while.
-    pub(super) fn get(&self, port: u16) -> Arc<Port> {
+    /// The port, watched from now on until it has not been asked for in a while; nothing where as many others are in use as may be:
+    /// clients may try every port, and each one that is watched costs the control plane something.
+    pub(super) fn get(&self, port: u16) -> Option<Arc<Port>> {
         let now = Instant::now();
         let mut known = self.known.lock();
         if let Some((found, used)) = known.get_mut(&port) {
             *used = now;
-            return found.clone();
+            return Some(found.clone());
         }
+        let is_free = |port: u16, found: &Arc<Port>| !self.kept.contains(port) && Arc::strong_count(found) == 1;
         // While the control plane cannot be asked again, what it has said is kept.
-        if self.policies.can_answer() {
-            known.retain(|port, (found, used)| {
-                self.kept.contains(*port) || Arc::strong_count(found) > 1 || now.duration_since(*used) < self.idle
-            });
+        let can_answer = self.policies.can_answer();
+        if can_answer {
+            known.retain(|port, (found, used)| !is_free(*port, found) || now.duration_since(*used) < self.idle);
+        }
+        let n_others = known.keys().filter(|port| !self.kept.contains(**port)).count();
+        if n_others >= MOST_OTHERS && !self.kept.contains(port) {
+            let free = known
+                .iter()
+                .filter(|(port, (found, _))| can_answer && is_free(**port, found));
+            let (&longest_unused, _) = free.min_by_key(|(_, (_, used))| *used)?;
+            known.remove(&longest_unused);
         }
         let made = Arc::new(self.watch(port));
         known.insert(port, (made.clone(), now));
-        made
+        Some(made)
     }
 
     /// What `of` makes of each port in use.
@@ -181,6 +190,9 @@ impl Port {
         }
     }
 }
+
+/// Ports that are watched at a time beside those that stay watched.
+const MOST_OTHERS: usize = 256;
 
 #[cfg(test)]
 mod tests {

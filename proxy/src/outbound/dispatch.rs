@@ -217,7 +217,7 @@ impl Dispatch<'_> {
                     let rsp = classify::observe(rsp, started, flight);
                     tried.push(endpoint);
                     if let (Some(client), Some(upstream)) = (upgrade, upgraded) {
-                        tunnel::spawn(client, upstream, self.drain);
+                        tunnel::spawn(client, upstream, self.drain, std::future::pending());
                     }
                     return Ok(rsp);
                 }

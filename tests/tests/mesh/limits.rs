@@ -7,11 +7,12 @@ use std::time::Duration;
 use http::Response;
 use http_body_util::BodyExt as _;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpListener;
 use tokio::time::timeout;
 use tulle_tests::apps;
-use tulle_tests::client::{Http1, full, read_until, request};
+use tulle_tests::client::{self, Http1, empty, full, read_until, request};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{HTTP, Mesh, TCP, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, STRANGER, TCP, mesh};
 
 #[test]
 fn a_proxy_short_of_memory_refuses_and_says_so_until_there_is_some_again() {
@@ -91,7 +92,10 @@ fn uploads_that_nobody_reads_hold_up_nobody_else() {
             let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
             let post = http::Request::post("http://web.test/").body(full(vec![b'x'; BODY])).unwrap();
             uploads.spawn(async move { client.ask(post).await.unwrap().text() });
-            eventually("the upload has begun", async || (n_held.load(Ordering::Relaxed) == n).then_some(())).await;
+            eventually("the upload has begun", async || {
+                (n_held.load(Ordering::Relaxed) == n).then_some(())
+            })
+            .await;
             asks_at_ease(mesh).await;
         }
         held.add_permits(IDLERS);
@@ -106,4 +110,33 @@ async fn asks_at_ease(mesh: &Mesh) {
     let asked = mesh.get("client", mesh.service("web", HTTP), "/bytes/20000");
     let answer = timeout(Duration::from_secs(5), asked).await.expect("it waits for those who do not read");
     assert_eq!(answer.status, 200);
+}
+
+#[test]
+fn who_tries_every_port_keeps_only_so_many_watched() {
+    const MOST: u16 = 256;
+    mesh().workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let at = |port| (mesh.ip("web"), port).into();
+        let mut held = Vec::new();
+        for port in 20_000..=20_000 + MOST {
+            held.push(mesh.stray(STRANGER, "web", at(port)).await);
+        }
+        let refused = async || {
+            mesh.metric("web", "inbound_tcp_errors_total", &["error=\"loadshed\""])
+                .await
+        };
+        eventually("one is too many", async || (refused().await >= 1.).then_some(())).await;
+        assert_eq!(refused().await, 1.);
+        let known = client::get(mesh.arrive(STRANGER, "web", HTTP).await, "/").await;
+        assert_eq!(known.status, 200, "ports that are known are for everybody");
+        drop(held);
+        let listener = TcpListener::bind((mesh.ip("web"), 30_000)).await.unwrap();
+        let _app = apps::http(listener, |_| async { Response::new(empty()) });
+        eventually("there is a place again", async || {
+            let stream = mesh.stray(STRANGER, "web", at(30_000)).await;
+            client::try_get(stream, "/").await.ok()
+        })
+        .await;
+    });
 }

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
-use tulle_tests::apps;
-use tulle_tests::client::{self, Http1, Http2, request, request2};
+use tulle_tests::apps::{self, App};
+use tulle_tests::client::{self, Http1, Http2, read_until, request, request2};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, OPAQUE, STRANGER, TCP, identity, mesh};
 
@@ -255,4 +256,57 @@ spec:
             let labels = [r#"ratelimit_name="web-http""#, r#"ratelimit_scope="total""#];
             assert!(mesh.metric("web", "inbound_http_local_ratelimit_total", &labels).await >= 1.);
         });
+}
+
+/// A server that grants every upgrade and gives back what comes then; other requests get a part of an answer.
+async fn unending(mesh: &Mesh) -> App {
+    apps::raw(mesh.listen("web", HTTP).await, |mut stream| async move {
+        let head = read_until(&mut stream, "\r\n\r\n").await;
+        let answer = match head.contains("upgrade: ") {
+            true => "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: echo\r\n\r\n",
+            false => "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n6\r\nbegun\n\r\n",
+        };
+        stream.write_all(answer.as_bytes()).await.unwrap();
+        let (mut from, mut to) = stream.split();
+        let _ = tokio::io::copy(&mut from, &mut to).await;
+    })
+}
+
+#[test]
+fn a_policy_that_turns_cuts_tunnels_and_responses() {
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        let _app = unending(mesh).await;
+        let dst = mesh.service("web", HTTP);
+        let mut open = Vec::new();
+        for (upgrade, begun) in [
+            ("", "begun\n"),
+            ("connection: upgrade\r\nupgrade: echo\r\n", "\r\n\r\n"),
+        ] {
+            for mut stream in [mesh.dial("client", dst).await, mesh.arrive(STRANGER, "web", HTTP).await] {
+                let head = format!("GET / HTTP/1.1\r\nhost: web.test\r\n{upgrade}\r\n");
+                stream.write_all(head.as_bytes()).await.unwrap();
+                read_until(&mut stream, begun).await;
+                open.push(stream);
+            }
+        }
+        mesh.write("server", &server("web-http", HTTP, "all-unauthenticated"));
+        let known = ["srv_name=\"web-http\""];
+        eventually("the policy is known", async || {
+            drop(mesh.arrive(STRANGER, "web", HTTP).await);
+            (mesh.metric("web", "tcp_open_total", &known).await > 0.).then_some(())
+        })
+        .await;
+        for tunnel in &mut open[2..] {
+            tunnel.write_all(b"hello").await.unwrap();
+            tunnel.read_exact(&mut [0; 5]).await.expect("what is permitted goes on");
+        }
+        mesh.write("server", &server("web-http", HTTP, "deny"));
+        for mut stream in open {
+            let cut = async { while !is_closed(&mut stream).await {} };
+            tokio::time::timeout(Duration::from_secs(5), cut)
+                .await
+                .expect("it is cut");
+        }
+        assert_eq!(mesh.metric("web", "inbound_tcp_authz_terminate_total", &[]).await, 4.);
+    });
 }

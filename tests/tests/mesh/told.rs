@@ -601,3 +601,30 @@ fn ports_speak_what_their_policy_says() {
         assert_eq!(client.ask(call()).await.unwrap().text(), "HTTP/2.0");
     });
 }
+
+#[test]
+fn a_port_of_tls_takes_nothing_else() {
+    let mesh = mesh().workload("web").its_env("POLICY_SVC_ADDR", policies::ADDR);
+    mesh.run(async |mesh: &Mesh| {
+        let policies = Policies::serve().await;
+        let tls = inbound::proxy_protocol::Kind::Tls(Default::default());
+        policies.say_of_ports(Ok(server(tls)));
+        let _app = says(mesh.app("web", OPAQUE), b'1').await;
+        let answer = async |said: &[u8]| {
+            let mut stream = mesh.arrive(STRANGER, "web", OPAQUE).await;
+            stream.write_all(said).await.unwrap();
+            stream.read_u8().await.ok()
+        };
+        eventually("plaintext is refused", async || {
+            let plain = answer(b"GET / HTTP/1.1\r\n\r\n").await;
+            plain.is_none().then_some(())
+        })
+        .await;
+        let without_a_name = "10.0.0.1";
+        for name in ["a.test", without_a_name] {
+            assert_eq!(answer(&client_hello(name)).await, Some(b'1'), "{name}");
+        }
+        let labels = ["srv_name=\"web\"", "reason=\"no-tls\""];
+        assert!(mesh.metric("web", "tulle_inbound_denied_total", &labels).await >= 1.);
+    });
+}
