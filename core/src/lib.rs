@@ -7,6 +7,8 @@
 pub mod addr;
 pub mod admin;
 pub mod backoff;
+#[cfg(target_os = "linux")]
+pub mod caps;
 pub mod causes;
 pub mod drain;
 pub mod duration;

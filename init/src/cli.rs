@@ -9,7 +9,9 @@ use tulle_core::duration;
 use tulle_core::telemetry::Format;
 
 use crate::iptables::{DEFAULT_WAIT_SECS, Flavour};
-use crate::options::{self, BadEntry, DEFAULT_PRIORITY, Families, Inbound, Invalid, OptionError, Options, Scope};
+use crate::options::{
+    self, BadEntry, DEFAULT_PRIORITY, Families, Inbound, InboundMode, Invalid, OptionError, Options, Scope,
+};
 use crate::redirect::{Backend, CleanMode, Ipv6, Job, Mode};
 use crate::validate::Trial;
 
@@ -136,6 +138,10 @@ pub struct RedirectArgs {
     /// Whether traffic that is only forwarded through the namespace counts as inbound (all) or not (local)
     #[arg(long, value_enum, value_name = "local|all", default_value = "local", help_heading = OURS)]
     inbound_scope: ScopeArg,
+    /// How inbound connections get to the proxy: redirect translates them; tproxy leaves them as they are, so that the
+    /// application sees its clients' addresses. The proxy then needs TULLE_PROXY_INBOUND_MODE=tproxy and NET_RAW
+    #[arg(long, value_enum, value_name = "redirect|tproxy", default_value = "redirect", help_heading = OURS, overrides_with = "inbound_mode")]
+    inbound_mode: InboundModeArg,
     /// Drop TCP packets that belong to no known connection, instead of letting them provoke resets
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = go_bool, help_heading = OURS)]
     drop_invalid: Option<bool>,
@@ -229,6 +235,12 @@ enum ScopeArg {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
+enum InboundModeArg {
+    Redirect,
+    Tproxy,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
 enum ReportArg {
     Json,
 }
@@ -278,6 +290,7 @@ impl RedirectArgs {
         } else {
             Families::Both
         };
+        let (inbound_mode, scope) = self.inbound()?;
         Ok(Options {
             inbound_port: options::proxy_port("--incoming-proxy-port", self.incoming_proxy_port)?,
             outbound_port: options::proxy_port("--outgoing-proxy-port", self.outgoing_proxy_port)?,
@@ -292,10 +305,8 @@ impl RedirectArgs {
             inbound_skip_nets: options::networks("--subnets-to-ignore", &self.subnets_to_ignore)?,
             outbound_skip_ports: options::ports("--outbound-ports-to-ignore", &self.outbound_ports_to_ignore, bad)?,
             outbound_skip_nets: options::networks("--outbound-subnets-to-ignore", &self.outbound_subnets_to_ignore)?,
-            scope: match self.inbound_scope {
-                ScopeArg::Local => Scope::Local,
-                ScopeArg::All => Scope::All,
-            },
+            inbound_mode,
+            scope,
             invalid: if self.drop_invalid == Some(true) {
                 Invalid::Drop
             } else {
@@ -304,6 +315,19 @@ impl RedirectArgs {
             priority: self.priority,
             families,
         })
+    }
+
+    fn inbound(&self) -> Result<(InboundMode, Scope), OptionError> {
+        match (self.inbound_mode, self.inbound_scope) {
+            (InboundModeArg::Tproxy, ScopeArg::All) => Err(OptionError {
+                flag: "--inbound-scope",
+                value: "all".to_owned(),
+                reason: "does not go with --inbound-mode tproxy: who answers forwarded traffic is not here".to_owned(),
+            }),
+            (InboundModeArg::Tproxy, ScopeArg::Local) => Ok((InboundMode::Tproxy, Scope::Local)),
+            (InboundModeArg::Redirect, ScopeArg::Local) => Ok((InboundMode::Redirect, Scope::Local)),
+            (InboundModeArg::Redirect, ScopeArg::All) => Ok((InboundMode::Redirect, Scope::All)),
+        }
     }
 
     /// Who may hold the rules, the best first.
@@ -425,6 +449,8 @@ Examples:
       Print the rules as text that nft reads.
   tulle-init --netns /run/netns/pod --clean=drain
       Take the rules away without breaking open connections.
+  tulle-init -p 4143 -o 4140 -u 2102 --inbound-mode tproxy
+      Redirect, and let the application see its clients' addresses.
   tulle-init validate --timeout 5s
       Prove that traffic is redirected.
 
@@ -478,6 +504,22 @@ mod tests {
     }
 
     #[test]
+    fn forwarded_traffic_does_not_keep_its_address() {
+        let flags = "-p 4143 -o 4140 --inbound-mode tproxy";
+        assert_eq!(options(flags).inbound_mode, InboundMode::Tproxy);
+        let words = format!("tulle-init {flags} --inbound-scope all");
+        let refused = Cli::try_parse_from(words.split(' '))
+            .unwrap()
+            .redirect
+            .job()
+            .unwrap_err();
+        assert!(
+            refused.to_string().starts_with("--inbound-scope \"all\" does not go"),
+            "{refused}"
+        );
+    }
+
+    #[test]
     fn short_flags_repeated_flags_and_absent_owners_are_taken_as_linkerds_init_takes_them() {
         let options = options(
             "-p 1 -p 4143 -o4140 -u -1 -g=-1 -r 80,90-91 -r 100 --outbound-ports-to-ignore 1 --outbound-ports-to-ignore 2",
@@ -516,7 +558,7 @@ mod tests {
         for flags in [
             "--check --clean",
             "--simulate --check",
-            "--inbound-mode tproxy",
+            "--inbound-mode transparent",
             "--ipv6=maybe",
             "extra",
         ] {

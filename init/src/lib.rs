@@ -4,7 +4,6 @@
 //! [`netlink`] or by [`iptables`]. [`verify`] and [`validate`] prove the result from inside the namespace.
 //! Nothing here knows the proxy, but for its ports.
 
-mod caps;
 pub mod cli;
 pub mod iptables;
 pub mod lock;

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::rules::{Action, COMMENT_PREFIX, Chain, Family, Rule, Rules, Side, Test};
+use crate::rules::{Action, COMMENT_PREFIX, Chain, Family, Rule, Rules, Side, Test, Way};
 
 /// A script that puts the rules in place, whatever was there before.
 #[must_use]
@@ -64,6 +64,9 @@ fn line(rule: &Rule) -> String {
         Action::Return => "return".to_owned(),
         Action::Drop => "drop".to_owned(),
         Action::Redirect(port) => format!("redirect to :{port}"),
+        Action::Tproxy(port) => format!("tproxy to :{port} accept"),
+        Action::MarkConnection(mark) => format!("ct mark set {mark:#x}"),
+        Action::MarkPacket(mark) => format!("meta mark set {mark:#x}"),
         Action::Jump(chain) => format!("jump {}", chain.name()),
     });
     words.push(format!("comment \"{COMMENT_PREFIX}{}\"", rule.comment));
@@ -76,6 +79,12 @@ fn condition(test: &Test, family: Option<Family>) -> String {
         Test::Opens => "tcp flags & (fin|syn|rst|ack) == syn".to_owned(),
         Test::ToLocal => "fib daddr type local".to_owned(),
         Test::OverLoopback => "oifname \"lo\"".to_owned(),
+        Test::FromLoopback => "iifname \"lo\"".to_owned(),
+        Test::FromForeign => "fib saddr type != local".to_owned(),
+        Test::Marked(mark, way) => {
+            let way = if *way == Way::Original { "original" } else { "reply" };
+            format!("ct mark {mark:#x} ct direction {way}")
+        }
         Test::Ports { set, .. } => format!("tcp dport @{set}"),
         Test::Nets { set, side, .. } => {
             let ip = if family == Some(Family::V6) { "ip6" } else { "ip" };
@@ -123,11 +132,14 @@ pub(crate) struct Hook {
 
 impl Chain {
     /// Chains that are jumped to before those that jump.
-    pub(crate) const ALL: [Self; 5] = [
+    pub(crate) const ALL: [Self; 8] = [
         Self::Inbound,
         Self::Outbound,
+        Self::TproxyInbound,
         Self::Prerouting,
         Self::Output,
+        Self::Tproxy,
+        Self::Answers,
         Self::Invalid,
     ];
 
@@ -137,27 +149,29 @@ impl Chain {
             Self::Outbound => "outbound",
             Self::Prerouting => "prerouting",
             Self::Output => "output",
+            Self::TproxyInbound => "take_inbound",
+            Self::Tproxy => "take",
+            Self::Answers => "answers",
             Self::Invalid => "invalid",
         }
     }
 
     pub(crate) fn hook(self, priority: i32) -> Option<Hook> {
-        let nat = |point_name, point| Hook {
-            kind: "nat",
-            point_name,
-            point,
-            priority,
+        let at = |kind, (point_name, point), priority| {
+            Some(Hook {
+                kind,
+                point_name,
+                point,
+                priority,
+            })
         };
+        let (prerouting, output) = (("prerouting", 0), ("output", 3));
         match self {
-            Self::Inbound | Self::Outbound => None,
-            Self::Prerouting => Some(nat("prerouting", 0)),
-            Self::Output => Some(nat("output", 3)),
-            Self::Invalid => Some(Hook {
-                kind: "filter",
-                point_name: "prerouting",
-                point: 0,
-                priority: INVALID_PRIORITY,
-            }),
+            Self::Inbound | Self::Outbound | Self::TproxyInbound => None,
+            Self::Prerouting => at("nat", prerouting, priority),
+            Self::Output => at("nat", output, priority),
+            Self::Tproxy | Self::Invalid => at("filter", prerouting, MANGLE_PRIORITY),
+            Self::Answers => at("route", output, MANGLE_PRIORITY),
         }
     }
 }
@@ -167,12 +181,12 @@ pub const TABLE: &str = "l5d_init";
 /// Holds nothing but the hash, as the comment of a rule that no packet reaches.
 pub(crate) const STATE_CHAIN: &str = "state";
 /// After connection tracking (-200), before NAT (-100).
-const INVALID_PRIORITY: i32 = -150;
+const MANGLE_PRIORITY: i32 = -150;
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::options::{Families, Invalid, Options};
+    use crate::options::{Families, InboundMode, Invalid, Options};
     use crate::rules::{plan, tests::example};
 
     #[test]
@@ -244,9 +258,13 @@ table inet l5d_init {{
                 outbound_skip_nets: Vec::new(),
                 ..example()
             },
+            Options {
+                inbound_mode: InboundMode::Tproxy,
+                ..example()
+            },
         ]
         .map(|options| hash(&plan(&options)))
         .into();
-        assert_eq!(hashes.len(), 6);
+        assert_eq!(hashes.len(), 7);
     }
 }

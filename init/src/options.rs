@@ -19,6 +19,7 @@ pub struct Options {
     /// The group whose connections are never redirected.
     pub proxy_gid: Option<u32>,
     pub inbound: Inbound,
+    pub inbound_mode: InboundMode,
     pub inbound_skip_ports: PortSet,
     /// Source networks, of both families.
     pub inbound_skip_nets: Vec<IpNet>,
@@ -37,6 +38,15 @@ pub struct Options {
 pub enum Inbound {
     All,
     Listed(PortSet),
+}
+
+/// How connections that arrive get to the proxy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InboundMode {
+    /// Translated to the proxy's address; connection tracking knows what was dialled.
+    Redirect,
+    /// As they are, to a proxy that takes connections for any address and dials the application as the client.
+    Tproxy,
 }
 
 /// Whether packets that are only forwarded through this namespace are taken as inbound.

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use crate::iptables::{self, Flavour, IptablesError};
 use crate::netlink::native::{self, Change, Live, Whose};
 use crate::netlink::wire::{Socket, WireError};
-use crate::netlink::{conntrack, foreign};
+use crate::netlink::{conntrack, foreign, routing};
 use crate::options::{DEFAULT_PRIORITY, Families, Options};
 use crate::report::{Counts, Report};
 use crate::rules::{self, Rules};
@@ -115,6 +115,11 @@ fn simulate(job: &Job, options: &Options) {
         }
         _ => print!("{}", nft_text::script(&rules)),
     }
+    if rules.keep_clients() {
+        for command in routing::commands(rules.families) {
+            println!("# {command}");
+        }
+    }
 }
 
 fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Options> {
@@ -126,7 +131,13 @@ fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Op
         surroundings::set_close_wait(seconds)?;
     }
     let started = Instant::now();
+    // First: without rules that mark packets it has no effect.
+    let routed = match rules.keep_clients() {
+        true => routing::put(rules.families).context("routing answers back to the proxy")?,
+        false => Change::Unchanged,
+    };
     let (backend, change) = apply_to_best(job, &rules, report)?;
+    let change = if routed == Change::Applied { routed } else { change };
     report.took("apply", started.elapsed());
     report.backend = Some(backend.to_string());
     report.result = match change {
@@ -135,6 +146,9 @@ fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Op
     };
     // The new rules are live, so there is no moment without any.
     remove_others(job, backend, report);
+    if !rules.keep_clients() {
+        remove_routing(report);
+    }
     warn_of_strangers(options.priority, report);
     tracing::info!(
         %backend, result = report.result, families = ?report.families, rules = rules.list.len(), "redirect rules are in place"
@@ -202,6 +216,14 @@ fn remove_others(job: &Job, holder: Backend, report: &mut Report) {
     }
 }
 
+/// Takes away how answers were routed that no rule marks any more.
+fn remove_routing(report: &mut Report) {
+    match routing::remove() {
+        Ok(removed) => report.removed.extend(removed),
+        Err(error) => report.warn(format!("old routes of answers may remain: {error}")),
+    }
+}
+
 fn warn_of_strangers(priority: i32, report: &mut Report) {
     let mut strangers = Socket::open()
         .and_then(|mut socket| foreign::redirectors(&mut socket))
@@ -224,7 +246,7 @@ fn warn_of_strangers(priority: i32, report: &mut Report) {
 fn prove(options: &Options, report: &mut Report) -> End {
     let started = Instant::now();
     let mut end = End::Done;
-    for (family, verdict) in verify::outbound(options) {
+    for (family, verdict) in verify::families(options) {
         let family = family.name();
         let said = match verdict {
             Verdict::Redirected => "redirected".to_owned(),
@@ -260,9 +282,12 @@ fn check(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<En
             best = Some((live, *backend));
         }
     }
-    let Some((live, backend)) = best else {
+    let Some((mut live, backend)) = best else {
         bail!("no backend could be asked for its rules")
     };
+    if live == Live::Equal && rules.keep_clients() && !routing::is_there(rules.families).context("reading routes")? {
+        live = Live::Different;
+    }
     let (result, end) = match live {
         Live::Equal => ("equal", End::Done),
         Live::Different => ("different", End::Different),
@@ -317,16 +342,17 @@ fn clean(job: &Job, mode: CleanMode, report: &mut Report) -> anyhow::Result<()> 
             .removed
             .extend(iptables::remove(Flavour::Legacy, job.wait).context("removing rules")?);
     }
+    report.removed.extend(routing::remove().context("removing routes")?);
     report.result = if report.removed.is_empty() { "absent" } else { "removed" };
     tracing::info!(removed = ?report.removed, "no rules are left");
     Ok(())
 }
 
-/// Waits until no open connection is translated any more, or the time is up.
+/// Waits until no open connection needs the rules any more, or the time is up.
 fn wait_for_end(socket: &mut Socket, ports: &[u16], limit: Duration, report: &mut Report) {
     let deadline = Instant::now() + limit;
     loop {
-        let open = match conntrack::translated(socket, ports) {
+        let open = match conntrack::open(socket, ports) {
             Ok(0) => return,
             Ok(open) => Some(open),
             Err(error) => {

@@ -3,11 +3,15 @@
 //! Two chains decide (inbound and outbound) and two hand them what they decide on (prerouting and output), as
 //! connections start: only a segment that opens one is ever looked at. A connection that was open before the rules
 //! came therefore lives on, where rules for all packets would pick it up half way and reset it.
+//!
+//! Where connections keep their client's address, nothing is translated: the first segment marks the connection, and
+//! the marked ones are handed to the proxy's socket. The proxy dials the application as the client, so that the
+//! application's answers would leave for the client; those are marked too, and routed back.
 
 use ipnet::IpNet;
 use tulle_core::ports::PortSet;
 
-use crate::options::{Families, Inbound, Invalid, Options, Scope};
+use crate::options::{Families, Inbound, InboundMode, Invalid, Options, Scope};
 
 /// The rules in the order of their evaluation, chain by chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,6 +44,12 @@ pub enum Chain {
     Prerouting,
     /// Hands to [`Chain::Outbound`]; hooked where local packets leave.
     Output,
+    /// Decides on connections that arrive and keep their client's address.
+    TproxyInbound,
+    /// Hands to [`Chain::TproxyInbound`], then to the proxy's socket what that has marked; hooked before routing.
+    Tproxy,
+    /// Brings back what the application answers to a proxy that dialled it as the client; hooked where local packets leave.
+    Answers,
     /// Drops what connection tracking cannot place; hooked before routing, ahead of NAT.
     Invalid,
 }
@@ -59,6 +69,12 @@ pub enum Test {
     ToLocal,
     /// The packet leaves over `lo`.
     OverLoopback,
+    /// The packet comes over `lo`.
+    FromLoopback,
+    /// The source is no address of this namespace.
+    FromForeign,
+    /// The connection has this mark, and the packet goes this way of it.
+    Marked(u32, Way),
     /// The destination port is one of these; `set` names them where the backend has sets.
     Ports {
         set: &'static str,
@@ -84,12 +100,26 @@ pub enum Side {
     Destination,
 }
 
+/// The way of a packet within its connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// From who has opened it.
+    Original,
+    Reply,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Leave the connection as it is.
     Return,
     /// To this port of this namespace.
     Redirect(u16),
+    /// To the socket that has the connection, else to the one that listens on this port for any address; else go on.
+    Tproxy(u16),
+    /// Mark the connection.
+    MarkConnection(u32),
+    /// Mark the packet, and route it again.
+    MarkPacket(u32),
     Jump(Chain),
     Drop,
 }
@@ -112,18 +142,58 @@ pub fn plan(options: &Options) -> Rules {
         Scope::Local => vec![Test::Opens, Test::ToLocal],
         Scope::All => vec![Test::Opens],
     };
-    list.push(hooked(
-        Chain::Prerouting,
-        arrives,
-        Action::Jump(Chain::Inbound),
-        "install-proxy-init-prerouting",
-    ));
+    if options.inbound_mode == InboundMode::Redirect {
+        list.push(hooked(
+            Chain::Prerouting,
+            arrives.clone(),
+            Action::Jump(Chain::Inbound),
+            "install-proxy-init-prerouting",
+        ));
+    }
     list.push(hooked(
         Chain::Output,
         vec![Test::Opens],
         Action::Jump(Chain::Outbound),
         "install-proxy-init-output",
     ));
+    if options.inbound_mode == InboundMode::Tproxy {
+        let taken = || vec![Test::Tcp, Test::Marked(TAKEN, Way::Original)];
+        let dialled = vec![Test::Opens, Test::OverLoopback, Test::FromForeign];
+        let answers = vec![Test::Tcp, Test::Marked(AS_CLIENT, Way::Reply)];
+        let tproxy = Action::Tproxy(options.inbound_port.get());
+        for (chain, tests, action, comment) in [
+            // What the proxy dials here is for the application.
+            (
+                Chain::Tproxy,
+                vec![Test::FromLoopback],
+                Action::Return,
+                "ignore-loopback",
+            ),
+            (
+                Chain::Tproxy,
+                arrives,
+                Action::Jump(Chain::TproxyInbound),
+                "choose-incoming",
+            ),
+            (Chain::Tproxy, taken(), tproxy, "hand-incoming-to-proxy-port"),
+            // Without a proxy it must not go on to the application.
+            (Chain::Tproxy, taken(), Action::Drop, "drop-without-proxy"),
+            (
+                Chain::Answers,
+                dialled,
+                Action::MarkConnection(AS_CLIENT),
+                "remember-dialled-as-client",
+            ),
+            (
+                Chain::Answers,
+                answers,
+                Action::MarkPacket(AS_CLIENT),
+                "return-answers-to-proxy",
+            ),
+        ] {
+            list.push(hooked(chain, tests, action, comment));
+        }
+    }
     if options.invalid == Invalid::Drop {
         list.push(hooked(
             Chain::Invalid,
@@ -140,7 +210,8 @@ pub fn plan(options: &Options) -> Rules {
 }
 
 fn inbound(options: &Options) -> Vec<Rule> {
-    let chain = Chain::Inbound;
+    let tproxy = options.inbound_mode == InboundMode::Tproxy;
+    let chain = if tproxy { Chain::TproxyInbound } else { Chain::Inbound };
     let mut list = Vec::new();
     list.push(skip_ports(chain, "in_skip_ports", options.inbound_direct_ports()));
     let sets = [(Family::V4, "in_skip_src4"), (Family::V6, "in_skip_src6")];
@@ -161,7 +232,10 @@ fn inbound(options: &Options) -> Vec<Rule> {
             "redirect-port",
         ),
     };
-    list.push(rule(chain, test, Action::Redirect(options.inbound_port.get()), comment));
+    list.push(match tproxy {
+        true => rule(chain, test, Action::MarkConnection(TAKEN), "take-incoming"),
+        false => rule(chain, test, Action::Redirect(options.inbound_port.get()), comment),
+    });
     list
 }
 
@@ -238,9 +312,19 @@ impl Rules {
             .filter(move |rule| rule.family.is_none_or(|only| only == family))
     }
 
-    /// The same without the test that the destination is local, for kernels that have none; `None` if it is not used.
+    /// Whether connections that arrive keep their client's address.
+    #[must_use]
+    pub fn keep_clients(&self) -> bool {
+        self.list.iter().any(|rule| rule.chain == Chain::Tproxy)
+    }
+
+    /// The same without the test that the destination is local, for kernels that have none; `None` if it is not used,
+    /// or cannot be done without.
     #[must_use]
     pub fn any_destination(&self) -> Option<Self> {
+        if self.keep_clients() {
+            return None;
+        }
         let mut rules = self.clone();
         rules
             .list
@@ -282,6 +366,12 @@ impl Family {
     }
 }
 
+/// The mark of connections that arrive and that the proxy takes.
+pub const TAKEN: u32 = 0x2043;
+/// The mark of connections that the proxy dials as their client, and of the packets that answer them.
+///
+/// Neither has a bit of those that Kubernetes (0xc000), Cilium (0xf00), Calico and Tailscale (above 0xffff) use.
+pub const AS_CLIENT: u32 = 0x2044;
 /// What every comment of ours starts with; Linkerd's tools look for it too.
 pub const COMMENT_PREFIX: &str = "proxy-init/";
 
@@ -299,6 +389,7 @@ pub(crate) mod tests {
             proxy_uid: Some(2102),
             proxy_gid: None,
             inbound: Inbound::All,
+            inbound_mode: InboundMode::Redirect,
             inbound_skip_ports: ports("4567-4568"),
             inbound_skip_nets: options::networks("-s", &["10.0.0.0/8,fd00::/8".to_owned()]).unwrap(),
             outbound_skip_ports: ports("4567-4568"),
@@ -346,6 +437,36 @@ pub(crate) mod tests {
                 (Chain::Invalid, "drop-invalid", None),
             ]
         );
+    }
+
+    #[test]
+    fn connections_that_keep_their_clients_address_are_marked_and_answered_through_the_proxy() {
+        let rules = plan(&Options {
+            inbound_mode: InboundMode::Tproxy,
+            ..example()
+        });
+        let seen: Vec<(Chain, &str)> = rules
+            .list
+            .iter()
+            .map(|rule| (rule.chain, rule.comment.as_str()))
+            .collect();
+        let outbound = |rule: &&(Chain, &str)| !matches!(rule.0, Chain::Outbound | Chain::Output);
+        assert_eq!(
+            seen.iter().filter(outbound).collect::<Vec<_>>(),
+            [
+                &(Chain::TproxyInbound, "ignore-port"),
+                &(Chain::TproxyInbound, "ignore-subnet"),
+                &(Chain::TproxyInbound, "ignore-subnet"),
+                &(Chain::TproxyInbound, "take-incoming"),
+                &(Chain::Tproxy, "ignore-loopback"),
+                &(Chain::Tproxy, "choose-incoming"),
+                &(Chain::Tproxy, "hand-incoming-to-proxy-port"),
+                &(Chain::Tproxy, "drop-without-proxy"),
+                &(Chain::Answers, "remember-dialled-as-client"),
+                &(Chain::Answers, "return-answers-to-proxy"),
+            ]
+        );
+        assert!(rules.keep_clients() && rules.any_destination().is_none());
     }
 
     #[test]

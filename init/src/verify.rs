@@ -1,14 +1,15 @@
 //! Proves that connections of this namespace reach the proxy's port, by standing in for the proxy.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::AsFd;
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::unistd::{getegid, geteuid};
+use socket2::{Domain, Socket, Type};
 
-use crate::options::Options;
+use crate::options::{InboundMode, Options};
 use crate::rules::Family;
 
 /// What one family's trial came to.
@@ -22,13 +23,52 @@ pub enum Verdict {
 
 /// Dials an address that nobody has, in each family, and sees who answers.
 ///
-/// Only the outbound half is proven: the inbound half needs somebody outside.
+/// Of the inbound half, which needs somebody outside, only this is proven: what the application would answer to a client
+/// that the proxy dials it as comes back.
 #[must_use]
-pub fn outbound(options: &Options) -> Vec<(Family, Verdict)> {
+pub fn families(options: &Options) -> Vec<(Family, Verdict)> {
     let families = options.families.each();
     families
-        .map(|family| (family, trial(options, family).unwrap_or_else(|verdict| verdict)))
+        .map(|family| {
+            let verdict = trial(options, family).unwrap_or_else(|verdict| verdict);
+            match (verdict, options.inbound_mode) {
+                (verdict @ Verdict::NotRedirected(_), _) | (verdict, InboundMode::Redirect) => (family, verdict),
+                (verdict, InboundMode::Tproxy) => (family, answers(family).err().unwrap_or(verdict)),
+            }
+        })
         .collect()
+}
+
+/// Dials ourselves as a client that nobody is.
+fn answers(family: Family) -> Result<(), Verdict> {
+    let client = addresses(family)[0];
+    let failed = |what: &str, error: io::Error| Verdict::Skipped(format!("{what}: {error}"));
+    // The address by which clients know us is the one that would lead to them.
+    let local = UdpSocket::bind(SocketAddr::new(unspecified(family), 0)).and_then(|socket| {
+        socket.connect(SocketAddr::new(client, PORTS[0]))?;
+        socket.local_addr()
+    });
+    let local = local.map_err(|error| failed("no route", error))?.ip();
+    let application = TcpListener::bind((local, 0)).map_err(|error| failed("listening", error))?;
+    let listens = application.local_addr().map_err(|error| failed("listening", error))?;
+    let dialled = || {
+        let socket = Socket::new(Domain::for_address(listens), Type::STREAM, None)?;
+        socket.set_ip_transparent_v4(true)?; // of either family
+        socket.bind(&SocketAddr::new(client, 0).into())?;
+        socket.connect_timeout(&listens.into(), LIMIT)
+    };
+    dialled().map_err(|error| {
+        Verdict::NotRedirected(format!(
+            "what {listens} answers to {client} does not come back: {error}"
+        ))
+    })
+}
+
+fn unspecified(family: Family) -> IpAddr {
+    match family {
+        Family::V4 => Ipv4Addr::UNSPECIFIED.into(),
+        Family::V6 => Ipv6Addr::UNSPECIFIED.into(),
+    }
 }
 
 fn trial(options: &Options, family: Family) -> Result<Verdict, Verdict> {
@@ -69,9 +109,9 @@ fn trial(options: &Options, family: Family) -> Result<Verdict, Verdict> {
     }
 }
 
-/// An address of documentation, which nobody has, that the rules do not leave direct.
-fn target(options: &Options, family: Family) -> Option<SocketAddr> {
-    let addresses: [IpAddr; 2] = match family {
+/// Addresses of documentation, which nobody has.
+fn addresses(family: Family) -> [IpAddr; 2] {
+    match family {
         Family::V4 => [
             Ipv4Addr::new(192, 0, 2, 2).into(),
             Ipv4Addr::new(198, 51, 100, 2).into(),
@@ -80,9 +120,13 @@ fn target(options: &Options, family: Family) -> Option<SocketAddr> {
             Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 2).into(),
             Ipv6Addr::new(0x3fff, 0, 0, 0, 0, 0, 0, 2).into(),
         ],
-    };
+    }
+}
+
+/// An address that nobody has and that the rules do not leave direct.
+fn target(options: &Options, family: Family) -> Option<SocketAddr> {
     let direct = |ip: &IpAddr| options.outbound_skip_nets.iter().any(|net| net.contains(ip));
-    let ip = addresses.into_iter().find(|ip| !direct(ip))?;
+    let ip = addresses(family).into_iter().find(|ip| !direct(ip))?;
     let port = PORTS
         .into_iter()
         .find(|port| !options.outbound_skip_ports.contains(*port))?;

@@ -13,7 +13,8 @@ use std::{fmt, fs, thread};
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-use crate::caps;
+use tulle_core::caps;
+
 use crate::iptables::text::Saved;
 use crate::netlink::native::{Change, Live};
 use crate::rules::{Family, Rules};

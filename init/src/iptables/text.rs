@@ -8,7 +8,8 @@ use std::fmt::Write;
 use ipnet::IpNet;
 use tulle_core::ports::PortSet;
 
-use crate::rules::{Action, COMMENT_PREFIX, Chain, Family, Rule, Rules, Side, Test};
+use crate::netlink::foreign::IPTABLES_ANSWERS as ANSWERS;
+use crate::rules::{Action, COMMENT_PREFIX, Chain, Family, Rule, Rules, Side, Test, Way};
 
 /// What `iptables-save` prints of the tables that we write to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -102,13 +103,17 @@ impl Saved {
 pub(crate) fn apply(rules: &Rules, family: Family, saved: &Saved) -> String {
     let lines = lines(rules, family);
     let mut text = String::new();
-    for (table, chains) in TABLES {
+    let mut tables = TABLES;
+    if !rules.keep_clients() {
+        tables.reverse(); // between two commits what goes is still there, rather than what comes not yet
+    }
+    for (table, _) in tables {
         let wanted: Vec<&Line> = lines.iter().filter(|line| line.table == table).collect();
         if holds(&wanted, table, saved) {
             continue;
         }
         if !wanted.is_empty() {
-            section(&mut text, table, chains, saved, &wanted);
+            section(&mut text, table, saved, &wanted);
         } else if saved.has_ours_in(table) {
             removal(&mut text, table, saved);
         }
@@ -137,9 +142,14 @@ pub(crate) fn remove(saved: &Saved) -> String {
 pub(crate) fn let_pass(saved: &Saved) -> String {
     let mut text = String::new();
     for (table, _) in TABLES.iter().filter(|(table, _)| saved.has_ours_in(table)) {
+        let chains: Vec<&str> = saved
+            .chains(table)
+            .into_iter()
+            .filter(|chain| *chain != ANSWERS)
+            .collect();
         let _ = writeln!(text, "*{table}");
-        declare(&mut text, saved.chains(table).iter().copied());
-        for chain in saved.chains(table) {
+        declare(&mut text, chains.iter().copied());
+        for chain in chains {
             let _ = writeln!(text, "-A {chain} -m conntrack --ctstate NEW -j RETURN");
         }
         text.push_str("COMMIT\n");
@@ -156,24 +166,36 @@ pub(crate) fn matches(rules: &Rules, family: Family, saved: &Saved) -> bool {
 fn holds(wanted: &[&Line], table: &str, saved: &Saved) -> bool {
     let mut expected: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for line in wanted {
-        expected
-            .entry(line.chain)
-            .or_default()
-            .push(format!("-A {} {}", line.chain, line.text));
+        let there = expected.entry(line.chain).or_default();
+        // What is inserted comes before what was.
+        let place = if ours(line.chain) { there.len() } else { 0 };
+        there.insert(place, format!("-A {} {}", line.chain, line.text));
     }
     let mut shown: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     let rules = || saved.lines(table).filter(|line| line.starts_with("-A "));
     for line in rules().filter(|line| ours(chain_of(line)) || ours(target_of(line))) {
         shown.entry(chain_of(line)).or_default().push(line.to_owned());
     }
-    let first = |jump: &&str| rules().find(|line| chain_of(line) == chain_of(jump)) == Some(*jump);
-    expected == shown && saved.jumps(table).all(|jump| first(&jump))
+    let ahead = |jump: &str| {
+        let mut before = rules().filter(|line| chain_of(line) == chain_of(jump));
+        before
+            .by_ref()
+            .take_while(|line| *line != jump)
+            .all(|line| ours(target_of(line)))
+    };
+    expected == shown && saved.jumps(table).all(ahead)
 }
 
-fn section(text: &mut String, table: &str, chains: &[&str], saved: &Saved, wanted: &[&Line]) {
+fn section(text: &mut String, table: &str, saved: &Saved, wanted: &[&Line]) {
+    let used = |chain: &&str| wanted.iter().any(|line| line.chain == *chain);
+    let of_table = TABLES.iter().filter(|(name, _)| *name == table);
+    let (used, unused): (Vec<&str>, Vec<&str>) =
+        of_table.flat_map(|(_, chains)| chains.iter().copied()).partition(used);
+    let there = saved.chains(table);
+    let gone: Vec<&str> = unused.into_iter().filter(|chain| there.contains(chain)).collect();
     // Writing to a String cannot fail, here and below.
     let _ = writeln!(text, "*{table}");
-    declare(text, chains.iter().copied());
+    declare(text, used.into_iter().chain(gone.iter().copied()));
     for jump in saved.jumps(table) {
         let _ = writeln!(text, "-D {}", jump.trim_start_matches("-A "));
     }
@@ -181,6 +203,9 @@ fn section(text: &mut String, table: &str, chains: &[&str], saved: &Saved, wante
         // A stranger's rule that redirects would win if it came first.
         let verb = if ours(line.chain) { "-A" } else { "-I" };
         let _ = writeln!(text, "{verb} {} {}", line.chain, line.text);
+    }
+    for chain in gone {
+        let _ = writeln!(text, "-X {chain}");
     }
     text.push_str("COMMIT\n");
 }
@@ -206,22 +231,34 @@ fn declare<'a>(text: &mut String, chains: impl Iterator<Item = &'a str>) {
 
 /// The lines of one family; the jumps come last, as they do in a first run of Linkerd's init.
 fn lines(rules: &Rules, family: Family) -> Vec<Line> {
-    rules.of(family).flat_map(rule_lines).collect()
+    let hooked = HOOKED
+        .into_iter()
+        .filter(|(chain, ..)| rules.of(family).any(|rule| rule.chain == *chain));
+    let jumps = hooked.map(|(_, builtin, own, comment)| Line {
+        table: "mangle",
+        chain: builtin,
+        text: format!("-p tcp -m comment --comment \"{COMMENT_PREFIX}{comment}\" -j {own}"),
+    });
+    let own = rules.of(family).flat_map(|rule| rule_lines(rule, family));
+    own.chain(jumps).collect()
 }
 
-fn rule_lines(rule: &Rule) -> Vec<Line> {
+fn rule_lines(rule: &Rule, family: Family) -> Vec<Line> {
     let (table, chain) = match rule.chain {
         Chain::Inbound => ("nat", "PROXY_INIT_REDIRECT"),
         Chain::Outbound => ("nat", "PROXY_INIT_OUTPUT"),
         Chain::Prerouting => ("nat", "PREROUTING"),
         Chain::Output => ("nat", "OUTPUT"),
+        Chain::TproxyInbound => ("mangle", "PROXY_INIT_TPROXY_INBOUND"),
+        Chain::Tproxy => ("mangle", "PROXY_INIT_TPROXY"),
+        Chain::Answers => ("mangle", ANSWERS),
         Chain::Invalid => ("mangle", "PROXY_INIT_INVALID"),
     };
     let line = |matches: &str, comment: &str| {
         let words = [
             matches.to_owned(),
             format!("-m comment --comment \"{COMMENT_PREFIX}{comment}\""),
-            target(rule.action),
+            target(rule.action, family),
         ];
         let words: Vec<String> = words.into_iter().filter(|word| !word.is_empty()).collect();
         Line {
@@ -231,7 +268,7 @@ fn rule_lines(rule: &Rule) -> Vec<Line> {
         }
     };
     let comment = rule.comment.as_str();
-    let mut lines = match rule.tests.as_slice() {
+    match rule.tests.as_slice() {
         [Test::Ports { ports, .. }] if matches!(rule.action, Action::Redirect(_)) => each_port(ports)
             .map(|port| {
                 line(
@@ -253,21 +290,11 @@ fn rule_lines(rule: &Rule) -> Vec<Line> {
             .map(|net| line(&address(*side, net), &format!("{comment}-{net}")))
             .collect(),
         tests => vec![line(&conditions(tests), comment)],
-    };
-    if rule.chain == Chain::Invalid {
-        let comment = format!("-m comment --comment \"{COMMENT_PREFIX}install-proxy-init-invalid\"");
-        let text = format!("-p tcp {comment} -j PROXY_INIT_INVALID");
-        lines.push(Line {
-            table,
-            chain: "PREROUTING",
-            text,
-        });
     }
-    lines
 }
 
 fn conditions(tests: &[Test]) -> String {
-    let mut tcp = "";
+    let (mut interface, mut tcp) = ("", "");
     let words = tests.iter().map(|test| match test {
         Test::Tcp => {
             tcp = "-p tcp";
@@ -278,7 +305,19 @@ fn conditions(tests: &[Test]) -> String {
             "-m tcp --tcp-flags FIN,SYN,RST,ACK SYN".to_owned()
         }
         Test::ToLocal => "-m addrtype --dst-type LOCAL".to_owned(),
-        Test::OverLoopback => "-o lo".to_owned(),
+        Test::OverLoopback => {
+            interface = "-o lo";
+            String::new()
+        }
+        Test::FromLoopback => {
+            interface = "-i lo";
+            String::new()
+        }
+        Test::FromForeign => "-m addrtype ! --src-type LOCAL".to_owned(),
+        Test::Marked(mark, way) => {
+            let way = if *way == Way::Original { "ORIGINAL" } else { "REPLY" };
+            format!("-m connmark --mark {mark:#x} -m conntrack --ctdir {way}")
+        }
         Test::User(uid) => format!("-m owner --uid-owner {uid}"),
         Test::Group(gid) => format!("-m owner --gid-owner {gid}"),
         Test::Invalid => "-m conntrack --ctstate INVALID".to_owned(),
@@ -286,7 +325,7 @@ fn conditions(tests: &[Test]) -> String {
         Test::Ports { .. } | Test::Nets { .. } => String::new(),
     });
     let words: Vec<String> = words.filter(|word| !word.is_empty()).collect();
-    [tcp, &words.join(" ")]
+    [interface, tcp, &words.join(" ")]
         .into_iter()
         .filter(|word| !word.is_empty())
         .collect::<Vec<_>>()
@@ -303,11 +342,18 @@ fn address(side: Side, net: &IpNet) -> String {
     }
 }
 
-fn target(action: Action) -> String {
+fn target(action: Action, family: Family) -> String {
     match action {
         Action::Return => "-j RETURN".to_owned(),
         Action::Drop => "-j DROP".to_owned(),
         Action::Redirect(port) => format!("-j REDIRECT --to-ports {port}"),
+        Action::Tproxy(port) => {
+            let any = if family == Family::V4 { "0.0.0.0" } else { "::" };
+            format!("-j TPROXY --on-port {port} --on-ip {any} --tproxy-mark 0x0/0x0")
+        }
+        Action::MarkConnection(mark) => format!("-j CONNMARK --set-xmark {mark:#x}/0xffffffff"),
+        Action::MarkPacket(mark) => format!("-j MARK --set-xmark {mark:#x}/0xffffffff"),
+        Action::Jump(Chain::TproxyInbound) => "-j PROXY_INIT_TPROXY_INBOUND".to_owned(),
         Action::Jump(Chain::Inbound) => "-j PROXY_INIT_REDIRECT".to_owned(),
         Action::Jump(_) => "-j PROXY_INIT_OUTPUT".to_owned(),
     }
@@ -353,15 +399,39 @@ fn ours(chain: &str) -> bool {
 
 /// The tables we write to, and the chains we own in them; the names are Linkerd's, so that either repairs the other.
 const TABLES: [(&str, &[&str]); 2] = [
-    ("mangle", &["PROXY_INIT_INVALID"]),
+    (
+        "mangle",
+        &[
+            "PROXY_INIT_TPROXY_INBOUND",
+            "PROXY_INIT_TPROXY",
+            ANSWERS,
+            "PROXY_INIT_INVALID",
+        ],
+    ),
     ("nat", &["PROXY_INIT_REDIRECT", "PROXY_INIT_OUTPUT"]),
+];
+/// Chains that are jumped to from a chain of the system: that, their name, and the jump's comment.
+const HOOKED: [(Chain, &str, &str, &str); 3] = [
+    (
+        Chain::Tproxy,
+        "PREROUTING",
+        "PROXY_INIT_TPROXY",
+        "install-proxy-init-tproxy",
+    ),
+    (Chain::Answers, "OUTPUT", ANSWERS, "install-proxy-init-answers"),
+    (
+        Chain::Invalid,
+        "PREROUTING",
+        "PROXY_INIT_INVALID",
+        "install-proxy-init-invalid",
+    ),
 ];
 const MULTIPORT_SLOTS: usize = 15;
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::options::{Inbound, Invalid, Options};
+    use crate::options::{Inbound, InboundMode, Invalid, Options};
     use crate::rules::plan;
     use crate::rules::tests::{example, ports};
 
@@ -431,6 +501,7 @@ COMMIT
         });
         for family in [Family::V4, Family::V6] {
             let script = apply(&rules, family, &Saved::default());
+            assert!(!script.contains("TPROXY") && !script.contains("ANSWERS"), "{script}");
             let saved = Saved::parse(&script.replace("-I ", "-A "));
             assert!(matches(&rules, family, &saved));
             assert!(!matches(&plan(&example()), family, &saved));
@@ -446,6 +517,77 @@ COMMIT
             );
         }
         assert!(!matches(&rules, Family::V4, &Saved::default()));
+    }
+
+    #[test]
+    fn clients_keep_their_address_by_rules_of_the_mangle_table() {
+        let tproxy = plan(&Options {
+            inbound_mode: InboundMode::Tproxy,
+            inbound_skip_nets: Vec::new(),
+            ..example()
+        });
+        let script = apply(&tproxy, Family::V6, &Saved::default());
+        let mangle = script.split("*nat\n").next().unwrap();
+        assert_eq!(
+            mangle,
+            r#"*mangle
+:PROXY_INIT_TPROXY_INBOUND - [0:0]
+:PROXY_INIT_TPROXY - [0:0]
+:PROXY_INIT_ANSWERS - [0:0]
+-A PROXY_INIT_TPROXY_INBOUND -p tcp -m multiport --dports 4190:4191,4567:4568 -m comment --comment "proxy-init/ignore-port-4190:4191,4567:4568" -j RETURN
+-A PROXY_INIT_TPROXY_INBOUND -p tcp -m comment --comment "proxy-init/take-incoming" -j CONNMARK --set-xmark 0x2043/0xffffffff
+-A PROXY_INIT_TPROXY -i lo -m comment --comment "proxy-init/ignore-loopback" -j RETURN
+-A PROXY_INIT_TPROXY -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -m addrtype --dst-type LOCAL -m comment --comment "proxy-init/choose-incoming" -j PROXY_INIT_TPROXY_INBOUND
+-A PROXY_INIT_TPROXY -p tcp -m connmark --mark 0x2043 -m conntrack --ctdir ORIGINAL -m comment --comment "proxy-init/hand-incoming-to-proxy-port" -j TPROXY --on-port 4143 --on-ip :: --tproxy-mark 0x0/0x0
+-A PROXY_INIT_TPROXY -p tcp -m connmark --mark 0x2043 -m conntrack --ctdir ORIGINAL -m comment --comment "proxy-init/drop-without-proxy" -j DROP
+-A PROXY_INIT_ANSWERS -o lo -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -m addrtype ! --src-type LOCAL -m comment --comment "proxy-init/remember-dialled-as-client" -j CONNMARK --set-xmark 0x2044/0xffffffff
+-A PROXY_INIT_ANSWERS -p tcp -m connmark --mark 0x2044 -m conntrack --ctdir REPLY -m comment --comment "proxy-init/return-answers-to-proxy" -j MARK --set-xmark 0x2044/0xffffffff
+-I PREROUTING -p tcp -m comment --comment "proxy-init/install-proxy-init-tproxy" -j PROXY_INIT_TPROXY
+-I OUTPUT -p tcp -m comment --comment "proxy-init/install-proxy-init-answers" -j PROXY_INIT_ANSWERS
+COMMIT
+"#
+        );
+        // Back to redirection: first the rules that redirect, then what they replace goes.
+        let saved = made_by(&script);
+        assert!(matches(&tproxy, Family::V6, &saved));
+        let back = apply(&plan(&example()), Family::V6, &saved);
+        assert!(back.starts_with("*nat\n:PROXY_INIT_REDIRECT "), "{back}");
+        assert!(back.ends_with("-X PROXY_INIT_ANSWERS\nCOMMIT\n"), "{back}");
+        // While connections drain, answers still find their way.
+        let draining = let_pass(&saved);
+        assert!(
+            draining.contains(":PROXY_INIT_TPROXY ") && !draining.contains(ANSWERS),
+            "{draining}"
+        );
+        // Two jumps from one chain are known again in the order in which they end up.
+        let dropping = plan(&Options {
+            inbound_mode: InboundMode::Tproxy,
+            invalid: Invalid::Drop,
+            ..example()
+        });
+        let script = apply(&dropping, Family::V4, &Saved::default());
+        assert!(matches(&dropping, Family::V4, &made_by(&script)), "{script}");
+        assert!(!matches(
+            &dropping,
+            Family::V4,
+            &Saved::parse(&script.replace("-I ", "-A "))
+        ));
+    }
+
+    /// What a script leaves where nothing was.
+    fn made_by(script: &str) -> Saved {
+        let mut saved = Saved::parse(script);
+        for line in saved.sections.values_mut() {
+            line.retain(|line| !line.starts_with("-I "));
+        }
+        let mut table = "";
+        for line in script.lines() {
+            table = line.strip_prefix('*').unwrap_or(table);
+            if let Some(rule) = line.strip_prefix("-I ") {
+                saved.sections.get_mut(table).unwrap().insert(0, format!("-A {rule}"));
+            }
+        }
+        saved
     }
 
     #[test]

@@ -9,6 +9,11 @@ impl Attrs {
         Self::default()
     }
 
+    /// What messages of routing have in front of their attributes.
+    pub(crate) fn headed(header: [u8; 8]) -> Self {
+        Self(header.into())
+    }
+
     pub(crate) fn bytes(mut self, kind: u16, payload: &[u8]) -> Self {
         // Lists are cut into messages long before a payload outgrows its length field.
         let len = u16::try_from(payload.len() + HEADER).expect("attributes stay below 64 KiB");

@@ -1,42 +1,58 @@
-//! Counts connections that rules of ours have translated and that are still open.
+//! Counts open connections that still need rules of ours.
 
 use crate::netlink::attr::{self, Attrs};
 use crate::netlink::wire::{Answer, CONNTRACK, Message, Socket, WireError};
+use crate::rules::AS_CLIENT;
 
-/// How many open TCP connections are translated to one of these ports.
+/// How many open TCP connections are translated to one of these ports, or dialled by the proxy as their client.
 ///
 /// # Errors
 /// When the kernel cannot list connections.
-pub(crate) fn translated(socket: &mut Socket, ports: &[u16]) -> Result<usize, WireError> {
-    let request = Message {
-        kind: CONNTRACK << 8 | GET_CONNECTIONS,
-        flags: 0,
-        family: 0,
-        // The kernel leaves out the others; one before 5.15 does not, and then they are left out below.
-        attrs: Attrs::new()
-            .be32(STATUS, DESTINATION_TRANSLATED)
-            .be32(STATUS_MASK, DESTINATION_TRANSLATED),
-        what: "a listing of connections".to_owned(),
+pub(crate) fn open(socket: &mut Socket, ports: &[u16]) -> Result<usize, WireError> {
+    // The kernel leaves out the others; one before 5.15 does not, and then they are left out below.
+    let translated = Attrs::new()
+        .be32(STATUS, DESTINATION_TRANSLATED)
+        .be32(STATUS_MASK, DESTINATION_TRANSLATED);
+    let as_client = Attrs::new().be32(MARK, AS_CLIENT).be32(MARK_MASK, u32::MAX);
+    let mut count = |attrs, needs: &dyn Fn(&Answer) -> Option<bool>| {
+        let request = Message {
+            kind: CONNTRACK << 8 | GET_CONNECTIONS,
+            flags: 0,
+            family: 0,
+            attrs,
+            what: "a listing of connections".to_owned(),
+        };
+        let connections = socket.dump(&request)?;
+        let open = connections
+            .iter()
+            .filter(|connection| is_open(connection) == Some(true) && needs(connection) == Some(true));
+        Ok(open.count())
     };
-    let connections = socket.dump(&request)?;
-    Ok(connections
-        .iter()
-        .filter(|connection| is_open_and_translated(connection, ports) == Some(true))
-        .count())
+    let translated = count(translated, &|connection| is_translated(connection, ports))?;
+    Ok(translated
+        + count(as_client, &|connection| {
+            Some(attr::find_be32(&connection.attrs, MARK)? == AS_CLIENT)
+        })?)
 }
 
-fn is_open_and_translated(connection: &Answer, ports: &[u16]) -> Option<bool> {
+fn is_open(connection: &Answer) -> Option<bool> {
+    let tcp = attr::find(attr::find(&connection.attrs, PROTOCOL_INFO)?, TCP_INFO)?;
+    let state = *attr::find(tcp, TCP_STATE)?.first()?;
+    Some(!OVER.contains(&state))
+}
+
+fn is_translated(connection: &Answer, ports: &[u16]) -> Option<bool> {
     let status = attr::find_be32(&connection.attrs, STATUS)?;
     let answering = attr::find(attr::find(&connection.attrs, REPLY_TUPLE)?, TUPLE_PROTOCOL)?;
     let port = attr::find_be16(answering, SOURCE_PORT)?;
-    let tcp = attr::find(attr::find(&connection.attrs, PROTOCOL_INFO)?, TCP_INFO)?;
-    let state = *attr::find(tcp, TCP_STATE)?.first()?;
-    Some(status & DESTINATION_TRANSLATED != 0 && ports.contains(&port) && !OVER.contains(&state))
+    Some(status & DESTINATION_TRANSLATED != 0 && ports.contains(&port))
 }
 
 const GET_CONNECTIONS: u16 = 1;
 const REPLY_TUPLE: u16 = 2;
 const STATUS: u16 = 3;
+const MARK: u16 = 8;
+const MARK_MASK: u16 = 21;
 const STATUS_MASK: u16 = 26;
 const PROTOCOL_INFO: u16 = 4;
 const TUPLE_PROTOCOL: u16 = 2;

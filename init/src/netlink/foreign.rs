@@ -85,16 +85,13 @@ impl Xtables {
 
     /// Makes the chains let everything pass, with a rule that keeps connection tracking in use.
     pub(crate) fn pass(&self) -> Vec<Message> {
-        let filled = self.chains.iter().map(|chain| {
+        let passing = || self.chains.iter().filter(|chain| *chain != IPTABLES_ANSWERS);
+        let filled = passing().map(|chain| {
             let mut pass = table::conntrack_state(table::CT_NEW);
             pass.push(verdict(table::RETURN, None));
             table::rule_message(self.family, &self.table, chain, &pass, "draining")
         });
-        self.chains
-            .iter()
-            .map(|chain| self.empty(chain))
-            .chain(filled)
-            .collect()
+        passing().map(|chain| self.empty(chain)).chain(filled).collect()
     }
 
     fn empty(&self, chain: &str) -> Message {
@@ -206,7 +203,16 @@ fn translates(name: &str, data: &[u8]) -> bool {
 }
 
 /// The chains that we and Linkerd make with iptables, wherever they are.
-pub(crate) const IPTABLES_CHAINS: [&str; 3] = ["PROXY_INIT_REDIRECT", "PROXY_INIT_OUTPUT", "PROXY_INIT_INVALID"];
+pub(crate) const IPTABLES_CHAINS: [&str; 6] = [
+    "PROXY_INIT_REDIRECT",
+    "PROXY_INIT_OUTPUT",
+    "PROXY_INIT_TPROXY_INBOUND",
+    "PROXY_INIT_TPROXY",
+    IPTABLES_ANSWERS,
+    "PROXY_INIT_INVALID",
+];
+/// Open connections need it to their end.
+pub(crate) const IPTABLES_ANSWERS: &str = "PROXY_INIT_ANSWERS";
 const IPTABLES_TABLES: [&str; 2] = ["nat", "mangle"];
 const NAT_TYPE: u16 = 1;
 const NAT_DESTINATION: u32 = 1;

@@ -125,6 +125,12 @@ pub fn let_pass(socket: &mut Socket, wait: Duration) -> Result<Vec<u16>, WireErr
                 pass.push(table::verdict(table::ACCEPTED, None));
                 messages.push(table::rule_message(*family, TABLE, chain.name(), &pass, "draining"));
             }
+            // Connections of clients that keep their address have no translation, but answers that must come back.
+            let chains = of_ours(socket, table::GET_CHAIN, *family)?;
+            let answers = |chain: &Vec<u8>| attr::find_text(chain, table::CHAIN_NAME) == Some(Chain::Answers.name());
+            if chains.iter().any(answers) {
+                messages.extend(table::answers(*family));
+            }
         }
         messages.extend(xtables.iter().flat_map(Xtables::pass));
         Ok((!messages.is_empty()).then_some(messages))

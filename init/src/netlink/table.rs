@@ -11,7 +11,7 @@ use tulle_core::ports::PortSet;
 use crate::netlink::attr::{self, Attrs};
 use crate::netlink::wire::{APPEND, CREATE, Message, NFTABLES};
 use crate::nft_text::{self, Hook, STATE_CHAIN, TABLE};
-use crate::rules::{Action, COMMENT_PREFIX, Chain, Family, Rule, Rules, Side, Test};
+use crate::rules::{self, Action, COMMENT_PREFIX, Chain, Family, Rule, Rules, Side, Test, Way};
 
 /// How many tables hold the rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,7 +119,7 @@ fn table(family: u8, rules: &Rules, list: Vec<&Rule>) -> Table {
             let mut expressions = only_family(rule, family);
             expressions.extend(rule.tests.iter().flat_map(|test| condition(test, rule.family)));
             expressions.push(expression("counter", Attrs::new()));
-            expressions.extend(action(rule.action));
+            expressions.extend(action(rule.action, family));
             let comment = format!("{COMMENT_PREFIX}{}", rule.comment);
             rule_message(family, TABLE, rule.chain.name(), &expressions, &comment)
         })
@@ -138,6 +138,17 @@ fn table(family: u8, rules: &Rules, list: Vec<&Rule>) -> Table {
         chains,
         rules: messages,
     }
+}
+
+/// The chain that brings answers back, alone.
+pub(crate) fn answers(family: u8) -> [Message; 2] {
+    let hook = Chain::Answers.hook(0);
+    let mut back = condition(&Test::Marked(rules::AS_CLIENT, Way::Reply), None);
+    back.extend(action(Action::MarkPacket(rules::AS_CLIENT), family));
+    [
+        chain(family, Chain::Answers.name(), hook.as_ref()),
+        rule_message(family, TABLE, Chain::Answers.name(), &back, "draining"),
+    ]
 }
 
 /// A table of both families needs a test for one.
@@ -345,11 +356,21 @@ fn condition(test: &Test, family: Option<Family>) -> Vec<Attrs> {
             ),
             compare(EQUAL, &RTN_LOCAL.to_ne_bytes()),
         ],
-        Test::OverLoopback => {
-            let mut name = [0; 16]; // all of it is compared, so that "lo" does not stand for "lo1"
-            name[..2].copy_from_slice(b"lo");
-            vec![meta(META_OIFNAME), compare(EQUAL, &name)]
-        }
+        Test::OverLoopback => vec![meta(META_OIFNAME), compare(EQUAL, &LOOPBACK)],
+        Test::FromLoopback => vec![meta(META_IIFNAME), compare(EQUAL, &LOOPBACK)],
+        Test::FromForeign => vec![
+            expression(
+                "fib",
+                Attrs::new().be32(1, REGISTER).be32(2, FIB_ADDRTYPE).be32(3, FIB_SOURCE),
+            ),
+            compare(NOT_EQUAL, &RTN_LOCAL.to_ne_bytes()),
+        ],
+        Test::Marked(mark, way) => vec![
+            conntrack(CT_MARK),
+            compare(EQUAL, &mark.to_ne_bytes()),
+            conntrack(CT_DIRECTION),
+            compare(EQUAL, &[u8::from(*way == Way::Reply)]),
+        ],
         Test::Ports { set, .. } => tcp()
             .into_iter()
             .chain([payload(TRANSPORT, 2, 2), lookup(set)])
@@ -372,28 +393,53 @@ fn condition(test: &Test, family: Option<Family>) -> Vec<Attrs> {
 /// The packet's connection is in one of these states.
 pub(crate) fn conntrack_state(states: u32) -> Vec<Attrs> {
     vec![
-        expression("ct", Attrs::new().be32(1, REGISTER).be32(2, CT_STATE)),
+        conntrack(CT_STATE),
         mask(&states.to_ne_bytes()),
         compare(NOT_EQUAL, &0_u32.to_ne_bytes()),
     ]
 }
 
-fn action(action: Action) -> Vec<Attrs> {
+fn conntrack(key: u32) -> Attrs {
+    expression("ct", Attrs::new().be32(1, REGISTER).be32(2, key))
+}
+
+fn action(action: Action, table: u8) -> Vec<Attrs> {
     match action {
         Action::Return => vec![verdict(RETURN, None)],
         Action::Drop => vec![verdict(DROP, None)],
         Action::Jump(chain) => vec![verdict(JUMP, Some(chain.name()))],
         Action::Redirect(port) => {
-            let port = Attrs::new().bytes(DATA_VALUE, &port.to_be_bytes());
             vec![
-                expression(
-                    "immediate",
-                    Attrs::new().be32(IMMEDIATE_TO, REGISTER).nested(IMMEDIATE_DATA, &port),
-                ),
+                load(&port.to_be_bytes()),
                 expression("redir", Attrs::new().be32(1, REGISTER).be32(3, PORT_SPECIFIED)),
             ]
         }
+        Action::Tproxy(port) => {
+            let family = if table == INET { ANY_FAMILY } else { table };
+            vec![
+                load(&port.to_be_bytes()),
+                expression("tproxy", Attrs::new().be32(1, family.into()).be32(3, REGISTER)),
+                verdict(ACCEPTED, None),
+            ]
+        }
+        Action::MarkConnection(mark) => vec![
+            load(&mark.to_ne_bytes()),
+            expression("ct", Attrs::new().be32(2, CT_MARK).be32(4, REGISTER)),
+        ],
+        Action::MarkPacket(mark) => vec![
+            load(&mark.to_ne_bytes()),
+            expression("meta", Attrs::new().be32(2, META_MARK).be32(3, REGISTER)),
+        ],
     }
+}
+
+/// Puts a value into the register.
+fn load(value: &[u8]) -> Attrs {
+    let value = Attrs::new().bytes(DATA_VALUE, value);
+    expression(
+        "immediate",
+        Attrs::new().be32(IMMEDIATE_TO, REGISTER).nested(IMMEDIATE_DATA, &value),
+    )
 }
 
 pub(crate) fn verdict(code: i32, chain: Option<&str>) -> Attrs {
@@ -542,6 +588,10 @@ const AUTO_MERGE: [u8; 12] = {
 const REGISTER: u32 = 1;
 const EQUAL: u32 = 0;
 const NOT_EQUAL: u32 = 1;
+/// All of it is compared, so that "lo" does not stand for "lo1".
+const LOOPBACK: [u8; 16] = [b'l', b'o', 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+const META_MARK: u32 = 3;
+const META_IIFNAME: u32 = 6;
 const META_OIFNAME: u32 = 7;
 const META_SKUID: u32 = 10;
 const META_SKGID: u32 = 11;
@@ -550,9 +600,12 @@ const META_L4PROTO: u32 = 16;
 const NETWORK: u32 = 1;
 const TRANSPORT: u32 = 2;
 const FIB_ADDRTYPE: u32 = 3;
+const FIB_SOURCE: u32 = 1;
 const FIB_DESTINATION: u32 = 2;
 const RTN_LOCAL: u32 = 2;
 const CT_STATE: u32 = 0;
+const CT_DIRECTION: u32 = 1;
+const CT_MARK: u32 = 3;
 const CT_INVALID: u32 = 1;
 pub(crate) const CT_NEW: u32 = 8;
 const PORT_SPECIFIED: u32 = 2;

@@ -1,4 +1,4 @@
-//! Messages to and from netfilter: one socket, dumps, and batches that the kernel takes whole or not at all.
+//! Messages to and from the kernel: one socket, dumps, and batches of netfilter that it takes whole or not at all.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -10,10 +10,10 @@ use nix::sys::socket::{
 
 use crate::netlink::attr::{self, Attrs};
 
-/// A request of nftables or of connection tracking.
+/// A request of nftables, of connection tracking or of routing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Message {
-    /// Subsystem and operation.
+    /// Subsystem (routing has none) and operation.
     pub(crate) kind: u16,
     pub(crate) flags: u16,
     /// `NFPROTO_*`.
@@ -33,9 +33,10 @@ pub(crate) struct Answer {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WireError {
-    #[error("{doing} netfilter over netlink; {}", hint(*.source))]
+    #[error("{doing} {whom} over netlink; {}", hint(*.source))]
     Socket {
         doing: &'static str,
+        whom: &'static str,
         #[source]
         source: Errno,
     },
@@ -82,9 +83,11 @@ impl WireError {
     }
 }
 
-/// A netfilter socket of the current network namespace.
+/// A netlink socket of the current network namespace.
 #[derive(Debug)]
 pub struct Socket {
+    /// The part of the kernel that it speaks to.
+    whom: &'static str,
     fd: OwnedFd,
     sequence: u32,
     buffer: Vec<u8>,
@@ -94,11 +97,23 @@ impl Socket {
     /// # Errors
     /// When the kernel has no netfilter over netlink.
     pub fn open() -> Result<Self, WireError> {
+        Self::with(SockProtocol::NetlinkNetFilter, "netfilter")
+    }
+
+    /// A socket for routes, and for the rules that choose among their tables.
+    ///
+    /// # Errors
+    /// When the kernel has no netlink.
+    pub(crate) fn open_routing() -> Result<Self, WireError> {
+        Self::with(SockProtocol::NetlinkRoute, "routing")
+    }
+
+    fn with(protocol: SockProtocol, whom: &'static str) -> Result<Self, WireError> {
         let failed = |source| WireError::Socket {
             doing: "opening",
+            whom,
             source,
         };
-        let protocol = SockProtocol::NetlinkNetFilter;
         let fd = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, protocol).map_err(failed)?;
         bind(fd.as_raw_fd(), &NetlinkAddr::new(0, 0)).map_err(failed)?;
         // A batch travels in one piece. Only root of the machine may go beyond the limit for all sockets.
@@ -107,6 +122,7 @@ impl Socket {
             setsockopt(&fd, sockopt::SndBuf, &BATCH_LIMIT).map_err(failed)?;
         }
         Ok(Self {
+            whom,
             fd,
             sequence: 0,
             buffer: vec![0; RECEIVE_LIMIT],
@@ -159,6 +175,28 @@ impl Socket {
                             attrs: attrs.to_vec(),
                         });
                     }
+                }
+            }
+        }
+    }
+
+    /// Makes one change.
+    ///
+    /// # Errors
+    /// When the kernel refuses it.
+    pub(crate) fn change(&mut self, message: &Message) -> Result<(), WireError> {
+        let acknowledged = Message {
+            flags: message.flags | ACK,
+            ..message.clone()
+        };
+        self.send(&self.encode(&[&acknowledged], self.sequence))?;
+        let expected = self.sequence;
+        self.sequence += 1;
+        loop {
+            let len = self.receive(MsgFlags::empty())?;
+            for (header, body) in frames(&self.buffer[..len]) {
+                if header.sequence == expected && header.kind == ERROR {
+                    return acknowledgement(&message.what, body);
                 }
             }
         }
@@ -237,13 +275,12 @@ impl Socket {
                 let Some(message) = all.get(index).filter(|_| header.kind == ERROR && !failed) else {
                     continue;
                 };
-                answer = match refused(&message.what, body) {
-                    _ if body.starts_with(&0_i32.to_ne_bytes()) => Ok(()), // an acknowledgement
-                    WireError::Refused {
+                answer = match acknowledgement(&message.what, body) {
+                    Err(WireError::Refused {
                         source: Errno::ERESTART,
                         ..
-                    } => Err(WireError::Raced),
-                    error => Err(error),
+                    }) => Err(WireError::Raced),
+                    answer => answer,
                 };
                 failed = answer.is_err();
             }
@@ -277,6 +314,7 @@ impl Socket {
         let sent = send(self.fd.as_raw_fd(), bytes, MsgFlags::empty());
         sent.map(|_| ()).map_err(|source| WireError::Socket {
             doing: "asking",
+            whom: self.whom,
             source,
         })
     }
@@ -288,6 +326,7 @@ impl Socket {
                 received => {
                     return received.map_err(|source| WireError::Socket {
                         doing: "hearing from",
+                        whom: self.whom,
                         source,
                     });
                 }
@@ -320,6 +359,14 @@ fn frames(mut bytes: &[u8]) -> impl Iterator<Item = (Header, &[u8])> {
             body,
         ))
     })
+}
+
+/// What a message of kind error says: that all is well, or why not.
+fn acknowledgement(what: &str, body: &[u8]) -> Result<(), WireError> {
+    match body.starts_with(&0_i32.to_ne_bytes()) {
+        true => Ok(()),
+        false => Err(refused(what, body)),
+    }
 }
 
 /// What an error message says.

@@ -12,4 +12,5 @@ mod places;
 mod pressure;
 mod redirected;
 mod scene;
+mod tproxy;
 mod validator;

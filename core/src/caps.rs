@@ -1,12 +1,13 @@
-//! Our capabilities: hands them on to the programs we start.
+//! Our capabilities: makes use of those that we may hold, and hands them on to the programs we start.
 
+use nix::libc;
 use nix::unistd::Uid;
 
 /// Makes programs that this thread starts inherit `NET_ADMIN` and `NET_RAW`, as far as we hold them.
 ///
 /// A user other than root loses capabilities when it starts a program that has none in its file. Without the ambient
 /// set (before Linux 4.3) nothing happens here, and the program says what it lacks.
-pub(crate) fn raise_ambient() {
+pub fn raise_ambient() {
     if Uid::effective().is_root() {
         return;
     }
@@ -19,8 +20,19 @@ pub(crate) fn raise_ambient() {
     }
 }
 
+/// Makes `NET_RAW` effective for this thread, and for those that it starts, as far as we hold it.
+///
+/// A program that is to start without the capability as well cannot have it from its file at once, but may take it.
+pub fn use_net_raw() {
+    let mut sets = [Sets::default(); 2];
+    if capability_call(libc::SYS_capget, &mut sets) {
+        sets[0].effective |= sets[0].permitted & (1 << NET_RAW);
+        capability_call(libc::SYS_capset, &mut sets);
+    }
+}
+
 /// Whether this thread may change rules, as far as capabilities say.
-pub(crate) fn has_net_admin() -> bool {
+pub fn has_net_admin() -> bool {
     let mut sets = [Sets::default(); 2];
     capability_call(libc::SYS_capget, &mut sets) && sets[0].effective & (1 << NET_ADMIN) != 0
 }

@@ -1,0 +1,318 @@
+//! T80–T84: connections that keep their client's address, with a stub of a proxy that takes them and dials as the client.
+
+use std::io::{self, ErrorKind};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use socket2::{Domain, Socket, Type};
+use tulle_core::addr;
+
+use crate::scene::{
+    APP, BACKENDS, FLAGS, ROOT, Scene, Who, echo, eventually, expect, families, flags, open, root, serve, success,
+};
+
+/// T80, T81, T82: also with strict filters of reverse paths, and where handshakes are remembered in cookies alone.
+#[test]
+fn applications_see_their_clients_and_outbound_arrives_at_the_proxy() {
+    if !root() {
+        return;
+    }
+    let scene = scene();
+    let taken = keeper(&scene);
+    for name in ["all", "eth0", "lo"] {
+        scene.sysctl(&format!("net/ipv4/conf/{name}/rp_filter"), "1");
+    }
+    for (backend, cookies) in BACKENDS.iter().flat_map(|backend| [(backend, "1"), (backend, "2")]) {
+        scene.apply(backend, &TPROXY);
+        scene.sysctl("net/ipv4/tcp_syncookies", cookies);
+        for family in families() {
+            let other = Who {
+                from: Some(family.other_peer),
+                ..ROOT
+            };
+            for (who, ip) in [(ROOT, family.pod[0]), (ROOT, family.pod[1]), (other, family.pod[0])] {
+                let before = taken.load(Ordering::Relaxed);
+                // That the application sees this client is asserted where the answer is read.
+                expect(&scene.peer, who, (ip, 8080), "app", backend);
+                assert_eq!(taken.load(Ordering::Relaxed), before + 1, "{backend}: {ip}");
+            }
+            let before = taken.load(Ordering::Relaxed);
+            expect(&scene.peer, ROOT, (family.pod[0], 4191), "app", backend);
+            for ip in family.loopbacks {
+                expect(
+                    &scene.pod,
+                    APP,
+                    SocketAddr::new(ip.parse().unwrap(), 8080),
+                    "app",
+                    backend,
+                );
+            }
+            expect(&scene.pod, APP, (family.pod[0], 8080), "app", backend);
+            expect(&scene.pod, APP, (family.peer, 8080), "outbound", backend);
+            assert_eq!(taken.load(Ordering::Relaxed), before, "{backend}: these stay direct");
+        }
+    }
+}
+
+#[test]
+fn only_listed_ports_are_taken_and_skipped_networks_are_not() {
+    if !root() {
+        return;
+    }
+    let scene = scene();
+    let taken = keeper(&scene);
+    for backend in BACKENDS {
+        let lists = [
+            "--ports-to-redirect",
+            "8080,8090-8099",
+            "--subnets-to-ignore",
+            "10.78.0.0/24,fd78::/64",
+        ];
+        scene.apply(backend, &[&TPROXY[..], &lists].concat());
+        for family in families() {
+            let other = Who {
+                from: Some(family.other_peer),
+                ..ROOT
+            };
+            for (who, port, n) in [(ROOT, 8080, 1), (ROOT, 9000, 0), (other, 8080, 0)] {
+                let before = taken.load(Ordering::Relaxed);
+                expect(&scene.peer, who, (family.pod[0], port), "app", backend);
+                assert_eq!(
+                    taken.load(Ordering::Relaxed),
+                    before + n,
+                    "{backend}: {who:?} to {port}"
+                );
+            }
+        }
+    }
+}
+
+/// Neither where nobody listens at the proxy's port, nor where the one who does takes only what is for himself.
+#[test]
+fn without_a_proxy_that_takes_them_connections_do_not_reach_the_application() {
+    if !root() {
+        return;
+    }
+    let scene = Scene::bare();
+    let application = serve(&scene.pod, "app", "[::]:8080");
+    let refused = |backend: &str| {
+        for family in families() {
+            let to = SocketAddr::from((family.pod[0], 8080));
+            let dialled = scene.peer.run(|| TcpStream::connect_timeout(&to, SHORT)).unwrap();
+            let error = dialled.map(|_| ()).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::TimedOut, "{backend}: {to}: {error}");
+        }
+    };
+    for backend in BACKENDS {
+        scene.apply(backend, &TPROXY);
+        refused(backend);
+    }
+    serve(&scene.pod, "inbound", "[::]:4143");
+    for backend in BACKENDS {
+        scene.apply(backend, &TPROXY);
+        refused(backend);
+    }
+    assert_eq!(application.load(Ordering::Relaxed), 0);
+}
+
+/// T84 too: rules, routes and the choice between their tables come together, are mended, and go together.
+#[test]
+fn routes_come_and_go_with_the_rules() {
+    if !root() {
+        return;
+    }
+    let scene = scene();
+    keeper(&scene);
+    let bare = (scene.dump(), routes(&scene));
+    for backend in BACKENDS {
+        let wanted = flags(backend, &TPROXY);
+        let check = [&wanted[..], &["--check"]].concat();
+        let result = |flags: &[&str]| {
+            let (code, report) = scene.report(flags);
+            (code, report["result"].as_str().unwrap().to_owned())
+        };
+        assert_eq!(scene.code(&check), 4, "{backend}");
+        assert_eq!(result(&wanted), (0, "applied".to_owned()), "{backend}");
+        let applied = (scene.dump(), routes(&scene));
+        assert_eq!(routes(&scene).matches("lookup 143").count(), 2, "{applied:?}");
+        assert_eq!(routes(&scene).matches("local default dev lo").count(), 2, "{applied:?}");
+        assert_eq!(result(&wanted), (0, "unchanged".to_owned()), "{backend}");
+        for damage in ["ip -6 rule del lookup 143", "ip route flush table 143"] {
+            scene.sh(damage);
+            assert_eq!(scene.code(&check), 3, "{backend}: {damage}");
+            assert_eq!(result(&wanted), (0, "applied".to_owned()), "{backend}: {damage}");
+            assert_eq!((scene.dump(), routes(&scene)), applied, "{backend}: {damage}");
+            assert_eq!(scene.code(&check), 0, "{backend}: {damage}");
+        }
+        // The other mode, and back.
+        scene.apply(backend, &[]);
+        assert_eq!(routes(&scene), bare.1, "{backend}");
+        for family in families() {
+            let to = SocketAddr::from((family.pod[0], 8080));
+            let redirected = scene.peer.run(|| TcpStream::connect_timeout(&to, LIMIT)).unwrap();
+            redirected.unwrap_or_else(|error| panic!("{backend}: {error}")); // the stub takes these as well
+        }
+        scene.apply(backend, &TPROXY);
+        assert_eq!((scene.dump(), routes(&scene)), applied, "{backend}");
+        success(&scene.init(&["--clean"]));
+        assert_eq!((scene.dump(), routes(&scene)), bare, "{backend}");
+        for family in families() {
+            expect(&scene.peer, ROOT, (family.pod[0], 8080), "app", backend);
+        }
+    }
+    // What is printed makes the same.
+    let simulated = scene.init(&flags("nft", &[&TPROXY[..], &["--simulate"]].concat()));
+    let script = String::from_utf8(simulated.stdout).unwrap();
+    let commands: Vec<&str> = script.lines().filter_map(|line| line.strip_prefix("# ")).collect();
+    scene.sh(&format!("nft -f - <<'END'\n{script}END\n{}", commands.join("\n")));
+    assert_eq!(
+        scene.code(&flags("nft", &[&TPROXY[..], &["--check"]].concat())),
+        0,
+        "{script}"
+    );
+}
+
+#[test]
+fn open_connections_survive_rules_that_come_change_and_drain() {
+    if !root() {
+        return;
+    }
+    for backend in BACKENDS {
+        let scene = scene();
+        let taken = keeper(&scene);
+        let dial = || families().map(|family| open(&scene.peer, ROOT, (family.pod[0], 8080).into()).unwrap().0);
+        let still = |streams: &mut [TcpStream], what: &str| {
+            for stream in streams {
+                echo(stream, &[7; 1000]).unwrap_or_else(|error| panic!("{backend}: {what}: {error}"));
+            }
+        };
+        let mut direct = dial();
+        scene.apply(backend, &TPROXY);
+        still(&mut direct, "direct before");
+        let mut kept = dial();
+        assert_eq!(taken.load(Ordering::Relaxed), 2, "{backend}");
+        scene.apply(
+            backend,
+            &[&TPROXY[..], &["-g", "7", "--inbound-ports-to-ignore", "8080"]].concat(),
+        );
+        still(&mut kept, "kept by former rules");
+        drop(dial());
+        assert_eq!(taken.load(Ordering::Relaxed), 2, "{backend}: the port is skipped now");
+
+        scene.apply(backend, &TPROXY);
+        thread::scope(|scope| {
+            let drained = scope.spawn(|| scene.report(&["--clean=drain", "--drain-timeout", "20s"]));
+            eventually("new connections to be direct", || {
+                let before = taken.load(Ordering::Relaxed);
+                drop(dial());
+                taken.load(Ordering::Relaxed) == before
+            });
+            still(&mut kept, "kept while draining");
+            assert!(!drained.is_finished(), "{backend}: connections are open");
+            drop(kept);
+            let (code, report) = drained.join().unwrap();
+            assert_eq!(
+                (code, &report["warnings"]),
+                (0, &serde_json::json!([])),
+                "{backend}: {report}"
+            );
+        });
+        assert!(!routes(&scene).contains("143"), "{backend}");
+        still(&mut direct, "direct to the end");
+    }
+}
+
+#[test]
+fn verifying_finds_out_when_answers_do_not_come_back() {
+    if !root() {
+        return;
+    }
+    let scene = Scene::bare();
+    let verified = |backend: &str| {
+        let (code, report) = scene.report(&[&FLAGS[..], &["--backend", backend], &TPROXY].concat());
+        (code, report["verified"].clone())
+    };
+    for backend in BACKENDS {
+        let redirected = serde_json::json!({"ipv4": "redirected", "ipv6": "redirected"});
+        assert_eq!(verified(backend), (0, redirected), "{backend}");
+        // A stranger who is asked first.
+        scene.sh("ip rule add priority 50 fwmark 0x2044 lookup main");
+        let (code, report) = verified(backend);
+        assert_eq!((code, &report["ipv6"]), (95, &"redirected".into()), "{backend}");
+        let said = report["ipv4"].as_str().unwrap();
+        assert!(said.contains("does not come back"), "{backend}: {said}");
+        scene.sh("ip rule del priority 50");
+    }
+}
+
+fn scene() -> Scene {
+    let scene = Scene::bare();
+    for port in [8080, 9000, 4191] {
+        serve(&scene.pod, "app", &format!("[::]:{port}"));
+        serve(&scene.peer, "peer", &format!("[::]:{port}"));
+    }
+    serve(&scene.pod, "outbound", "127.0.0.1:4140");
+    serve(&scene.pod, "outbound", "[::1]:4140");
+    scene
+}
+
+/// What chooses between tables of routes, and ours, of both families.
+fn routes(scene: &Scene) -> String {
+    scene.sh("for family in -4 -6; do ip $family rule; ip $family route show table 143 2>/dev/null || true; done")
+}
+
+/// A proxy that takes connections for any address and joins them to the application, which it dials as their client.
+fn keeper(scene: &Scene) -> Arc<AtomicUsize> {
+    let taken = Arc::new(AtomicUsize::new(0));
+    let count = taken.clone();
+    let start = || -> io::Result<()> {
+        let socket = Socket::new(Domain::IPV6, Type::STREAM, None)?;
+        socket.set_only_v6(false)?;
+        socket.set_ip_transparent_v4(true)?;
+        socket.bind(&SocketAddr::from(([0_u16; 8], 4143)).into())?;
+        socket.listen(128)?;
+        let listener = TcpListener::from(socket);
+        // Threads are in the namespace of who starts them.
+        thread::spawn(move || {
+            for client in listener.incoming().flatten() {
+                count.fetch_add(1, Ordering::Relaxed);
+                thread::spawn(move || join(&client));
+            }
+        });
+        Ok(())
+    };
+    scene.pod.run(start).unwrap().unwrap();
+    taken
+}
+
+fn join(client: &TcpStream) -> io::Result<()> {
+    let (peer, dialled) = (
+        addr::canonical(client.peer_addr()?),
+        addr::canonical(client.local_addr()?),
+    );
+    if dialled.port() == 4143 {
+        return Ok(()); // translated, so that only connection tracking knows
+    }
+    let socket = Socket::new(Domain::for_address(dialled), Type::STREAM, None)?;
+    socket.set_ip_transparent_v4(true)?;
+    socket.set_reuse_address(true)?;
+    // With its port it would be the connection that the client has already.
+    socket.bind(&SocketAddr::new(peer.ip(), fastrand::u16(61_000..)).into())?;
+    socket.connect_timeout(&dialled.into(), LIMIT)?;
+    let application = TcpStream::from(socket);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let _ = io::copy(&mut &application, &mut &*client);
+            let _ = client.shutdown(Shutdown::Write);
+        });
+        let _ = io::copy(&mut &*client, &mut &application);
+        application.shutdown(Shutdown::Write)
+    })
+}
+
+const TPROXY: [&str; 2] = ["--inbound-mode", "tproxy"];
+const SHORT: Duration = Duration::from_millis(300);
+const LIMIT: Duration = Duration::from_secs(5);
