@@ -95,6 +95,8 @@ pub mod annotation {
     pub const OPAQUE_PORTS: &str = "config.linkerd.io/opaque-ports";
     pub const SKIP_INBOUND_PORTS: &str = "config.linkerd.io/skip-inbound-ports";
     pub const SKIP_OUTBOUND_PORTS: &str = "config.linkerd.io/skip-outbound-ports";
+    /// `tproxy` lets the application see its clients' addresses; ours alone.
+    pub const INBOUND_MODE: &str = "config.tulle.dev/inbound-mode";
     pub const DEFAULT_INBOUND_POLICY: &str = "config.linkerd.io/default-inbound-policy";
     pub const REQUIRE_IDENTITY_INBOUND_PORTS: &str = "config.linkerd.io/proxy-require-identity-inbound-ports";
     pub const ACCESS_LOG: &str = "config.linkerd.io/access-log";

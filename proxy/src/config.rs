@@ -64,6 +64,7 @@ pub struct Outbound {
 pub struct Inbound {
     /// `0.0.0.0:4143`.
     pub listen: SocketAddr,
+    pub mode: InboundMode,
     pub direction: Direction,
     /// How long a request waits for the profile of its name; 500 ms.
     pub profile_timeout: Duration,
@@ -177,6 +178,16 @@ pub enum FlowControl {
 pub enum Visibility {
     Shown,
     Hidden,
+}
+
+/// How connections get to the inbound listener.
+#[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
+pub enum InboundMode {
+    /// Translated to its address; the kernel knows what was dialled, and the application sees us.
+    #[default]
+    Redirect,
+    /// As they are; it takes them for any address, and the application sees its client.
+    Tproxy,
 }
 
 /// Whether the target of a request is told by its headers (an ingress) or by what was dialled.

@@ -95,6 +95,9 @@ names both.
 {{- if and (ne (int .Values.proxyInit.closeWaitTimeoutSecs) 0) (not .Values.proxyInit.runAsRoot) }}
 {{- fail "proxyInit.closeWaitTimeoutSecs needs proxyInit.runAsRoot=true: only root may change it" }}
 {{- end }}
+{{- if and .Values.cniEnabled (eq .Values.proxy.inboundMode "tproxy") }}
+{{- fail "proxy.inboundMode=tproxy needs cniEnabled=false: a CNI plugin knows one way to redirect" }}
+{{- end }}
 {{- with .Values.proxy.tracing }}
 {{- if .enabled }}
 {{- if not .collector.endpoint }}

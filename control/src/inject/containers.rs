@@ -13,7 +13,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use tulle_core::names::TOKEN_AUDIENCE;
 
 use crate::inject::env::{END_ENTITY_DIR, PODINFO_DIR, SERVICE_ACCOUNT_DIR, TOKEN_DIR, TOKEN_NAME};
-use crate::inject::values::{Constraints, DEBUG_IMAGE, DEBUG_VERSION, Image, IptablesMode, Values};
+use crate::inject::values::{Constraints, DEBUG_IMAGE, DEBUG_VERSION, Image, InboundMode, IptablesMode, Values};
 use crate::inject::{DEBUG_CONTAINER, INIT_CONTAINER, PROXY_CONTAINER, Subject, VALIDATOR_CONTAINER};
 
 /// The sidecar.
@@ -101,7 +101,13 @@ fn proxy_security(values: &Values) -> SecurityContext {
     if let Some(security) = &proxy.security_context {
         return security.clone();
     }
-    let capabilities = proxy.capabilities.clone().unwrap_or_else(drop_all);
+    let mut capabilities = proxy.capabilities.clone().unwrap_or_else(drop_all);
+    if proxy.inbound_mode == InboundMode::Tproxy {
+        let added = capabilities.add.get_or_insert_default();
+        if !added.iter().any(|name| name == NET_RAW) {
+            added.push(NET_RAW.to_owned());
+        }
+    }
     SecurityContext {
         run_as_user: Some(proxy.uid),
         run_as_group: (proxy.gid >= 0).then_some(proxy.gid),
@@ -166,6 +172,9 @@ fn init_args(values: &Values) -> Vec<String> {
     if init.close_wait_timeout_secs > 0 && init.run_as_root {
         arg("--timeout-close-wait-secs", &init.close_wait_timeout_secs.to_string());
     }
+    if proxy.inbound_mode == InboundMode::Tproxy {
+        args.extend(["--inbound-mode", "tproxy"].map(str::to_owned));
+    }
     if values.disable_ipv6 {
         args.push("--ipv6=false".to_owned());
     }
@@ -174,7 +183,7 @@ fn init_args(values: &Values) -> Vec<String> {
 
 fn init_security(values: &Values, subject: &Subject<'_>) -> SecurityContext {
     let init = &values.proxy_init;
-    let redirecting = ["NET_ADMIN", "NET_RAW"].map(str::to_owned);
+    let redirecting = ["NET_ADMIN", NET_RAW].map(str::to_owned);
     // Clusters that want capabilities dropped want that of every container.
     let first = subject.spec.containers.first();
     let security = first.and_then(|container| container.security_context.as_ref());
@@ -421,5 +430,7 @@ pub(super) const END_ENTITY_VOLUME: &str = "linkerd-identity-end-entity";
 pub(super) const TOKEN_VOLUME: &str = "linkerd-identity-token";
 pub(super) const PODINFO_VOLUME: &str = "linkerd-podinfo";
 const TERMINATION_POLICY: &str = "FallbackToLogsOnError";
+/// Lets a proxy have addresses that are not its pod's.
+const NET_RAW: &str = "NET_RAW";
 /// The user that owns nothing.
 const NOBODY: i64 = 65_534;

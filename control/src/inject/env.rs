@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use k8s_openapi::api::core::v1::{EnvVar, EnvVarSource, ObjectFieldSelector};
 use tulle_core::names::{annotation, label, port};
 
-use crate::inject::values::{Parameters, Values};
+use crate::inject::values::{InboundMode, Parameters, Values};
 use crate::inject::{Config, Mode, Subject, ports};
 use crate::resources::annotations::Annotations;
 
@@ -131,6 +131,9 @@ fn traffic(env: &mut Env, values: &Values, subject: &Subject<'_>, mode: Mode) {
         }
     }
     env.set("INBOUND_LISTEN_ADDR", all(proxy.ports.inbound));
+    if proxy.inbound_mode == InboundMode::Tproxy {
+        env.raw("TULLE_PROXY_INBOUND_MODE", "tproxy");
+    }
     env.field("LINKERD2_PROXY_INBOUND_IPS", "status.podIPs");
     let containers = &subject.spec.containers;
     env.set("INBOUND_PORTS", ports::inbound(containers));

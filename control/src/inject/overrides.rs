@@ -12,7 +12,7 @@ use tulle_core::names::annotation;
 use tulle_core::ports::PortSet;
 
 use crate::inject::ports;
-use crate::inject::values::Values;
+use crate::inject::values::{InboundMode, Values};
 use crate::resources::annotations::Annotations;
 use crate::resources::go_duration;
 
@@ -105,6 +105,13 @@ fn set(values: &mut Values, key: &str, text: &str) -> Result<(), Expected> {
         annotation::ACCESS_LOG => proxy.access_log = access_log(text)?,
         annotation::DEFAULT_INBOUND_POLICY => {
             proxy.default_inbound_policy = one_of(text, &POLICIES, POLICIES_EXPECTED)?;
+        }
+        annotation::INBOUND_MODE => {
+            let mode = InboundMode::try_from(text.to_owned()).map_err(|_| "redirect or tproxy")?;
+            if mode == InboundMode::Tproxy && values.cni_enabled {
+                return Err("redirect, which is what a CNI plugin does: tproxy needs the value cniEnabled to be false");
+            }
+            proxy.inbound_mode = mode;
         }
         annotation::PROXY_METRICS_HOSTNAME_LABELS => proxy.metrics.hostname_labels = boolean(text)?,
         annotation::PROXY_OUTBOUND_CONNECT_TIMEOUT => proxy.outbound_connect_timeout = millis(text)?,

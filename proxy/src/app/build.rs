@@ -10,7 +10,7 @@ use crate::{
     api::{self, channel, destination::Destinations, dns::Resolver, policies::Policies},
     app::Surroundings,
     balance::balancer::Strategy,
-    config::{self, Balancing, Config, Direction, Visibility},
+    config::{self, Balancing, Config, Direction, InboundMode, Visibility},
     http::{
         access_log::AccessLog,
         client::PoolConfig,
@@ -21,7 +21,7 @@ use crate::{
     },
     identity::Source,
     inbound::{
-        Inbound, metrics as inbound_metrics,
+        DialAs, Inbound, metrics as inbound_metrics,
         policy::{Current, Defaults, Ports},
     },
     metrics::{failures::Failures, hosts::Hosts, http as http_metrics},
@@ -29,6 +29,7 @@ use crate::{
         connect::{self, SocketOptions},
         counts,
         memory::Shortage,
+        orig_dst,
     },
     outbound::{Outbound, backend::Factory, discover::Discover, endpoint::Common, metrics as outbound_metrics},
     policy::{
@@ -221,10 +222,15 @@ impl Parts<'_> {
             detect_timeout,
         };
         let kept = config.inbound.ports.clone();
+        let own_port = config.inbound.listen.port();
+        let (orig_dst, dial_as) = match config.inbound.mode {
+            InboundMode::Redirect => (self.surroundings.orig_dst.clone(), DialAs::Us),
+            InboundMode::Tproxy => (orig_dst::untranslated(own_port), DialAs::Client),
+        };
         Arc::new(Inbound {
-            own_port: config.inbound.listen.port(),
+            own_port,
             ips: config.inbound.ips.clone(),
-            orig_dst: self.surroundings.orig_dst.clone(),
+            orig_dst,
             creds: self.creds.clone(),
             ports: Arc::new(Ports::new(
                 self.control.policies.clone(),
@@ -233,7 +239,8 @@ impl Parts<'_> {
                 direction.discovery_idle_timeout,
             )),
             detect_timeout,
-            connect: connect_config(direction, Some(config.inbound.listen.port())),
+            connect: connect_config(direction, Some(own_port)),
+            dial_as,
             http2_client: http2_client(direction),
             pool: pool(direction),
             server: server::Config {

@@ -22,7 +22,7 @@ use tokio::{
 };
 use tulle_core::{
     addr::{ClientAddr, OrigDst},
-    drain,
+    caps, drain,
     metrics::{self, Registry},
     ready::{Latch, Readiness},
     telemetry::LogHandle,
@@ -31,7 +31,7 @@ use tulle_core::{
 use crate::{
     admin,
     app::build::{ControlPlane, Parts, accept_options},
-    config::{Config, Direction},
+    config::{Config, Direction, InboundMode},
     http::access_log::AccessLog,
     identity::{Source, certify::Certifier, key::Key, workload_api::Workload},
     inbound::Inbound,
@@ -43,7 +43,7 @@ use crate::{
         listen::{self, Sharing},
         listeners,
         memory::{self, Shortage},
-        orig_dst,
+        orig_dst, transparent,
     },
     outbound::Outbound,
     tap::{self, Taps},
@@ -57,6 +57,9 @@ const LAME_DUCK: Duration = Duration::from_secs(10);
 const LAME_DUCK_LOOK: Duration = Duration::from_millis(100);
 /// How long the last spans of traces may take to be sent.
 const LAST_SPANS: Duration = Duration::from_secs(2);
+/// What a proxy that keeps its clients' addresses does not start without.
+const NO_NET_RAW: &str = "TULLE_PROXY_INBOUND_MODE=tproxy needs the capability NET_RAW: add it to the proxy's container \
+     (securityContext.capabilities.add), or to its service (AmbientCapabilities=CAP_NET_RAW), or unset the variable";
 /// How often series without an owner are looked for.
 const METRICS_SWEEP: Duration = Duration::from_secs(60);
 /// Sockets that a worker serves before it looks for others. What they have for the same peer leaves together, and the peer idles
@@ -491,6 +494,9 @@ fn bind_alone(addr: &mut SocketAddr, what: &str) -> anyhow::Result<TcpListener> 
 /// Binds the listeners of all workers; where any port will do, the configuration learns which it is.
 fn bind_all(config: &mut Config, workers: usize) -> anyhow::Result<Vec<Sockets>> {
     let sharing = if workers > 1 { Sharing::Workers } else { Sharing::Alone };
+    if config.inbound.mode == InboundMode::Tproxy {
+        caps::use_net_raw(); // workers are started by this thread, and have it too
+    }
     let bind = |addr: SocketAddr, direction: &Direction, what: &str| {
         listen::bind(addr, direction.accept.backlog, sharing, accept_options(direction))
             .with_context(|| format!("listening on {addr} ({what})"))
@@ -504,6 +510,9 @@ fn bind_all(config: &mut Config, workers: usize) -> anyhow::Result<Vec<Sockets>>
             outbound.push(listener);
         }
         let inbound = bind(config.inbound.listen, &config.inbound.direction, "inbound")?;
+        if config.inbound.mode == InboundMode::Tproxy {
+            transparent::allow(&inbound).context(NO_NET_RAW)?;
+        }
         config.inbound.listen = inbound.local_addr()?;
         all.push(Sockets { outbound, inbound });
     }

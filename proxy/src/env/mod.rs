@@ -20,7 +20,7 @@ use crate::api::destination::{ProfileScope, Suffixes};
 use crate::api::watch::StreamLimits;
 use crate::config::{
     Accept, Balancing, Config, Connect, Control, DefaultPolicy, Direction, FlowControl, Http1Pool, Http1Server,
-    Http2Server, Http2Windows, Inbound, Ingress, KeepAlive, Log, Outbound, Visibility, Workers,
+    Http2Server, Http2Windows, Inbound, InboundMode, Ingress, KeepAlive, Log, Outbound, Visibility, Workers,
 };
 use crate::env::values::Reason;
 use crate::identity;
@@ -176,6 +176,7 @@ fn inbound(env: &mut Env<'_>) -> Inbound {
     };
     Inbound {
         listen: env.or("INBOUND_LISTEN_ADDR", values::listen_addr, ([0, 0, 0, 0], 4143).into()),
+        mode: env.or_default::<InboundMode>(INBOUND_MODE, values::inbound_mode),
         direction: direction(env, "INBOUND", &defaults),
         profile_timeout: env.or(
             "DESTINATION_PROFILE_INITIAL_TIMEOUT",
@@ -610,6 +611,7 @@ const WORKLOAD_API: &[&str] = &["IDENTITY_SPIRE_WORKLOAD_API_ADDRESS", "IDENTITY
 /// Variables that only this proxy knows.
 const OUR_PREFIX: &str = "TULLE_PROXY_";
 const BALANCER: &str = "TULLE_PROXY_BALANCER";
+const INBOUND_MODE: &str = "TULLE_PROXY_INBOUND_MODE";
 const TRACE_SAMPLING: &str = "TULLE_PROXY_TRACE_SAMPLING";
 const ACCESS_LOG_DIRECTIONS: &str = "TULLE_PROXY_ACCESS_LOG_DIRECTIONS";
 const MEMORY_LIMIT: &str = "TULLE_PROXY_MEMORY_LIMIT";

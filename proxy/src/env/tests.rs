@@ -56,6 +56,7 @@ fn defaults_are_those_of_the_contract() {
     );
     assert_eq!(config.log.format, Format::Plain);
     assert_eq!(config.outbound.balancing, Balancing::PeakEwma);
+    assert_eq!(config.inbound.mode, InboundMode::Redirect);
     assert_eq!(config.outbound.informational_headers, Visibility::Shown);
     assert_eq!(config.inbound.default_policy, DefaultPolicy::AllUnauthenticated);
     assert_eq!(config.control.stream_limits, StreamLimits::default());
@@ -142,6 +143,7 @@ fn values_of_a_chart_are_understood() {
             "tap.linkerd-viz.serviceaccount.identity.linkerd.cluster.local",
         ),
         ("TULLE_PROXY_BALANCER", "round-robin"),
+        ("TULLE_PROXY_INBOUND_MODE", "tproxy"),
         ("SOMETHING_NEW", "?"),
     ])
     .unwrap();
@@ -168,6 +170,7 @@ fn values_of_a_chart_are_understood() {
     assert!(inbound.opaque_ports.contains(5432));
     assert_eq!(inbound.ips.len(), 2);
     assert_eq!(inbound.default_policy, DefaultPolicy::ClusterAuthenticated);
+    assert_eq!(inbound.mode, InboundMode::Tproxy);
     assert_eq!(inbound.authority_labels, Visibility::Shown);
     let backoff = config.outbound.direction.connect.backoff;
     assert_eq!(
@@ -292,6 +295,7 @@ fn bad_values_are_refused_with_value_reason_and_what_is_accepted() {
             "needs LINKERD2_PROXY_IDENTITY_SERVER_ID, a spiffe:// URI",
         ),
         ("TULLE_PROXY_BALANCER", "random", "expected peak-ewma or round-robin"),
+        ("TULLE_PROXY_INBOUND_MODE", "transparent", "expected redirect or tproxy"),
         (
             "IDENTITY_MIN_REFRESH",
             "2d",

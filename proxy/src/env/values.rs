@@ -11,7 +11,7 @@ use tulle_core::identity::Identity;
 use tulle_core::telemetry::Format;
 
 use crate::api::destination::Suffixes;
-use crate::config::{Balancing, DefaultPolicy, Directions};
+use crate::config::{Balancing, DefaultPolicy, Directions, InboundMode};
 use crate::http::access_log;
 use crate::identity::Anchors;
 use crate::policy::endpoint::{FRAME_SIZES, MAX_WINDOW};
@@ -174,6 +174,13 @@ pub(super) fn balancing(value: &str) -> Result<Balancing, Reason> {
             ("peak-ewma", Balancing::PeakEwma),
             ("round-robin", Balancing::RoundRobin),
         ],
+    )
+}
+
+pub(super) fn inbound_mode(value: &str) -> Result<InboundMode, Reason> {
+    one_of(
+        value,
+        &[("redirect", InboundMode::Redirect), ("tproxy", InboundMode::Tproxy)],
     )
 }
 

@@ -8,7 +8,7 @@ use tulle_core::metrics::Labels;
 
 use crate::{
     inbound::{
-        Inbound, Peer,
+        App, Inbound, Peer,
         metrics::{connection_labels, with_meta},
         policy::{Current, Port},
     },
@@ -64,8 +64,8 @@ impl Forward<'_> {
     }
 
     async fn dial(&self, permitted: &Labels) -> Option<Io> {
-        let target = self.peer.target;
-        match connect::dial(target, &self.inbound.connect).await {
+        let App { target, client } = self.inbound.reached_by(self.peer);
+        match connect::dial_as(client, target, &self.inbound.connect).await {
             Ok(stream) => {
                 self.inbound.families.tcp_allow.get(permitted).inc();
                 Some(Io::tcp(Tcp::new(stream)).count(self.inbound.app_counts(target)))

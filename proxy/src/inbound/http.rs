@@ -1,6 +1,6 @@
 //! The request path of the inbound side: restore, authorize, send, observe (I8–I11).
 
-use std::{net::SocketAddr, sync::Arc};
+use std::sync::Arc;
 
 use http::{HeaderValue, Request, Response, Version};
 use parking_lot::Mutex;
@@ -23,7 +23,7 @@ use crate::{
         upload::Upload,
     },
     inbound::{
-        Inbound, Peer,
+        App, Inbound, Peer,
         metrics::{RouteSeries, connection_labels, with_meta},
         policy::{Current, Port},
     },
@@ -372,12 +372,13 @@ fn unreachable_app(error: Error) -> Error {
 }
 
 /// The client for the application at one address.
-pub(super) fn client(inbound: &Arc<Inbound>, target: SocketAddr) -> Client {
+pub(super) fn client(inbound: &Arc<Inbound>, app: App) -> Client {
+    let App { target, client } = app;
     let (connect, counts) = (inbound.connect, inbound.app_counts(target));
     let open = move |_: Protocol| -> std::pin::Pin<Box<dyn Future<Output = _> + Send>> {
         let counts = counts.clone();
         Box::pin(async move {
-            let stream = crate::net::connect::dial(target, &connect)
+            let stream = crate::net::connect::dial_as(client, target, &connect)
                 .await
                 .map_err(Error::connect)?;
             Ok(Io::tcp(Tcp::new(stream)).count(counts))

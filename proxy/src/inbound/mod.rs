@@ -79,6 +79,7 @@ pub(crate) struct Inbound {
     pub(crate) ports: Arc<Ports>,
     pub(crate) detect_timeout: Duration,
     pub(crate) connect: connect::Config,
+    pub(crate) dial_as: DialAs,
     pub(crate) http2_client: h2::Params,
     pub(crate) pool: PoolConfig,
     pub(crate) server: server::Config,
@@ -92,8 +93,23 @@ pub(crate) struct Inbound {
     pub(crate) tracer: Option<Tracer>,
     /// Names that TLS of others is for, which are told apart on metrics.
     pub(crate) names: Hosts<()>,
-    /// Clients of the application, by worker and address.
-    pub(crate) apps: Vec<Mutex<HashMap<SocketAddr, Arc<Client>>>>,
+    /// Clients of the application, by worker and what is dialled.
+    pub(crate) apps: Vec<Mutex<HashMap<App, Arc<Client>>>>,
+}
+
+/// Whom the application sees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DialAs {
+    Us,
+    /// Its client.
+    Client,
+}
+
+/// The application at an address, and the client it is dialled as, if any.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct App {
+    target: SocketAddr,
+    client: Option<IpAddr>,
 }
 
 /// What it is called that a client does not go on in time.
@@ -171,14 +187,29 @@ impl Inbound {
     }
 
     /// The application's client of one worker.
-    fn app(self: &Arc<Self>, worker: usize, target: SocketAddr) -> Arc<Client> {
+    fn app(self: &Arc<Self>, worker: usize, peer: &Peer) -> Arc<Client> {
+        let app = self.reached_by(peer);
         let mut apps = self.apps[worker].lock();
-        if apps.len() >= MAX_IDLE_APPS && !apps.contains_key(&target) {
+        if apps.len() >= MAX_IDLE_APPS && !apps.contains_key(&app) {
             apps.retain(|_, client| Arc::strong_count(client) > 1);
         }
-        apps.entry(target)
-            .or_insert_with(|| Arc::new(http::client(self, target)))
+        apps.entry(app)
+            .or_insert_with(|| Arc::new(http::client(self, app)))
             .clone()
+    }
+
+    /// How the application is dialled for a client.
+    fn reached_by(&self, peer: &Peer) -> App {
+        let client = match (self.dial_as, peer.client.0.ip()) {
+            (DialAs::Us, _) => None,
+            // Such an address says nothing without the interface that it came by.
+            (DialAs::Client, IpAddr::V6(ip)) if ip.is_unicast_link_local() => None,
+            (DialAs::Client, ip) => Some(ip),
+        };
+        App {
+            target: peer.target,
+            client,
+        }
     }
 
     /// What connections to the application are counted in.
@@ -625,7 +656,7 @@ impl Connection {
             client_id: client_id.clone(),
         };
         let connection = Arc::new(HttpConnection {
-            app: inbound.app(self.worker, peer.target),
+            app: inbound.app(self.worker, &peer),
             inbound: inbound.clone(),
             peer,
             tls,

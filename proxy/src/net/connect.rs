@@ -1,9 +1,15 @@
 //! Dialling: bounded in time, with the socket options of the direction, and never ourselves.
 
-use std::{io, net::SocketAddr, time::Duration};
+use std::{
+    io,
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
+
+use crate::net::transparent;
 
 /// Socket options for accepted or dialled connections.
 #[derive(Clone, Copy, Debug, Default)]
@@ -61,10 +67,28 @@ impl ConnectError {
 /// # Errors
 /// Refused, unreachable, or not established within the limit.
 pub(crate) async fn dial(addr: SocketAddr, config: &Config) -> Result<TcpStream, ConnectError> {
+    dial_as(None, addr, config).await
+}
+
+/// As [`dial`], and whoever is dialled sees `client`, where there is one, instead of us.
+///
+/// # Errors
+/// As [`dial`].
+pub(crate) async fn dial_as(
+    client: Option<IpAddr>,
+    addr: SocketAddr,
+    config: &Config,
+) -> Result<TcpStream, ConnectError> {
     if config.own_port == Some(addr.port()) {
         return Err(ConnectError::Ourselves { addr });
     }
-    match tokio::time::timeout(config.timeout, TcpStream::connect(addr)).await {
+    let connecting = async {
+        match client {
+            None => TcpStream::connect(addr).await,
+            Some(client) => Box::pin(transparent::connect(client, addr)).await,
+        }
+    };
+    match tokio::time::timeout(config.timeout, connecting).await {
         Err(_) => Err(ConnectError::Timeout {
             addr,
             limit: config.timeout,

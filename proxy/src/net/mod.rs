@@ -14,3 +14,4 @@ pub(crate) mod listen;
 pub(crate) mod listeners;
 pub(crate) mod memory;
 pub(crate) mod orig_dst;
+pub(crate) mod transparent;

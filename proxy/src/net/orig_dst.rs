@@ -3,7 +3,10 @@
 use std::{
     io,
     net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use nix::sys::socket::{getsockopt, sockopt};
@@ -35,3 +38,25 @@ pub(crate) fn of(stream: &TcpStream, peer: SocketAddr) -> io::Result<OrigDst> {
     };
     Ok(OrigDst(dialled))
 }
+
+/// Takes the address of the socket for what was dialled, as it is where connections are not translated.
+///
+/// # Errors
+/// The connection was translated to `own_port` all the same: the rules are those of the other mode. Told once.
+pub(crate) fn untranslated(own_port: u16) -> Of {
+    let told = AtomicBool::new(false);
+    Arc::new(move |stream, peer| {
+        let local = addr::canonical(stream.local_addr()?);
+        // What is for our own port was sent there by a peer, or by rules.
+        if local.port() == own_port && of(stream, peer).is_ok_and(|OrigDst(dialled)| dialled != local) {
+            if !told.swap(true, Ordering::Relaxed) {
+                tracing::warn!("refusing connections: {REDIRECTED}");
+            }
+            return Err(io::Error::other(REDIRECTED));
+        }
+        Ok(OrigDst(local))
+    })
+}
+
+const REDIRECTED: &str = "rules redirect here, but TULLE_PROXY_INBOUND_MODE is tproxy; \
+     run tulle-init with --inbound-mode tproxy, or unset the variable";

@@ -155,6 +155,11 @@ fn a_value_that_does_not_exist_or_has_the_wrong_type_is_refused_by_its_name() {
         "--set=proxy.defaultInboundPolicy=allow",
         &["/proxy/defaultInboundPolicy", "audit"],
     );
+    check(
+        "tulle-control-plane",
+        "--set=proxy.inboundMode=transparent",
+        &["/proxy/inboundMode", "redirect", "tproxy"],
+    );
 }
 
 #[test]
@@ -192,6 +197,11 @@ fn values_that_contradict_each_other_are_refused_with_the_way_out() {
         "",
         &["--set=proxyInit.closeWaitTimeoutSecs=10"],
         &["proxyInit.runAsRoot=true"],
+    );
+    check(
+        "",
+        &["--set=cniEnabled=true,proxy.inboundMode=tproxy"],
+        &["proxy.inboundMode=tproxy needs cniEnabled=false"],
     );
     check(
         "",

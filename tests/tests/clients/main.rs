@@ -19,5 +19,6 @@ mod openssl;
 mod programs;
 mod redirected;
 mod scene;
+mod tproxy;
 mod vm;
 mod websocket;

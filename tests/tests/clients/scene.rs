@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, Permissions};
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::Command;
@@ -32,9 +32,33 @@ pub(crate) struct Scene {
     dir: TempDir,
 }
 
+/// What is not the same for all tests.
+#[derive(Clone, Copy)]
+pub(crate) struct Setup<'a> {
+    /// Flags of the control plane.
+    pub(crate) control: &'a [&'a str],
+    /// Flags of the rules of the server.
+    pub(crate) rules: &'a [&'a str],
+    /// Variables of the server's sidecar, with their prefix.
+    pub(crate) variables: &'a [(&'a str, &'a str)],
+    /// What `setpriv` lets the server's sidecar do.
+    pub(crate) rights: &'a [&'a str],
+}
+
+impl Default for Setup<'_> {
+    fn default() -> Self {
+        Self {
+            control: &["-enable-ipv6=false"],
+            rules: &[],
+            variables: &[],
+            rights: &[],
+        }
+    }
+}
+
 /// Builds the scene for a test that needs these programs; `None` where it cannot be had.
 pub(crate) fn scene(needed: &[&str]) -> Option<Scene> {
-    can_run(needed).then(Scene::build)
+    can_run(needed).then(|| Scene::build(Setup::default()))
 }
 
 /// Whether there are the rights to make a scene, and these programs; a loud word where not.
@@ -53,7 +77,7 @@ pub(crate) fn can_run(needed: &[&str]) -> bool {
 }
 
 impl Scene {
-    fn build() -> Self {
+    pub(crate) fn build(setup: Setup<'_>) -> Self {
         let dir = tempfile::tempdir().unwrap();
         // The sidecars run as a user of their own and have to read what is in it.
         fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
@@ -72,9 +96,11 @@ impl Scene {
             ("outside", OUTSIDE),
         ]
         .map(|(name, ip)| {
-            let host = lab.host(name, &format!("{ip}/24"), None).unwrap();
-            // The address of the service exists nowhere; a packet needs a route to get as far as the rules.
-            host.ip("route add default dev eth0\n").unwrap();
+            let v6 = format!("{}/64", v6(ip));
+            let host = lab.host(name, &format!("{ip}/24"), Some(&v6)).unwrap();
+            // The addresses of the service exist nowhere; a packet needs a route to get as far as the rules.
+            host.ip("route add default dev eth0\nroute add ::/0 dev eth0\n")
+                .unwrap();
             host
         });
         let mut scene = Self {
@@ -86,11 +112,15 @@ impl Scene {
             credentials,
             dir,
         };
-        scene.keep(scene.control(&control, &manifests));
+        scene.keep(scene.control(&control, &manifests, setup.control));
         scene.keep(scene.application());
-        for (name, host) in [("server", scene.server.clone()), ("client", scene.client.clone())] {
-            redirect(&host);
-            scene.keep(scene.sidecar(name, &host, &proxy));
+        for (name, host, setup) in [
+            ("server", scene.server.clone(), setup),
+            ("client", scene.client.clone(), Setup::default()),
+        ] {
+            redirect(&host, setup.rules);
+            let sidecar = scene.start_sidecar(name, &host, &proxy, setup);
+            scene.keep(ready(sidecar, &host));
         }
         scene
     }
@@ -190,7 +220,7 @@ impl Scene {
         self.processes.push(process);
     }
 
-    fn control(&self, host: &Namespace, manifests: &Path) -> Process {
+    fn control(&self, host: &Namespace, manifests: &Path, flags: &[&str]) -> Process {
         let mut command = command(host, &[], &built("tulle-control").unwrap());
         command.arg("all-in-one");
         for (flag, path) in [
@@ -201,7 +231,8 @@ impl Scene {
         ] {
             command.arg(flag).arg(path);
         }
-        command.args(["--cluster-networks", "10.0.0.0/8", "--default-policy", POLICY]);
+        command.args(["--cluster-networks", NETWORKS, "--default-policy", POLICY]);
+        command.args(flags);
         let mut control = self.start("tulle-control", command);
         control
             .listening(&[port::IDENTITY, port::DESTINATION, port::POLICY])
@@ -215,17 +246,19 @@ impl Scene {
         command.arg("serve");
         let ports = [HTTP, GUARDED, H2C];
         for port in ports {
-            command.args(["--http", &SocketAddr::from((SERVER, port)).to_string()]);
+            command.args(["--http", &SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)).to_string()]);
         }
         let mut application = self.start("application", command);
         application.listening(&ports).unwrap();
         application
     }
 
-    fn sidecar(&self, name: &str, host: &Namespace, program: &Path) -> Process {
+    /// Starts a sidecar, which may be unable to run.
+    pub(crate) fn start_sidecar(&self, name: &str, host: &Namespace, program: &Path, setup: Setup<'_>) -> Process {
         // The rules know the proxy by its user; entering the namespace needs root, so the user changes after it.
         let user = [format!("--reuid={PROXY_UID}"), format!("--regid={PROXY_UID}")];
-        let mut command = command(host, &[&user[0], &user[1], "--clear-groups"], program);
+        let settings = [&[&user[0], &user[1], "--clear-groups"], setup.rights].concat();
+        let mut command = command(host, &settings, program);
         command.env_clear();
         let control = |account: &str| {
             tulle_core::identity::service_account(account, CONTROL_NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
@@ -238,11 +271,16 @@ impl Scene {
             ("DESTINATION_SVC_ADDR", at(port::DESTINATION)),
             ("DESTINATION_SVC_NAME", control("linkerd-destination")),
             ("DESTINATION_CONTEXT", workload.clone()),
-            ("DESTINATION_PROFILE_NETWORKS", "10.0.0.0/8".into()),
+            ("DESTINATION_PROFILE_NETWORKS", NETWORKS.into()),
+            ("INBOUND_LISTEN_ADDR", format!("[::]:{}", port::INBOUND)),
+            (
+                "OUTBOUND_LISTEN_ADDRS",
+                format!("127.0.0.1:{0},[::1]:{0}", port::OUTBOUND),
+            ),
             ("POLICY_SVC_ADDR", at(port::POLICY)),
             ("POLICY_SVC_NAME", control("linkerd-destination")),
             ("POLICY_WORKLOAD", workload),
-            ("POLICY_CLUSTER_NETWORKS", "10.0.0.0/8".into()),
+            ("POLICY_CLUSTER_NETWORKS", NETWORKS.into()),
             ("INBOUND_DEFAULT_POLICY", POLICY.into()),
             // The control plane's word on these is known before the sidecar is ready.
             (
@@ -260,11 +298,15 @@ impl Scene {
         ] {
             command.env(format!("LINKERD2_PROXY_{variable}"), value);
         }
-        let mut sidecar = self.start(&format!("sidecar-{name}"), command);
-        let ready = |_: &Process| Ok(admin(host, "/ready").is_ok());
-        sidecar.wait_for("certificate, by its /ready", ready).unwrap();
-        sidecar
+        command.envs(setup.variables.iter().copied());
+        self.start(&format!("sidecar-{name}"), command)
     }
+}
+
+fn ready(mut sidecar: Process, host: &Namespace) -> Process {
+    let ready = |_: &Process| Ok(admin(host, "/ready").is_ok());
+    sidecar.wait_for("certificate, by its /ready", ready).unwrap();
+    sidecar
 }
 
 /// The identity of a service account of the scene.
@@ -277,21 +319,35 @@ pub(crate) fn service(port: u16) -> SocketAddr {
     (SERVICE, port).into()
 }
 
-fn redirect(host: &Namespace) {
+/// The other address of a host or of the service: fd79::20 for 10.79.0.20.
+pub(crate) fn v6(ip: Ipv4Addr) -> Ipv6Addr {
+    let [_, network, _, host] = ip
+        .octets()
+        .map(|octet| u16::from_str_radix(&octet.to_string(), 16).unwrap());
+    Ipv6Addr::new(0xfd00 + network, 0, 0, 0, 0, 0, 0, host)
+}
+
+/// Both addresses of a host or of the service.
+pub(crate) fn both(ip: Ipv4Addr) -> [IpAddr; 2] {
+    [ip.into(), v6(ip).into()]
+}
+
+pub(crate) fn redirect(host: &Namespace, flags: &[&str]) {
     let mut command = host.command(built("tulle-init").unwrap());
     let skipped = format!("{},{}", port::TAP, port::ADMIN);
     command.args(["-p", &port::INBOUND.to_string(), "-o", &port::OUTBOUND.to_string()]);
     command.args(["-u", &PROXY_UID.to_string(), "--inbound-ports-to-ignore", &skipped]);
+    command.args(flags);
     let output = command.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 pub(crate) const SERVER: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 20);
 pub(crate) const OUTSIDE: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 40);
-const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 10);
+pub(crate) const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 10);
 pub(crate) const CONTROL: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 30);
 /// The cluster IP of the service that the server is the only endpoint of.
-const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 99, 0, 1);
+pub(crate) const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 99, 0, 1);
 
 /// HTTP for everybody in the mesh.
 pub(crate) const HTTP: u16 = 8080;
@@ -310,6 +366,7 @@ pub(crate) const OPEN_TLS: u16 = 8444;
 pub(crate) const NAMESPACE: &str = "shop";
 const CONTROL_NAMESPACE: &str = "linkerd";
 const TRUST_DOMAIN: &str = "cluster.local";
+const NETWORKS: &str = "10.0.0.0/8,fd00::/8";
 const POLICY: &str = "all-authenticated";
 /// The user whose traffic is not redirected.
 const PROXY_UID: u32 = 2102;

@@ -62,7 +62,15 @@ async fn every_program_of_the_proxy_image_runs_with_no_more_rights_than_its_char
         "--firewall-save-bin-path",
         "iptables-nft-save",
     ];
-    let modes: [(&str, &[&str]); 3] = [("nft", &nft), ("legacy", &[]), ("native", &["--backend", "native"])];
+    let keeping = |backend| ["--backend", backend, "--inbound-mode", "tproxy"];
+    let (nft_keeping, legacy_keeping) = (keeping("iptables-nft"), keeping("iptables-legacy"));
+    let modes: [(&str, &[&str]); 5] = [
+        ("nft", &nft),
+        ("legacy", &[]),
+        ("native", &["--backend", "native"]),
+        ("nft-tproxy", &nft_keeping),
+        ("legacy-tproxy", &legacy_keeping),
+    ];
     for (name, mode) in modes {
         let validator = [
             "/usr/lib/linkerd/linkerd2-network-validator",

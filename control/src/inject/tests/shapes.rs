@@ -155,6 +155,49 @@ fn the_init_container_may_redirect_and_nothing_else() {
 }
 
 #[test]
+fn an_application_that_is_to_see_its_clients_gets_rules_a_proxy_and_a_right_for_it() {
+    let by_chart = Case::pod("").values("proxy: {inboundMode: tproxy}");
+    let by_pod = Case::pod("").annotate(&[(annotation::INBOUND_MODE, "tproxy")]);
+    let by_namespace = Case::pod("").namespace(&[(annotation::INBOUND_MODE, "tproxy")]);
+    let plain = Case::pod("").injected();
+    for injected in [by_chart, by_pod, by_namespace].map(|case| case.injected()) {
+        let args = injected.container(INIT_CONTAINER)["args"].to_string();
+        assert!(args.contains(r#""--inbound-mode","tproxy""#), "{args}");
+        let proxy = injected.container(PROXY_CONTAINER);
+        let env = proxy["env"].to_string();
+        assert!(
+            env.contains(r#"{"name":"TULLE_PROXY_INBOUND_MODE","value":"tproxy"}"#),
+            "{env}"
+        );
+        let mut security = plain.container(PROXY_CONTAINER)["securityContext"].clone();
+        security["capabilities"] = parse("{add: [NET_RAW], drop: [ALL]}");
+        assert_eq!(proxy["securityContext"], security);
+    }
+    assert!(!plain.0.to_string().contains("tproxy"));
+    // The pod wins, and who has capabilities of its own keeps them.
+    let back = Case::pod("").values("proxy: {inboundMode: tproxy}");
+    let back = back.annotate(&[(annotation::INBOUND_MODE, "redirect")]).injected();
+    assert!(!back.0["spec"].to_string().contains("tproxy"));
+    let own =
+        Case::pod("").values("proxy: {inboundMode: tproxy, capabilities: {add: [NET_BIND_SERVICE], drop: [ALL]}}");
+    assert_eq!(
+        own.injected().container(PROXY_CONTAINER)["securityContext"]["capabilities"],
+        parse("{add: [NET_BIND_SERVICE, NET_RAW], drop: [ALL]}")
+    );
+    for (values, value, reason) in [
+        ("", "transparent", "redirect or tproxy"),
+        ("cniEnabled: true", "tproxy", "cniEnabled"),
+    ] {
+        let refused = Case::pod("")
+            .values(values)
+            .annotate(&[(annotation::INBOUND_MODE, value)]);
+        let outcome = refused.outcome();
+        assert!(outcome.warnings[0].contains(reason), "{:?}", outcome.warnings);
+        assert!(!refused.patched(&outcome).0["spec"].to_string().contains("tproxy"));
+    }
+}
+
+#[test]
 fn the_validator_listens_and_dials_in_the_family_of_the_mesh() {
     let args = |yaml: &str| {
         let injected = Case::pod("").values(yaml).injected();

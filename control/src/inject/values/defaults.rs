@@ -6,9 +6,9 @@ use serde_json::Value;
 use tulle_core::names::port;
 
 use super::{
-    Collector, Control, DebugContainer, Identity, Image, IptablesMode, Metrics, MountPath, NetworkValidator,
-    Parameters, Ports, Probe, Proxy, ProxyInit, ProxyInjector, Resources, Runtime, StartupProbe, Streams, Tap, Tracing,
-    Values, Workers,
+    Collector, Control, DebugContainer, Identity, Image, InboundMode, IptablesMode, Metrics, MountPath,
+    NetworkValidator, Parameters, Ports, Probe, Proxy, ProxyInit, ProxyInjector, Resources, Runtime, StartupProbe,
+    Streams, Tap, Tracing, Values, Workers,
 };
 
 impl Default for Values {
@@ -60,6 +60,7 @@ impl Default for Proxy {
             shutdown_grace_period: String::new(),
             opaque_ports: "25,587,3306,4444,5432,6379,9300,11211".to_owned(),
             default_inbound_policy: "all-unauthenticated".to_owned(),
+            inbound_mode: InboundMode::Redirect,
             require_identity_on_inbound_ports: String::new(),
             require_tls_on_inbound_ports: String::new(),
             enable_external_profiles: false,

@@ -25,6 +25,8 @@ pub enum ValuesError {
     Shape(#[source] serde_json::Error),
     #[error("proxyInit.iptablesMode {0:?} is none of: nft, legacy, native")]
     IptablesMode(String),
+    #[error("proxy.inboundMode {0:?} is none of: redirect, tproxy")]
+    InboundMode(String),
 }
 
 /// Names and defaults are those of the chart.
@@ -84,6 +86,7 @@ pub struct Proxy {
     #[serde(deserialize_with = "text")]
     pub opaque_ports: String,
     pub default_inbound_policy: String,
+    pub inbound_mode: InboundMode,
     #[serde(deserialize_with = "text")]
     pub require_identity_on_inbound_ports: String,
     #[serde(rename = "requireTLSOnInboundPorts", deserialize_with = "text")]
@@ -269,6 +272,16 @@ pub struct ProxyInit {
     pub xt_mount_path: MountPath,
 }
 
+/// How connections get to a sidecar's inbound side.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub enum InboundMode {
+    #[default]
+    Redirect,
+    /// As they are: the application sees its clients' addresses.
+    Tproxy,
+}
+
 /// How the init container redirects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
@@ -375,6 +388,18 @@ fn text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
         Value::Number(number) => Ok(number.to_string()),
         Value::Bool(flag) => Ok(flag.to_string()),
         other => Err(D::Error::custom(format!("{other} is no text and no number"))),
+    }
+}
+
+impl TryFrom<String> for InboundMode {
+    type Error = ValuesError;
+
+    fn try_from(text: String) -> Result<Self, ValuesError> {
+        match text.as_str() {
+            "redirect" => Ok(Self::Redirect),
+            "tproxy" => Ok(Self::Tproxy),
+            _ => Err(ValuesError::InboundMode(text)),
+        }
     }
 }
 

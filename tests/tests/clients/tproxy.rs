@@ -1,0 +1,200 @@
+//! T80–T83 with the shipped proxy: applications that see their clients' addresses.
+
+use std::fs;
+use std::io::{BufRead as _, BufReader, ErrorKind, Read as _, Write as _};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+
+use socket2::{Domain, Socket, Type};
+use tulle_core::addr::canonical;
+use tulle_core::netns::Namespace;
+use tulle_tests::hosts::admin;
+use tulle_tests::programs;
+
+use crate::scene::{
+    CLIENT, GRPC, OPEN_TLS, OUTSIDE, SERVER, Scene, Setup, both, can_run, identity, redirect, service, v6,
+};
+
+/// With each kind of rules, and no right but one.
+#[test]
+fn applications_see_their_clients_addresses_whoever_these_are() {
+    for backend in ["nft", "iptables-nft", "iptables-legacy"] {
+        if !can_run(&[]) {
+            return;
+        }
+        let scene = Scene::build(Setup {
+            rules: &["--inbound-mode", "tproxy", "--backend", backend],
+            ..KEEPING
+        });
+        let other = Ipv4Addr::new(10, 79, 0, 41);
+        let lines = format!(
+            "addr add {other}/24 dev eth0\naddr add {}/64 dev eth0 nodad\n",
+            v6(other)
+        );
+        scene.outside.ip(&lines).unwrap();
+        for port in [OPEN_TLS, GRPC] {
+            who(&scene.server, port);
+        }
+        // From outside, in both families. Requests by turns: what is kept open for one client is not for another.
+        for _ in 0..3 {
+            for client in [both(OUTSIDE), both(other)].concat() {
+                let [v4, v6] = both(SERVER);
+                let to = SocketAddr::new(if client.is_ipv4() { v4 } else { v6 }, OPEN_TLS);
+                assert_eq!(
+                    ask(&scene.outside, Some(client), to, HTTP),
+                    client.to_string(),
+                    "{backend}"
+                );
+                assert_eq!(
+                    ask(&scene.outside, Some(client), to, BYTES),
+                    client.to_string(),
+                    "{backend}"
+                );
+            }
+        }
+        // Through the sidecar of a peer, which proves who that is, and dials the proxy itself.
+        for to in [OPEN_TLS, GRPC].map(service) {
+            assert_eq!(ask(&scene.client, None, to, HTTP), CLIENT.to_string(), "{backend}");
+        }
+        let proven = format!("client_id=\"{}\"", identity("client"));
+        scene.at_least("inbound_http_authz_allow_total", &[&proven, "target_port=\"10000\""], 1);
+        // Outbound goes by the proxy as ever, under its own address.
+        who(&scene.outside, OPEN_TLS);
+        let answer = ask(&scene.server, None, (OUTSIDE, OPEN_TLS).into(), BYTES);
+        assert_eq!(answer, SERVER.to_string(), "{backend}");
+        scene.at_least("tcp_open_total", &["direction=\"outbound\"", "peer=\"src\""], 1);
+        // Policy decides as ever: without an identity nobody gets to this port.
+        let refused = ask(&scene.outside, None, (SERVER, GRPC).into(), HTTP);
+        assert!(refused.starts_with("HTTP/1.1 403"), "{backend}: {refused}");
+    }
+}
+
+#[test]
+fn the_right_may_come_with_the_file_and_without_it_the_proxy_says_what_to_do() {
+    if !can_run(&["setcap"]) {
+        return;
+    }
+    let scene = Scene::build(Setup::default());
+    let start = |file: &str, rights| {
+        let setup = Setup { rights, ..KEEPING };
+        scene.start_sidecar("client", &scene.outside, &scene.dir().join(file), setup)
+    };
+    // As in a container that adds the capability, for a user who is not root.
+    fs::copy(programs::built("tulle-proxy").unwrap(), scene.dir().join("of-image")).unwrap();
+    let mut setcap = Command::new("setcap");
+    assert!(
+        setcap
+            .arg("cap_net_raw=p")
+            .arg(scene.dir().join("of-image"))
+            .status()
+            .unwrap()
+            .success()
+    );
+    let mut sidecar = start("of-image", &["--bounding-set=-all,+net_raw"]);
+    sidecar
+        .wait_for("certificate", |_| Ok(admin(&scene.outside, "/ready").is_ok()))
+        .unwrap();
+    drop(sidecar);
+    for file in ["tulle-proxy", "of-image"] {
+        let mut without = start(file, &["--bounding-set=-all"]);
+        let ended = without.wait_for("certificate", |_| Ok(false)).unwrap_err().to_string();
+        let told = "TULLE_PROXY_INBOUND_MODE=tproxy needs the capability NET_RAW: add it to the proxy's container";
+        assert!(ended.contains(told), "{file}: {ended}");
+    }
+}
+
+#[test]
+fn rules_that_translate_are_told_from_those_that_do_not() {
+    if !can_run(&[]) {
+        return;
+    }
+    let scene = Scene::build(Setup {
+        rules: &["--inbound-mode", "tproxy"],
+        ..KEEPING
+    });
+    who(&scene.server, OPEN_TLS);
+    redirect(&scene.server, &["--inbound-mode", "redirect"]);
+    let answer = ask(&scene.outside, None, (SERVER, OPEN_TLS).into(), HTTP);
+    assert_eq!(answer, "", "closed");
+    let log = fs::read_to_string(scene.dir().join("sidecar-server.log")).unwrap();
+    assert!(
+        log.contains("run tulle-init with --inbound-mode tproxy, or unset the variable"),
+        "{log}"
+    );
+    // What peers send to the proxy itself needs no rules, but its way back does.
+    redirect(&scene.server, &["--inbound-mode", "tproxy"]);
+    assert_eq!(ask(&scene.client, None, service(OPEN_TLS), HTTP), CLIENT.to_string());
+}
+
+/// An application that says who has dialled it: HTTP to whom asks so, a line to others.
+fn who(host: &Namespace, port: u16) {
+    let listener = host
+        .run(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)))
+        .unwrap()
+        .unwrap();
+    // Ends with the test's process.
+    thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            thread::spawn(move || say(&stream));
+        }
+    });
+}
+
+fn say(mut stream: &TcpStream) -> std::io::Result<()> {
+    let peer = canonical(stream.peer_addr()?).ip().to_string();
+    let mut lines = BufReader::new(stream).lines();
+    while let Some(line) = lines.next() {
+        if !line?.contains("HTTP/1.1") {
+            return writeln!(stream, "{peer}");
+        }
+        while lines.next().is_some_and(|line| line.is_ok_and(|line| !line.is_empty())) {}
+        write!(
+            stream,
+            "HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{peer}",
+            peer.len()
+        )?;
+    }
+    Ok(())
+}
+
+/// What comes back: the last line, or all of a response that is no success.
+fn ask(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, words: &str) -> String {
+    let dialled = || {
+        let socket = Socket::new(Domain::for_address(to), Type::STREAM, None)?;
+        if let Some(from) = from {
+            socket.bind(&SocketAddr::new(from, 0).into())?;
+        }
+        socket.connect_timeout(&to.into(), PATIENCE)?;
+        let mut stream = TcpStream::from(socket);
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.write_all(words.as_bytes())?;
+        let mut answer = String::new();
+        match stream.read_to_string(&mut answer) {
+            Err(error) if error.kind() != ErrorKind::ConnectionReset => Err(error),
+            _ => Ok(answer),
+        }
+    };
+    let answer: std::io::Result<String> = host.run(dialled).unwrap();
+    let answer = answer.unwrap_or_else(|error| panic!("{from:?} to {to}: {error}"));
+    if answer.starts_with("HTTP/") && !answer.starts_with("HTTP/1.1 200") {
+        return answer;
+    }
+    answer.lines().last().unwrap_or_default().to_owned()
+}
+
+/// A sidecar that keeps its clients' addresses, with no right but that.
+const KEEPING: Setup<'static> = Setup {
+    control: &["-enable-ipv6=false"],
+    rules: &[],
+    variables: &[("TULLE_PROXY_INBOUND_MODE", "tproxy")],
+    rights: &[
+        "--inh-caps=-all,+net_raw",
+        "--ambient-caps=-all,+net_raw",
+        "--bounding-set=-all,+net_raw",
+    ],
+};
+const HTTP: &str = "GET / HTTP/1.1\r\nhost: server\r\nconnection: close\r\n\r\n";
+const BYTES: &str = "who\n";
+const PATIENCE: Duration = Duration::from_secs(10);
