@@ -30,6 +30,7 @@ use tulle_core::backoff::Backoff;
 use tulle_core::identity::Identity;
 use tulle_core::metrics::{Counter, Histogram, Labels};
 
+use crate::api::attempts;
 use crate::api::dns::{DnsError, Resolver};
 use crate::api::metrics::Metrics;
 use crate::tls::client;
@@ -280,21 +281,17 @@ impl Dialler {
         }
     }
 
-    /// Tries all addresses in turn, in random order so that a fleet spreads over the replicas.
+    /// Tries all addresses.
     async fn dial(&self) -> Result<(SendRequest<Body>, Driver), ConnectError> {
-        let mut addrs = self.addrs().await.map_err(ConnectError::Resolve)?;
-        fastrand::shuffle(&mut addrs);
-        let mut last = None;
-        for addr in addrs {
+        let addrs = self.addrs().await.map_err(ConnectError::Resolve)?;
+        let connected = attempts::first(addrs, |addr| async move {
             let limit = self.config.connect_timeout;
-            match timeout(limit, self.connect(addr)).await {
-                Ok(Ok(connected)) => return Ok(connected),
-                Ok(Err(error)) => last = Some(error),
-                Err(_) => last = Some(ConnectError::Timeout { addr, limit }),
-            }
-            debug!(%addr, error = last.as_ref().map(tracing::field::display), "control plane address failed");
-        }
-        Err(last.expect("a lookup that succeeds has an address"))
+            let connected = timeout(limit, self.connect(addr)).await;
+            let connected = connected.unwrap_or(Err(ConnectError::Timeout { addr, limit }));
+            connected.inspect_err(|error| debug!(%addr, %error, "control plane address failed"))
+        });
+        let connected = connected.await;
+        connected.map_err(|last| last.expect("a lookup that succeeds has an address"))
     }
 
     async fn addrs(&self) -> Result<Vec<SocketAddr>, DnsError> {

@@ -155,7 +155,7 @@ mod tests {
     use hickory_resolver::config::{ConnectionConfig, NameServerConfig, ResolverConfig};
     use hickory_resolver::net::runtime::TokioRuntimeProvider;
     use hickory_resolver::proto::op::{Message, OpCode, ResponseCode};
-    use hickory_resolver::proto::rr::rdata::A;
+    use hickory_resolver::proto::rr::rdata::{A, AAAA};
     use hickory_resolver::proto::rr::{Name, Record, RecordType};
     use tokio::net::UdpSocket;
     use tokio::task::JoinHandle;
@@ -188,6 +188,8 @@ mod tests {
             ("dst.mesh.", RecordType::SRV) => vec![srv("10-0-0-1.dst.mesh."), srv("node.mesh.")],
             ("node.mesh.", RecordType::A) => vec![RData::A(A::new(10, 0, 0, 2))],
             ("plain.mesh.", RecordType::A) => vec![RData::A(A::new(10, 0, 0, 3))],
+            ("both.mesh.", RecordType::A) => vec![RData::A(A::new(10, 0, 0, 4))],
+            ("both.mesh.", RecordType::AAAA) => vec![RData::AAAA(AAAA::new(0xfd00, 0, 0, 0, 0, 0, 0, 4))],
             _ => Vec::new(),
         }
     }
@@ -233,6 +235,7 @@ mod tests {
         for (name, expected) in [
             ("dst.mesh.:8086", &["10.0.0.1:9086", "10.0.0.2:9086"][..]),
             ("plain.mesh.:8086", &["10.0.0.3:8086"]),
+            ("both.mesh.:8086", &["10.0.0.4:8086", "[fd00::4]:8086"]),
         ] {
             let found = resolver.resolve(&name.parse().unwrap()).await.unwrap();
             let expected: Vec<SocketAddr> = expected.iter().map(|addr| addr.parse().unwrap()).collect();

@@ -3,6 +3,7 @@
 //! Everything runs on the runtime whose handle is passed in, never on that of the traffic.
 //! What messages mean is not known here: callers bring a function that decodes them.
 
+mod attempts;
 pub(crate) mod channel;
 pub(crate) mod destination;
 pub(crate) mod dns;

@@ -501,6 +501,20 @@ fn bind_all(config: &mut Config, workers: usize) -> anyhow::Result<Vec<Sockets>>
         listen::bind(addr, direction.accept.backlog, sharing, accept_options(direction))
             .with_context(|| format!("listening on {addr} ({what})"))
     };
+    // Charts name the loopback addresses of both families, also to machines that have one.
+    if config.outbound.listen.len() > 1 {
+        let (here, others): (Vec<_>, _) = config
+            .outbound
+            .listen
+            .iter()
+            .partition(|addr| listen::is_here(addr.ip()));
+        if !here.is_empty() {
+            others
+                .iter()
+                .for_each(|addr: &SocketAddr| tracing::warn!(%addr, "not listening: no such address here"));
+            config.outbound.listen = here;
+        }
+    }
     let mut all = Vec::new();
     for _ in 0..workers {
         let mut outbound = Vec::new();

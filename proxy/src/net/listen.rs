@@ -3,7 +3,7 @@
 use std::{
     future::Future,
     io,
-    net::{Ipv6Addr, SocketAddr},
+    net::{IpAddr, Ipv6Addr, SocketAddr},
     time::Duration,
 };
 
@@ -47,6 +47,16 @@ pub(crate) fn bind(
     socket.bind(&addr.into())?;
     socket.listen(backlog.map_or(BACKLOG, |n| i32::try_from(n).unwrap_or(i32::MAX)))?;
     Ok(socket.into())
+}
+
+/// Whether this machine has an address at all; of one without IPv6 that is not `::1`.
+pub(crate) fn is_here(ip: IpAddr) -> bool {
+    match std::net::TcpListener::bind((ip, 0)) {
+        Ok(_) => true,
+        Err(error) => {
+            error.kind() != io::ErrorKind::AddrNotAvailable && error.raw_os_error() != Some(libc::EAFNOSUPPORT)
+        }
+    }
 }
 
 /// Accepts until `stop` resolves, then takes what the kernel already queued, so that nobody who got through the

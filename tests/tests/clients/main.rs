@@ -9,6 +9,7 @@
 mod costs;
 mod credentials;
 mod direct;
+mod dual_stack;
 mod ending;
 mod first_byte;
 mod foreign_tls;

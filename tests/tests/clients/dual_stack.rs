@@ -1,0 +1,276 @@
+//! Both families through the shipped binaries: what is dialled, endpoints, policies, and the proxy's own servers.
+
+use std::io::{Read as _, Write as _};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::thread;
+use std::time::Duration;
+
+use socket2::{Domain, Socket, Type};
+use tokio::time::Instant;
+use tulle_core::names::port;
+use tulle_core::netns::Namespace;
+use tulle_tests::hosts::admin;
+
+use crate::credentials::Validity;
+use crate::openssl;
+use crate::programs;
+use crate::scene::{
+    CONTROL, GRPC, GUARDED, HTTP, OUTSIDE, SERVER, SERVICE, Scene, Setup, both, can_run, identity, scene, v6,
+};
+
+/// Host names are literals of IPv6, as clients write them.
+#[test]
+fn a_service_is_reached_by_either_of_its_addresses() {
+    let Some(scene) = scene(&["curl"]) else { return };
+    for ip in both(SERVICE) {
+        for (flag, version) in [("--http1.1", "1.1"), ("--http2-prior-knowledge", "2")] {
+            let url = format!("http://{}/headers", SocketAddr::new(ip, HTTP));
+            let args = ["-sS", flag, "-g", "-w", "\n%{http_version} %{http_code}", &url];
+            let said = programs::run(&scene.client, "curl", &args, b"");
+            let (headers, facts) = said.out.rsplit_once('\n').unwrap_or_default();
+            assert_eq!(facts, format!("{version} 200"), "{said:?}");
+            // Both sidecars were on the way.
+            let client = format!(r#""l5d-client-id":["{}"]"#, identity("client"));
+            assert!(headers.contains(&client), "{said:?}");
+        }
+    }
+    let host = format!("http://[{}]:{HTTP}/headers", v6(SERVICE));
+    let lines = scene.json_lines("server");
+    assert!(lines.iter().any(|line| line["uri"] == host.as_str()), "{lines:?}");
+}
+
+#[test]
+fn where_ipv6_is_served_an_endpoint_with_both_families_is_reached_by_it() {
+    if !can_run(&["curl"]) {
+        return;
+    }
+    let scene = Scene::build(Setup {
+        control: &["-enable-ipv6"],
+        ..Setup::default()
+    });
+    for (ip, n) in both(SERVICE).into_iter().zip(1..) {
+        let answer = get(&scene.client, None, (ip, HTTP).into());
+        assert!(answer.starts_with("HTTP/1.1 200"), "{ip}: {answer}");
+        let target = format!("target_addr=\"{}\"", SocketAddr::from((v6(SERVER), HTTP)));
+        let allowed = "inbound_http_authz_allow_total";
+        scene.counts(allowed, &[&target], "client_id", &[(&identity("client"), n)]);
+    }
+}
+
+#[test]
+fn what_arrives_by_ipv6_is_held_to_the_policy_of_its_port() {
+    let Some(scene) = scene(&["openssl"]) else { return };
+    let to = SocketAddr::from((v6(SERVER), HTTP));
+    assert!(get(&scene.outside, None, to).starts_with("HTTP/1.1 403"));
+    let peer = identity("peer");
+    let valid = scene.credentials.leaf(&peer, Validity::Current);
+    // At the application's port, and at the proxy's own.
+    for (port, alpn, expected) in [
+        (HTTP, None, "HTTP/1.1 200 OK"),
+        (GUARDED, None, "HTTP/1.1 403"),
+        (
+            port::INBOUND,
+            Some("transport.l5d.io/v1"),
+            "ALPN protocol: transport.l5d.io/v1",
+        ),
+    ] {
+        let client = openssl::Client {
+            to: (v6(SERVER), port).into(),
+            name: &identity("server"),
+            alpn,
+            shown: Some(&valid),
+        };
+        let said = client.say(
+            &scene.outside,
+            b"GET / HTTP/1.1\r\nhost: server\r\nconnection: close\r\n\r\n",
+        );
+        assert!(said.out.contains(expected), "{port}: {said:?}");
+    }
+    let target = format!("target_addr=\"{to}\"");
+    scene.counts("tulle_inbound_denied_total", &[&target], "reason", &[("no-tls", 1)]);
+}
+
+#[test]
+fn networks_of_either_family_are_permitted_and_excepted() {
+    let Some(scene) = scene(&[]) else { return };
+    scene.manifest("networks.yaml", NETWORKS);
+    let strangers = [Ipv4Addr::new(10, 79, 0, 41), Ipv4Addr::new(10, 79, 0, 42)];
+    for ip in strangers {
+        let lines = format!("addr add {ip}/24 dev eth0\naddr add {}/64 dev eth0 nodad\n", v6(ip));
+        scene.outside.ip(&lines).unwrap();
+    }
+    let [excepted, other] = strangers;
+    let asked = |from: IpAddr| {
+        let [v4, v6] = both(SERVER);
+        let to = SocketAddr::new(if from.is_ipv4() { v4 } else { v6 }, GRPC);
+        get(&scene.outside, Some(from), to)
+    };
+    // The manifest may be a moment late, and without it the port is for meshed clients.
+    let deadline = Instant::now() + PATIENCE;
+    while asked(OUTSIDE.into()).starts_with("HTTP/1.1 403") {
+        assert!(Instant::now() < deadline, "nobody is permitted");
+    }
+    for (from, permitted) in [
+        (IpAddr::from(OUTSIDE), true),
+        (v6(OUTSIDE).into(), true),
+        (excepted.into(), false),
+        (v6(excepted).into(), false),
+        (other.into(), true),
+        (v6(other).into(), false),
+    ] {
+        // Permitted, it gets to an application that is not there.
+        let expected = if permitted { "HTTP/1.1 502" } else { "HTTP/1.1 403" };
+        let answer = asked(from);
+        assert!(answer.starts_with(expected), "{from}: {answer}");
+    }
+}
+
+#[test]
+fn outside_of_the_cluster_a_network_of_ipv6_is_forbidden_and_its_neighbour_is_not() {
+    let Some(scene) = scene(&[]) else { return };
+    let [forbidden, neighbour] = ["2001:db8::1", "2001:db8:0:1::1"].map(|ip| ip.parse::<IpAddr>().unwrap());
+    for ip in [forbidden, neighbour] {
+        scene
+            .outside
+            .ip(&format!("addr add {ip}/128 dev eth0 nodad\n"))
+            .unwrap();
+    }
+    let application = scene
+        .outside
+        .run(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, HTTP)))
+        .unwrap()
+        .unwrap();
+    // Ends with the test's process.
+    thread::spawn(move || {
+        for mut stream in application.incoming().flatten() {
+            // Clients say what they like and hear the same.
+            let _ = stream.read(&mut [0; 1024]);
+            let _ = stream.write_all(b"HTTP/1.1 204 No Content\r\nconnection: close\r\n\r\n");
+        }
+    });
+    let answer = |ip| get(&scene.client, None, SocketAddr::new(ip, HTTP));
+    assert!(answer(forbidden).starts_with("HTTP/1.1 204"), "{}", answer(forbidden));
+    scene.manifest("egress.yaml", EGRESS);
+    let deadline = Instant::now() + PATIENCE;
+    while !answer(forbidden).starts_with("HTTP/1.1 403") {
+        assert!(Instant::now() < deadline, "{}", answer(forbidden));
+    }
+    assert!(answer(neighbour).starts_with("HTTP/1.1 204"), "{}", answer(neighbour));
+}
+
+/// Control plane, metrics and tap, each by its address of IPv6.
+#[test]
+fn the_proxys_own_servers_and_its_control_plane_are_reached_by_ipv6() {
+    if !can_run(&["openssl"]) {
+        return;
+    }
+    let at = |port: u16| SocketAddr::from((v6(CONTROL), port)).to_string();
+    let (identity_addr, destination, policy) = (at(port::IDENTITY), at(port::DESTINATION), at(port::POLICY));
+    let scene = Scene::build(Setup {
+        variables: &[
+            ("LINKERD2_PROXY_IDENTITY_SVC_ADDR", &identity_addr),
+            ("LINKERD2_PROXY_DESTINATION_SVC_ADDR", &destination),
+            ("LINKERD2_PROXY_POLICY_SVC_ADDR", &policy),
+            ("LINKERD2_PROXY_ADMIN_LISTEN_ADDR", "[::]:4191"),
+            ("LINKERD2_PROXY_CONTROL_LISTEN_ADDR", "[::]:4190"),
+            (
+                "LINKERD2_PROXY_TAP_SVC_NAME",
+                "tap.linkerd.serviceaccount.identity.linkerd.cluster.local",
+            ),
+        ],
+        ..Setup::default()
+    });
+    for ip in both(SERVER) {
+        let metrics = get_path(&scene.client, None, (ip, port::ADMIN).into(), "/metrics");
+        assert!(metrics.starts_with("HTTP/1.1 200"), "{ip}: {metrics}");
+        let asked = format!("control_request_total{{addr=\"{policy}\"");
+        assert!(metrics.contains(&asked), "{asked}: {metrics}");
+        let tap = openssl::Client {
+            to: (ip, port::TAP).into(),
+            name: &identity("server"),
+            alpn: None,
+            shown: None,
+        };
+        let said = tap.say(&scene.client, b"no HTTP/2\r\n\r\n");
+        assert!(said.certificate().starts_with("-----BEGIN"), "{ip}: {said:?}");
+    }
+}
+
+/// Charts give both loopback addresses to every proxy that may have IPv6.
+#[test]
+fn a_machine_without_ipv6_is_served_in_the_other_family() {
+    let Some(scene) = scene(&["curl"]) else { return };
+    let host = &scene.outside;
+    let disabled = || std::fs::write("/proc/sys/net/ipv6/conf/all/disable_ipv6", "1");
+    host.run(disabled).unwrap().unwrap();
+    let mut sidecar = scene.start_sidecar("client", host, &scene.dir().join("tulle-proxy"), Setup::default());
+    sidecar
+        .wait_for("certificate", |_| Ok(admin(host, "/ready").is_ok()))
+        .unwrap();
+    let listening = host
+        .run(|| TcpStream::connect((Ipv4Addr::LOCALHOST, port::OUTBOUND)))
+        .unwrap();
+    listening.unwrap();
+    let refused = host
+        .run(|| TcpStream::connect((Ipv6Addr::LOCALHOST, port::OUTBOUND)))
+        .unwrap();
+    refused.unwrap_err();
+    let log = std::fs::read_to_string(scene.dir().join("sidecar-client.log")).unwrap();
+    assert!(log.contains("[::1]:4140"), "{log}");
+}
+
+fn get(host: &Namespace, from: Option<IpAddr>, to: SocketAddr) -> String {
+    get_path(host, from, to, "/")
+}
+
+/// All that is answered.
+fn get_path(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, path: &str) -> String {
+    let asked = || {
+        let socket = Socket::new(Domain::for_address(to), Type::STREAM, None)?;
+        if let Some(from) = from {
+            socket.bind(&SocketAddr::new(from, 0).into())?;
+        }
+        socket.connect_timeout(&to.into(), PATIENCE)?;
+        let mut stream = TcpStream::from(socket);
+        stream.set_read_timeout(Some(PATIENCE))?;
+        write!(stream, "GET {path} HTTP/1.1\r\nhost: {to}\r\nconnection: close\r\n\r\n")?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok(answer)
+    };
+    let answer: std::io::Result<String> = host.run(asked).unwrap();
+    answer.unwrap_or_else(|error| panic!("{from:?} to {to}: {error}"))
+}
+
+const NETWORKS: &str = "\
+apiVersion: policy.linkerd.io/v1beta3
+kind: Server
+metadata: {name: grpc, namespace: shop}
+spec:
+  externalWorkloadSelector: {matchLabels: {app: server}}
+  port: grpc
+  accessPolicy: deny
+---
+apiVersion: policy.linkerd.io/v1alpha1
+kind: NetworkAuthentication
+metadata: {name: networks, namespace: shop}
+spec:
+  networks:
+  - {cidr: 10.79.0.0/24, except: [10.79.0.41]}
+  - {cidr: \"fd79::40/127\", except: [\"fd79::41/128\"]}
+---
+apiVersion: policy.linkerd.io/v1alpha1
+kind: AuthorizationPolicy
+metadata: {name: networks, namespace: shop}
+spec:
+  targetRef: {group: policy.linkerd.io, kind: Server, name: grpc}
+  requiredAuthenticationRefs:
+  - {group: policy.linkerd.io, kind: NetworkAuthentication, name: networks}
+";
+const EGRESS: &str = "\
+apiVersion: policy.linkerd.io/v1alpha1
+kind: EgressNetwork
+metadata: {name: documents, namespace: shop}
+spec: {trafficPolicy: Deny, networks: [{cidr: \"2001:db8::/64\"}]}
+";
+const PATIENCE: Duration = Duration::from_secs(10);
