@@ -356,7 +356,7 @@ pub const ALL: &[Cause] = &[
         "overload",
         Whose::Mesh,
         "503, UNAVAILABLE",
-        "The proxy has as many requests in flight as it may (`LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound twin).",
+        "The proxy has as many requests in flight as it may (`LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound twin); or clients name more targets at a time than it follows (4096).",
         "Find out why they take so long, add replicas, or raise the limit.",
     ),
     cause(

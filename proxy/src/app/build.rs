@@ -10,7 +10,7 @@ use crate::{
     api::{self, channel, destination::Destinations, dns::Resolver, policies::Policies},
     app::Surroundings,
     balance::balancer::Strategy,
-    config::{self, Balancing, Config, Direction, InboundMode, Visibility},
+    config::{self, Balancing, Config, Direction, InboundMode, Ingress, Visibility},
     http::{
         access_log::AccessLog,
         client::PoolConfig,
@@ -31,7 +31,7 @@ use crate::{
         memory::Shortage,
         orig_dst,
     },
-    outbound::{Outbound, backend::Factory, discover::Discover, endpoint::Common, metrics as outbound_metrics},
+    outbound::{Mode, Outbound, backend::Factory, discover::Discover, endpoint::Common, metrics as outbound_metrics},
     policy::{
         client::{ForwardParams, Queue},
         server::DefaultPolicy,
@@ -133,6 +133,10 @@ impl Parts<'_> {
         let direction = &config.outbound.direction;
         let by_name = config.outbound.hostname_labels == Visibility::Shown;
         let families = outbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone(), by_name);
+        let mode = match config.outbound.ingress {
+            Ingress::Off => Mode::Sidecar,
+            Ingress::On => Mode::Ingress,
+        };
         let common = Common {
             creds: self.creds.clone(),
             connect: connect_config(direction, None),
@@ -143,6 +147,7 @@ impl Parts<'_> {
             workers: self.workers,
             taps: self.taps.clone(),
             tracer: self.tracers[1].clone(),
+            mode,
         };
         let factory = Factory {
             common: Arc::new(common),
@@ -199,6 +204,7 @@ impl Parts<'_> {
             },
             families,
             tracer: self.tracers[1].clone(),
+            mode,
             name: self.creds.id().as_str().into(),
         })
     }

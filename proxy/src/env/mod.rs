@@ -620,7 +620,6 @@ const QUEUE_CAPACITY: usize = 10_000;
 const SHOWN_CHARACTERS: usize = 80;
 /// What traffic flows without.
 const NOT_SUPPORTED: &[&str] = &[
-    "INGRESS_MODE",
     "INBOUND_GATEWAY_SUFFIXES",
     "INBOUND_METRICS_AUTHORITY_LABELS",
     "OUTBOUND_TCP_QUEUE_CAPACITY",

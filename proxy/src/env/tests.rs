@@ -203,7 +203,8 @@ fn values_of_a_chart_are_understood() {
     let tap = config.tap.unwrap();
     assert_eq!(tap.listen.port(), 4190);
     assert_eq!(tap.clients.len(), 1, "{tap:?}");
-    let ignored = ["INGRESS_MODE", "INBOUND_METRICS_AUTHORITY_LABELS"];
+    assert_eq!(config.outbound.ingress, Ingress::On);
+    let ignored = ["INBOUND_METRICS_AUTHORITY_LABELS"];
     assert_eq!(config.ignored, ignored.map(|name| format!("LINKERD2_PROXY_{name}")));
 }
 

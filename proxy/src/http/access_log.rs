@@ -214,6 +214,7 @@ mod tests {
     use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
     use parking_lot::Mutex;
+    use tulle_core::addr::Addr;
 
     use super::*;
 
@@ -239,7 +240,7 @@ mod tests {
         let place = Arc::new(Place {
             direction: "inbound",
             hop: "web".into(),
-            target: NOBODY,
+            target: Addr::Socket(NOBODY),
             client: ([10, 0, 0, 1], 4321).into(),
             client_id: client_id.map(HeaderValue::from_static),
         });
@@ -312,7 +313,7 @@ mod tests {
         let place = Arc::new(Place {
             direction: "inbound",
             hop: "web".into(),
-            target: NOBODY,
+            target: Addr::Socket(NOBODY),
             client: NOBODY,
             client_id: None,
         });

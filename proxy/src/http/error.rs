@@ -4,7 +4,7 @@ use std::{net::SocketAddr, time::Duration};
 
 use ::h2::Reason;
 use http::{HeaderValue, StatusCode};
-use tulle_core::identity::Identity;
+use tulle_core::{addr::Addr, identity::Identity};
 
 use crate::{http::h1::head::MAX_LINES, metrics::http::Fault, net::connect::ConnectError};
 
@@ -112,7 +112,9 @@ pub(crate) enum Error {
     #[error(transparent)]
     Late(Late),
     #[error("the discovery of {0} did not answer in time")]
-    Undiscovered(SocketAddr),
+    Undiscovered(Addr),
+    #[error("{limit} targets are in use, and no further name is looked up")]
+    TooManyNames { limit: usize },
 }
 
 /// Which time of a request is over.
@@ -200,7 +202,12 @@ impl Error {
             | Self::Miscounted
             | Self::RequireId { .. }
             | Self::Late(_) => Side::Peer,
-            Self::TakenBack | Self::Shed | Self::MemoryShort | Self::QueueFull | Self::Undiscovered(_) => Side::Us,
+            Self::TakenBack
+            | Self::Shed
+            | Self::MemoryShort
+            | Self::QueueFull
+            | Self::Undiscovered(_)
+            | Self::TooManyNames { .. } => Side::Us,
             Self::NoEndpoints
             | Self::FailFast(..)
             | Self::Unavailable(_)
@@ -257,6 +264,7 @@ impl Error {
             | Self::QueueFull
             | Self::Shed
             | Self::MemoryShort
+            | Self::TooManyNames { .. }
             | Self::Undiscovered(_) => answer(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true),
             Self::RequestBody(_) | Self::BadRequest(_) | Self::Left | Self::Client(_) => {
                 answer(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, true)
@@ -283,6 +291,7 @@ impl Error {
             Self::TooLargeToRetry(error) => error.label(),
             Self::Shed
             | Self::MemoryShort
+            | Self::TooManyNames { .. }
             | Self::QueueFull
             | Self::Unavailable(_)
             | Self::NoEndpoints
@@ -337,6 +346,7 @@ impl Error {
             Self::FailFast(..) => "FAIL_FAST",
             Self::Shed
             | Self::MemoryShort
+            | Self::TooManyNames { .. }
             | Self::QueueFull
             | Self::Unavailable(_)
             | Self::NoEndpoints
@@ -382,7 +392,7 @@ impl Error {
             Self::FailFast(_, true) | Self::Unavailable(true) => "breaker-open",
             Self::FailFast(..) | Self::Unavailable(_) => "endpoints-unready",
             Self::QueueFull => "queue-full",
-            Self::Shed => "overload",
+            Self::Shed | Self::TooManyNames { .. } => "overload",
             Self::MemoryShort => "memory-short",
             Self::RouteNotFound => "no-route",
             Self::NoBackend(_) | Self::NoBackends => "no-backend",
@@ -474,7 +484,8 @@ mod tests {
             Error::Late(Late::Response(limit)),
             Error::Late(Late::Idle(limit)),
             Error::Late(Late::Profile(limit)),
-            Error::Undiscovered(addr),
+            Error::Undiscovered(Addr::Socket(addr)),
+            Error::TooManyNames { limit: 1 },
         ] {
             let cause = causes::find(error.cause()).unwrap_or_else(|| panic!("{error:?}: {}", error.cause()));
             let answer = error.answer();

@@ -6,7 +6,7 @@ use http::{
     HeaderMap, Request, Response, StatusCode, Version,
     header::{self, HeaderName, HeaderValue},
 };
-use tulle_core::names::header as names;
+use tulle_core::{addr::Addr, names::header as names};
 
 use crate::http::{body::Body, classify::GRPC_STATUS, error::Error, headers};
 
@@ -50,7 +50,7 @@ pub(crate) struct Place {
     /// Our identity.
     pub(crate) hop: Arc<str>,
     /// What the client wants to reach.
-    pub(crate) target: SocketAddr,
+    pub(crate) target: Addr,
     pub(crate) client: SocketAddr,
     /// Whom the client has proven to be.
     pub(crate) client_id: Option<HeaderValue>,
@@ -100,7 +100,7 @@ fn headers_of<'a>(rsp: &'a mut Response<Body>, error: &Error, reasons: Reasons, 
     told.insert(header::CONTENT_LENGTH, HeaderValue::from_static("0"));
     if reasons == Reasons::Told {
         told.insert(names::L5D_PROXY_ERROR, text(&error.to_string()));
-        let target = error.target().unwrap_or(place.target);
+        let target = error.target().map_or_else(|| place.target.clone(), Addr::Socket);
         let Place { direction, hop, .. } = place;
         let cause = format!("{}; direction={direction}; hop={hop}; target={target}", error.told());
         told.insert(names::L5D_PROXY_CAUSE, text(&cause));
@@ -122,7 +122,7 @@ mod tests {
         Place {
             direction: "outbound",
             hop: "web.shop".into(),
-            target: ([10, 0, 0, 1], 80).into(),
+            target: Addr::Socket(([10, 0, 0, 1], 80).into()),
             client: ([10, 0, 0, 2], 4321).into(),
             client_id: None,
         }

@@ -24,7 +24,7 @@ use futures_util::FutureExt as _;
 use parking_lot::Mutex;
 use tokio::{net::TcpStream, time::Instant};
 use tulle_core::{
-    addr::{ClientAddr, OrigDst},
+    addr::{Addr, ClientAddr, OrigDst},
     drain,
 };
 
@@ -651,7 +651,7 @@ impl Connection {
         let place = Place {
             direction: "inbound",
             hop: inbound.name.clone(),
-            target: peer.target,
+            target: Addr::Socket(peer.target),
             client: peer.client.0,
             client_id: client_id.clone(),
         };

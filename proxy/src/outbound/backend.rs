@@ -8,6 +8,7 @@ use std::{
 
 use parking_lot::Mutex;
 use tokio::{sync::watch, time::Instant};
+use tulle_core::addr::Addr;
 
 use crate::{
     api::{
@@ -78,8 +79,8 @@ struct Params {
 pub(super) struct View<'a> {
     pub(super) protocol: Protocol,
     pub(super) parent: &'a Meta,
-    /// What applications dial.
-    pub(super) dst: SocketAddr,
+    /// What applications dial or name.
+    pub(super) dst: &'a Addr,
 }
 
 /// Makes backends; those for the same service and settings are one.

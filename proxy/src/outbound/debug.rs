@@ -16,7 +16,7 @@ use crate::{
     policy::endpoint::Locality,
 };
 
-/// One address that applications dial.
+/// One address that applications dial, or name that they ask for.
 #[derive(Serialize)]
 pub(crate) struct Shown {
     address: String,
@@ -65,7 +65,7 @@ impl Discover {
     /// All destinations in use, by address.
     pub(crate) fn shown(&self) -> Vec<Shown> {
         let mut all: Vec<_> = self.known.lock().values().cloned().collect();
-        all.sort_unstable_by_key(|destination| destination.orig_dst);
+        all.sort_unstable_by(|a, b| a.target.cmp(&b.target));
         let now = Instant::now();
         all.iter().map(|destination| Shown::of(destination, now)).collect()
     }
@@ -81,7 +81,7 @@ impl Shown {
         }
         let idle = now.saturating_duration_since(*destination.used_at.lock());
         Self {
-            address: destination.orig_dst.to_string(),
+            address: destination.target.to_string(),
             policy: snapshot.map(|snapshot| snapshot.policy.meta.to_string()),
             protocol: snapshot.map(|snapshot| snapshot.plan.protocol().name()),
             profile: snapshot.and_then(|snapshot| snapshot.profile.as_ref()?.name.clone()),

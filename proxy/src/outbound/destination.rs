@@ -1,7 +1,6 @@
 //! Profile and policy of a destination, compiled into one snapshot that requests read.
 
 use std::{
-    net::SocketAddr,
     sync::{Arc, OnceLock},
     time::Duration,
 };
@@ -9,7 +8,7 @@ use std::{
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use tokio::{sync::watch, time::Instant};
-use tulle_core::metrics::Counter;
+use tulle_core::{addr::Addr, metrics::Counter};
 
 use crate::{
     balance::weighted::Weights,
@@ -37,9 +36,9 @@ use crate::{
     },
 };
 
-/// All we know about one address that applications dial.
+/// All we know about one address that applications dial, or one name that they ask for.
 pub(crate) struct Destination {
-    pub(super) orig_dst: SocketAddr,
+    pub(super) target: Addr,
     /// What holds now, once it is known; the last one stays when the control plane goes.
     snapshot: OnceLock<ArcSwap<Snapshot>>,
     /// Whether there is one.
@@ -106,9 +105,9 @@ pub(crate) struct OpaquePlan {
 }
 
 impl Destination {
-    pub(super) fn new(orig_dst: SocketAddr) -> Self {
+    pub(super) fn new(target: Addr) -> Self {
         Self {
-            orig_dst,
+            target,
             snapshot: OnceLock::new(),
             known: watch::Sender::new(false),
             learned: Learned::default(),
@@ -173,7 +172,7 @@ pub(super) fn compile(
     policy: ClientPolicy,
     profile: Option<&Profile>,
     queue: Queue,
-    dst: SocketAddr,
+    dst: &Addr,
     before: Option<&Snapshot>,
 ) -> Snapshot {
     let compiler = Compiler {
@@ -200,8 +199,8 @@ struct Compiler<'a> {
     policy: &'a ClientPolicy,
     profile: Option<&'a Profile>,
     queue: Queue,
-    /// What applications dial.
-    dst: SocketAddr,
+    /// What applications dial or name.
+    dst: &'a Addr,
     /// What this takes the place of.
     before: Option<&'a Snapshot>,
 }
@@ -372,7 +371,7 @@ impl Compiler<'_> {
         self.factory.service(&path.into(), self.queue, accrual, &view)
     }
 
-    fn view<'a>(&self, parent: &'a Meta, protocol: Protocol) -> View<'a> {
+    fn view<'a>(&'a self, parent: &'a Meta, protocol: Protocol) -> View<'a> {
         View {
             protocol,
             parent,

@@ -1,10 +1,10 @@
-//! From what was dialled to what is known of it: looked up once, followed while in use.
+//! From what was dialled or named to what is known of it: looked up once, followed while in use.
 
-use std::{collections::HashMap, net::SocketAddr, sync::Arc, time::Duration};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 use tokio::{runtime::Handle, sync::watch, time::Instant};
-use tulle_core::addr::{Addr, OrigDst};
+use tulle_core::addr::Addr;
 
 use crate::{
     api::{
@@ -26,59 +26,69 @@ use crate::{
     },
 };
 
-/// What is known of all addresses in use.
+/// What is known of all addresses and names in use.
 pub(crate) struct Discover {
     pub(crate) destinations: Destinations,
     pub(crate) policies: Policies,
     pub(crate) factory: Factory,
     pub(crate) forward: ForwardParams,
-    /// How long an address stays known that nobody uses.
+    /// How long a target stays known that nobody uses.
     pub(crate) idle: Duration,
     /// Where the followers run.
     pub(crate) runtime: Handle,
-    pub(crate) known: Mutex<HashMap<SocketAddr, Arc<Destination>>>,
+    pub(crate) known: Mutex<HashMap<Addr, Arc<Destination>>>,
 }
 
 impl Discover {
-    /// What is known of an address; waits for the first answer.
+    /// What is known of a target; waits for the first answer, but no longer than `limit` and [`MAX_WAIT`].
     ///
     /// # Errors
-    /// The control plane did not say anything within `limit`.
-    pub(super) async fn get(self: &Arc<Self>, dst: OrigDst, limit: Duration) -> Result<Arc<Destination>, Error> {
-        let found = self.join_or_follow(dst.0);
+    /// The control plane did not say anything in time, or too much is known for one more name.
+    pub(super) async fn get(self: &Arc<Self>, target: Addr, limit: Duration) -> Result<Arc<Destination>, Error> {
+        let found = self.join_or_follow(target)?;
         if *found.known.borrow() {
             return Ok(found);
         }
         // Rare, and larger than the rest of a connection's start.
         let mut known = found.known.subscribe();
+        let limit = limit.min(MAX_WAIT);
         match Box::pin(tokio::time::timeout(limit, known.wait_for(|known| *known))).await {
             Ok(Ok(_)) => {}
-            _ => return Err(Error::Undiscovered(dst.0)),
+            _ => return Err(Error::Undiscovered(found.target.clone())),
         }
         drop(known);
         Ok(found)
     }
 
-    fn join_or_follow(self: &Arc<Self>, dst: SocketAddr) -> Arc<Destination> {
+    fn join_or_follow(self: &Arc<Self>, target: Addr) -> Result<Arc<Destination>, Error> {
         let mut known = self.known.lock();
-        if let Some(found) = known.get(&dst) {
+        if let Some(found) = known.get(&target) {
             *found.used_at.lock() = Instant::now();
-            return found.clone();
+            return Ok(found.clone());
         }
-        let made = Arc::new(Destination::new(dst));
-        known.insert(dst, made.clone());
+        if matches!(target, Addr::Name(_)) && known.len() >= MAX_KNOWN {
+            return Err(Error::TooManyNames { limit: MAX_KNOWN });
+        }
+        let made = Arc::new(Destination::new(target.clone()));
+        known.insert(target, made.clone());
         self.runtime.spawn(follow(self.clone(), made.clone()));
-        made
+        Ok(made)
     }
 }
 
+/// How long anybody waits for the control plane, whatever it may take to find out what a connection speaks.
+const MAX_WAIT: Duration = Duration::from_secs(10);
+
+/// With so many targets known no further name is looked up: names are chosen by clients.
+const MAX_KNOWN: usize = 4096;
+
 /// Keeps a destination's plan up to date until nobody has used it for a while.
 async fn follow(discover: Arc<Discover>, destination: Arc<Destination>) {
-    let target = Addr::Socket(destination.orig_dst);
-    let mut profile = discover.destinations.profile(&target, decode::profile::profile);
+    let target = &destination.target;
+    let mut profile = discover.destinations.profile(target, decode::profile::profile);
     let timeout = discover.forward.detect_timeout;
     let ask = || {
-        discover.policies.outbound(&target, move |policy| {
+        discover.policies.outbound(target, move |policy| {
             decode::outbound::client_policy(policy).unwrap_or_else(|error| {
                 tracing::warn!(%error, "policy of a destination cannot be understood, nothing is sent there");
                 ClientPolicy::invalid(timeout)
@@ -143,20 +153,23 @@ fn snapshot(
         Some(Watched::Refused(_)) | None => None,
     };
     let policy = policy.borrow();
-    let dst = destination.orig_dst;
+    let target = &destination.target;
     let forward =
         |name: &str, spec: Arc<EndpointSpec>| ClientPolicy::forward(Meta::default_named(name), spec, discover.forward);
     let policy = match &*policy {
         Watched::Pending => return None,
         Watched::Known(policy) => policy.clone(),
-        Watched::Refused(refusal) if unknown_there(refusal) => {
-            match profile.and_then(|profile| profile.endpoint.clone()) {
-                Some(endpoint) => forward("endpoint", endpoint),
-                None => forward("fallback", Arc::new(EndpointSpec::plain(dst))),
+        // Names come from clients: what is no name of a service is unknown, and not worth a warning.
+        Watched::Refused(refusal) if unknown_there(refusal) || matches!(target, Addr::Name(_)) => {
+            match (profile.and_then(|profile| profile.endpoint.clone()), target) {
+                (Some(endpoint), _) => forward("endpoint", endpoint),
+                (None, Addr::Socket(dst)) => forward("fallback", Arc::new(EndpointSpec::plain(*dst))),
+                // Whoever dialled something else is not to be taken there.
+                (None, Addr::Name(_)) => ClientPolicy::nowhere(discover.forward.detect_timeout),
             }
         }
         Watched::Refused(refusal) => {
-            tracing::warn!(%dst, code = ?refusal.code, message = refusal.message, "destination is refused");
+            tracing::warn!(dst = %target, code = ?refusal.code, message = refusal.message, "destination is refused");
             ClientPolicy::invalid(discover.forward.detect_timeout)
         }
     };
@@ -165,7 +178,7 @@ fn snapshot(
         policy,
         profile,
         discover.forward.queue,
-        dst,
+        target,
         destination.known_snapshot().as_deref(),
     ))
 }
@@ -191,7 +204,7 @@ async fn unused(discover: &Discover, destination: &Arc<Destination>) {
         if kept || Arc::strong_count(destination) > OURS {
             *used_at = Instant::now();
         } else if *used_at + discover.idle <= Instant::now() {
-            known.remove(&destination.orig_dst);
+            known.remove(&destination.target);
             return;
         }
     }

@@ -19,6 +19,7 @@ use crate::{
     metrics::http::Series,
     net::connect,
     outbound::{
+        Mode,
         connector::Connector,
         metrics::{Families, endpoint_labels},
     },
@@ -45,6 +46,7 @@ pub(crate) struct Common {
     pub(crate) taps: Arc<Taps>,
     /// Who makes spans of traces, where there are any.
     pub(crate) tracer: Option<Tracer>,
+    pub(crate) mode: Mode,
 }
 
 /// A peer that requests and connections can be sent to.
@@ -76,6 +78,9 @@ impl Endpoint {
         let tls = match &spec.tls {
             _ if local => ClientTls::Plain(WhyClientPlain::Loopback),
             Some(tls) => ClientTls::Meshed(tls.identity.clone()),
+            None if common.mode == Mode::Ingress && authority.is_none() => {
+                ClientTls::Plain(WhyClientPlain::IngressWithoutOverride)
+            }
             None => ClientTls::Plain(WhyClientPlain::NotProvidedByServiceDiscovery),
         };
         let labels = endpoint_labels(authority, &spec, &tls);

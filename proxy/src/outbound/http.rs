@@ -2,9 +2,13 @@
 
 use std::{net::SocketAddr, sync::Arc};
 
-use http::{Request, Response, Version};
+use http::{HeaderValue, Request, Response, Version};
 use tokio::{sync::oneshot, time::Instant};
-use tulle_core::{drain, names::header as names};
+use tulle_core::{
+    addr::{Addr, NameAddr},
+    drain,
+    names::header as names,
+};
 
 use crate::{
     http::{body::Body, classify, error::Error, filters, headers, limits::Limits, upload::Upload},
@@ -12,7 +16,7 @@ use crate::{
     outbound::{
         Outbound,
         backend::Backends,
-        destination::{Destination, HttpPlan, Plan, Router},
+        destination::{Destination, HttpPlan, Plan, Router, Snapshot},
         dispatch::{Counted, Dispatch},
         metrics::{BackendSeries, Passage, RouteSeries},
         reach::Tried,
@@ -30,8 +34,16 @@ pub(super) struct HttpConnection {
     pub(super) worker: usize,
     /// The application's end.
     pub(super) client: SocketAddr,
-    pub(super) destination: Arc<Destination>,
+    pub(super) targets: Targets,
     pub(super) drain: drain::Watch,
+}
+
+/// Where the requests of a connection go.
+pub(super) enum Targets {
+    /// To what was dialled.
+    Dialled(Arc<Destination>),
+    /// To the services that they name in `l5d-dst-override`, and else to what was dialled.
+    Named(Arc<Destination>),
 }
 
 impl HttpConnection {
@@ -42,7 +54,11 @@ impl HttpConnection {
         if upgrade.is_none() && req.version() <= Version::HTTP_11 {
             headers::strip_hop_by_hop(req.headers_mut());
         }
-        let snapshot = self.destination.snapshot(); // one for the whole request
+        // One for the whole request.
+        let snapshot = match &self.targets {
+            Targets::Dialled(destination) => destination.snapshot(),
+            Targets::Named(dialled) => Box::pin(self.named(dialled, req)).await?,
+        };
         let router = router(&snapshot.plan, req.version())?;
         let required = self.required_identity(req);
         let to = |backends, prefix, entered| Attempt {
@@ -94,11 +110,33 @@ impl HttpConnection {
         Ok(rsp)
     }
 
+    /// What holds for the service that the request names, or for what was dialled if it names none.
+    async fn named(&self, dialled: &Destination, req: &mut Request<Body>) -> Result<Arc<Snapshot>, Error> {
+        let Some(name) = req.headers_mut().remove(names::L5D_DST_OVERRIDE) else {
+            return Ok(dialled.snapshot());
+        };
+        let name = override_target(&name).ok_or(Error::BadRequest(
+            "l5d-dst-override is no DNS name, with a port or without, such as web.shop.svc.cluster.local:8080",
+        ))?;
+        let outbound = &self.outbound;
+        let named = outbound.discover.get(Addr::Name(name), outbound.detect_timeout).await?;
+        Ok(named.snapshot())
+    }
+
     /// The identity that the application demands, if any.
     fn required_identity(&self, req: &mut Request<Body>) -> Option<String> {
         headers::get(req.headers(), &names::L5D_REQUIRE_ID)?;
         let required = req.headers_mut().remove(names::L5D_REQUIRE_ID)?;
         Some(String::from_utf8_lossy(required.as_bytes()).into_owned())
+    }
+}
+
+/// The target that `l5d-dst-override` names.
+fn override_target(value: &HeaderValue) -> Option<NameAddr> {
+    let text = value.to_str().ok()?;
+    match text.contains(':') {
+        true => text.parse().ok(),
+        false => format!("{text}:80").parse().ok(),
     }
 }
 
@@ -108,7 +146,7 @@ fn router(plan: &Plan, version: Version) -> Result<&Router, Error> {
         Plan::Detect { http1, .. } => Ok(http1),
         Plan::Http1(router) | Plan::Http2(router) => Ok(router),
         Plan::Opaque(_) | Plan::Tls { .. } => Err(Error::InvalidPolicy(
-            "this destination does not speak HTTP any more".into(),
+            "this destination does not speak HTTP, or no longer".into(),
         )),
     }
 }
@@ -235,5 +273,35 @@ impl Attempt<'_> {
     /// Whether a request would find an endpoint at once.
     pub(super) fn is_available(&self) -> bool {
         self.backends.is_available(Instant::now())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_override_names_a_target_at_port_80_or_its_own() {
+        let target = |value: &'static str| {
+            let target = override_target(&HeaderValue::from_static(value));
+            target.map(|target| target.to_string())
+        };
+        assert_eq!(
+            target("Web.shop.svc.cluster.local").as_deref(),
+            Some("web.shop.svc.cluster.local:80")
+        );
+        assert_eq!(target("web.shop:8080").as_deref(), Some("web.shop:8080"));
+        for bad in [
+            "",
+            "web:",
+            "web:0",
+            "10.0.0.1",
+            "10.0.0.1:80",
+            "[::1]:80",
+            "we b",
+            "a,b",
+        ] {
+            assert_eq!(target(bad), None, "{bad:?}");
+        }
     }
 }

@@ -23,7 +23,7 @@ use bytes::{Bytes, BytesMut};
 use futures_util::FutureExt as _;
 use tokio::{net::TcpStream, time::Instant};
 use tulle_core::{
-    addr::{ClientAddr, OrigDst},
+    addr::{Addr, ClientAddr},
     drain,
 };
 
@@ -37,7 +37,7 @@ use crate::{
     },
     net::{
         copy::Carrying,
-        detect::{self, Verdict},
+        detect::{self, Look, Verdict},
         first::{self, First},
         io::{Io, Tcp},
         orig_dst,
@@ -45,7 +45,7 @@ use crate::{
     outbound::{
         destination::{Destination, OpaquePlan, Plan},
         discover::Discover,
-        http::HttpConnection,
+        http::{HttpConnection, Targets},
         metrics::Families,
         opaque::OpaqueError,
     },
@@ -53,6 +53,15 @@ use crate::{
     tls::server::{self as tls_server, Hello},
     trace::{self, Tracer},
 };
+
+/// Whose requests these are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// Of an application, which dials what it wants.
+    Sidecar,
+    /// Of an ingress, which dials an endpoint that it has chosen, and names the service in `l5d-dst-override`.
+    Ingress,
+}
 
 /// The outbound side of the process; shared by all workers.
 pub(crate) struct Outbound {
@@ -67,6 +76,7 @@ pub(crate) struct Outbound {
     pub(crate) families: Families,
     /// Who makes spans of traces, where there are any.
     pub(crate) tracer: Option<Tracer>,
+    pub(crate) mode: Mode,
     /// Our identity.
     pub(crate) name: Arc<str>,
 }
@@ -91,20 +101,21 @@ impl Outbound {
             tracing::info!(client = %client.0, dst = %dst.0, "refused: this proxy was dialled itself");
             return None;
         }
+        let dst = Addr::Socket(dst.0);
         if self.wrappers.admission.is_memory_short() {
-            self.families.tcp_failed(dst.0, "loadshed", Error::MemoryShort.cause());
+            self.families.tcp_failed(&dst, "loadshed", Error::MemoryShort.cause());
             return None;
         }
-        let destination = match self.discover.get(dst, self.detect_timeout.min(MAX_DISCOVERY)).await {
+        let destination = match self.discover.get(dst.clone(), self.detect_timeout).await {
             Ok(destination) => destination,
             Err(error) => {
-                self.families.tcp_failed(dst.0, "discovery timeout", error.cause());
-                tracing::info!(dst = %dst.0, %error, "connection refused");
+                self.families.tcp_failed(&dst, "discovery timeout", error.cause());
+                tracing::info!(%dst, %error, "connection refused");
                 return None;
             }
         };
         let counts = destination.counts.get_or_init(|| {
-            let labels = metrics::target_labels(dst.0).with("peer", "src");
+            let labels = metrics::target_labels(&dst).with("peer", "src");
             let labels = labels.with("tls", "no_identity").with("no_tls_reason", "loopback");
             self.families.tcp.series(labels)
         });
@@ -113,7 +124,6 @@ impl Outbound {
             outbound: self,
             worker,
             client,
-            dst,
             destination,
             drain,
         }
@@ -127,7 +137,6 @@ struct Connection {
     outbound: Arc<Outbound>,
     worker: usize,
     client: ClientAddr,
-    dst: OrigDst,
     destination: Arc<Destination>,
     drain: drain::Watch,
 }
@@ -139,6 +148,11 @@ enum Start {
 }
 
 impl Connection {
+    /// What was dialled.
+    fn dst(&self) -> &Addr {
+        &self.destination.target
+    }
+
     async fn serve(self, io: Io) -> Option<Carrying> {
         // Idle connections are at the end of this, and should hold nothing of how they got there.
         let serving = match self.start(io).await? {
@@ -153,6 +167,8 @@ impl Connection {
         let snapshot = self.destination.snapshot();
         snapshot.connections.inc();
         match &snapshot.plan {
+            // What is told of the endpoint that an ingress dials need not hold for the services that it names.
+            Plan::Http1(_) | Plan::Http2(_) if self.outbound.mode == Mode::Ingress => self.http_of_ingress(io).await,
             Plan::Http1(_) => Some(Start::Http(io, Protocol::Http1)),
             Plan::Http2(_) => Some(Start::Http(io, Protocol::Http2)),
             Plan::Opaque(opaque) => self.opaque(io, opaque, None, None, Bytes::new()).await,
@@ -161,14 +177,14 @@ impl Connection {
                 let Ok(Some((sni, seen))) = sni else {
                     self.outbound
                         .families
-                        .tcp_failed(self.dst.0, "no server name", "no-server-name");
+                        .tcp_failed(self.dst(), "no server name", "no-server-name");
                     return None;
                 };
                 match client::find_tls(routes, &sni) {
                     Some(index) => self.opaque(io, &plans[index], Some(&sni), None, seen).await,
                     None => {
                         let families = &self.outbound.families;
-                        families.tcp_failed(self.dst.0, "no route", "no-route");
+                        families.tcp_failed(self.dst(), "no route", "no-route");
                         None
                     }
                 }
@@ -188,7 +204,7 @@ impl Connection {
                 let first = match first {
                     Ok(first) => first,
                     Err(error) => {
-                        tracing::debug!(dst = %self.dst.0, %error, "application left");
+                        tracing::debug!(dst = %self.dst(), %error, "application left");
                         return None;
                     }
                 };
@@ -200,6 +216,16 @@ impl Connection {
                     First::Server { server, client } => self.opaque(io, opaque, None, Some(server), client).await,
                 }
             }
+        }
+    }
+
+    /// The version of HTTP that the application speaks, as its first bytes tell; anything else is answered as HTTP/1.
+    async fn http_of_ingress(&self, mut io: Io) -> Option<Start> {
+        let mut seen = BytesMut::new();
+        match detect::look(&mut io, &mut seen, self.outbound.detect_timeout).await {
+            Ok(Look::Seen(Verdict::Http2)) => Some(Start::Http(io.unread(seen.freeze()), Protocol::Http2)),
+            Ok(Look::Seen(_) | Look::TimedOut) => Some(Start::Http(io.unread(seen.freeze()), Protocol::Http1)),
+            Ok(Look::Closed) | Err(_) => None,
         }
     }
 
@@ -223,8 +249,8 @@ impl Connection {
                         OpaqueError::Unreached(error) => (error.label(), error.cause()),
                     };
                     passage.close(error.route_label());
-                    self.outbound.families.tcp_failed(self.dst.0, label, cause);
-                    tracing::info!(dst = %self.dst.0, %error, "connection refused");
+                    self.outbound.families.tcp_failed(self.dst(), label, cause);
+                    tracing::info!(dst = %self.dst(), %error, "connection refused");
                     return None;
                 }
             },
@@ -245,7 +271,10 @@ impl Connection {
             outbound: outbound.clone(),
             worker: self.worker,
             client: self.client.0,
-            destination: self.destination.clone(),
+            targets: match outbound.mode {
+                Mode::Sidecar => Targets::Dialled(self.destination.clone()),
+                Mode::Ingress => Targets::Named(self.destination.clone()),
+            },
             drain: self.drain.clone(),
         });
         let serve = move |mut req| {
@@ -260,21 +289,18 @@ impl Connection {
         let place = Place {
             direction: "outbound",
             hop: outbound.name.clone(),
-            target: self.dst.0,
+            target: self.dst().clone(),
             client: self.client.0,
             client_id: None,
         };
         let service = outbound.wrappers.around(serve, outbound.reasons, place, closer.clone());
         server::serve(io, protocol, service, &outbound.server, closer, &self.drain).map(|served| {
             if let Err(error) = served {
-                tracing::debug!(dst = %self.dst.0, %error, "HTTP connection ended");
+                tracing::debug!(dst = %self.dst(), %error, "HTTP connection ended");
             }
         })
     }
 }
-
-/// How long a connection waits for the control plane, whatever it may take to find out what it speaks.
-const MAX_DISCOVERY: Duration = Duration::from_secs(10);
 
 /// Whether a connection to `dst` would come back to the listener at `own`.
 fn is_listener(own: SocketAddr, dst: SocketAddr) -> bool {

@@ -243,6 +243,17 @@ impl ClientPolicy {
         Self::catch_all(meta, Vec::new(), http, opaque, params.detect_timeout)
     }
 
+    /// For a name that the control plane does not know: there are no backends.
+    pub(crate) fn nowhere(detect_timeout: Duration) -> Self {
+        let meta = Meta::default_named("unknown");
+        let opaque = OpaqueRoute {
+            meta: meta.clone(),
+            filters: Vec::new(),
+            backends: Distribution::Empty,
+        };
+        Self::catch_all(meta, Vec::new(), Distribution::Empty, opaque, detect_timeout)
+    }
+
     /// For an update that cannot be decoded: HTTP requests get 500, connections are closed.
     pub(crate) fn invalid(detect_timeout: Duration) -> Self {
         let meta = Meta::default_named("invalid");

@@ -41,6 +41,8 @@ pub(crate) enum WhyClientPlain {
     Loopback,
     /// Discovery names no identity for the endpoint.
     NotProvidedByServiceDiscovery,
+    /// An ingress chose the endpoint and did not name the service.
+    IngressWithoutOverride,
 }
 
 impl ServerTls {
@@ -114,6 +116,7 @@ impl WhyClientPlain {
         match self {
             Self::Loopback => "loopback",
             Self::NotProvidedByServiceDiscovery => "not_provided_by_service_discovery",
+            Self::IngressWithoutOverride => "ingress_without_override",
         }
     }
 }

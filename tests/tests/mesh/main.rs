@@ -16,6 +16,7 @@ mod edges;
 mod failure;
 mod http1;
 mod identity;
+mod ingress;
 mod invalid_policy;
 mod limits;
 mod metrics;

@@ -1,17 +1,17 @@
 //! What is counted of connections: how they are carried, what they turned out to be, what their bytes cost, and the routes of
 //! those that nobody looks into.
 
-use std::{
-    net::SocketAddr,
-    sync::{Arc, OnceLock},
-};
+use std::sync::{Arc, OnceLock};
 
-use tulle_core::metrics::{Counter, Family, Labels, Registry};
+use tulle_core::{
+    addr::Addr,
+    metrics::{Counter, Family, Labels, Registry},
+};
 
 use crate::{
     metrics::hosts::Hosts,
     net::{counts::Cost, detected},
-    outbound::metrics::{with_meta, with_place},
+    outbound::metrics::{with_meta, with_place, with_target},
     policy::{endpoint::Locality, meta::Meta},
 };
 
@@ -119,10 +119,8 @@ impl Families {
     }
 
     /// A route of bytes that go to what was dialled.
-    pub(in crate::outbound) fn tcp_route(&self, parent: &Meta, route: &Meta, dst: SocketAddr) -> RouteSeries {
-        let labels = route_labels(parent, route)
-            .with("target_ip", dst.ip())
-            .with("target_port", dst.port());
+    pub(in crate::outbound) fn tcp_route(&self, parent: &Meta, route: &Meta, dst: &Addr) -> RouteSeries {
+        let labels = with_target(route_labels(parent, route), dst);
         RouteSeries {
             unnamed: self.tcp_routes.passages(labels.clone()),
             families: self.tcp_routes.clone(),

@@ -2,11 +2,14 @@
 
 pub(crate) mod connections;
 
-use std::{net::SocketAddr, sync::Arc};
+use std::sync::Arc;
 
 use http::{Request, header};
 use tokio::time::Instant;
-use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
+use tulle_core::{
+    addr::Addr,
+    metrics::{Counter, Family, Histogram, Labels, Registry},
+};
 
 use crate::{
     http::{body::Body, classify::Ended, upload::Upload},
@@ -63,7 +66,7 @@ impl Families {
     }
 
     /// Counts a connection that reached nobody, by the name that its error has had all along, and by its cause.
-    pub(super) fn tcp_failed(&self, target: SocketAddr, error: &'static str, cause: &'static str) {
+    pub(super) fn tcp_failed(&self, target: &Addr, error: &'static str, cause: &'static str) {
         self.tcp_errors.get(&target_labels(target).with("error", error)).inc();
         self.failures.count(cause);
     }
@@ -179,7 +182,7 @@ impl Families {
         protocol: Protocol,
         parent: &Meta,
         backend: &Meta,
-        dst: SocketAddr,
+        dst: &Addr,
         path: &str,
     ) -> Arc<balancers::Series> {
         let labels = with_place(with_place(Labels::new(), "parent", parent), "backend", backend);
@@ -300,18 +303,24 @@ fn with_place(labels: Labels, prefix: &str, meta: &Meta) -> Labels {
         .with(&format!("{prefix}_section_name"), meta.section())
 }
 
-/// Labels of a target address.
-pub(super) fn target_labels(target: SocketAddr) -> Labels {
-    Labels::new()
-        .with("direction", "outbound")
-        .with("target_addr", target)
-        .with("target_ip", target.ip())
-        .with("target_port", target.port())
+/// Labels of a target; a name has no address of its own.
+pub(super) fn target_labels(target: &Addr) -> Labels {
+    let labels = Labels::new().with("direction", "outbound").with("target_addr", target);
+    with_target(labels, target)
+}
+
+/// The address and the port of a target.
+fn with_target(labels: Labels, target: &Addr) -> Labels {
+    let labels = match target {
+        Addr::Socket(addr) => labels.with("target_ip", addr.ip()),
+        Addr::Name(_) => labels.with("target_ip", ""),
+    };
+    labels.with("target_port", target.port())
 }
 
 /// Labels of all that goes to one endpoint. `authority` is the logical destination, where it has a name.
 pub(super) fn endpoint_labels(authority: Option<&str>, spec: &EndpointSpec, tls: &ClientTls) -> Labels {
-    let mut labels = target_labels(spec.addr);
+    let mut labels = target_labels(&Addr::Socket(spec.addr));
     if let Some(authority) = authority {
         labels = labels.with("authority", authority);
     }

@@ -1,0 +1,166 @@
+//! In ingress mode a request goes to the service that it names, whatever its connection was opened to.
+
+use std::collections::BTreeSet;
+
+use http::{Request, Version};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tulle_tests::apps;
+use tulle_tests::client::{Answer, AnyBody, Http1, Http2, empty};
+use tulle_tests::eventually::eventually;
+use tulle_tests::mesh::{Builder, HTTP, Mesh, OPAQUE, TCP, mesh};
+
+/// A controller in ingress mode, with services to send requests to.
+fn ingress() -> Builder {
+    let mesh = mesh().workload("ingress").its_env("INGRESS_MODE", "true");
+    mesh.workload("web").replicas("other", 2).unmeshed("legacy")
+}
+
+async fn echo(mesh: &Mesh) {
+    for workload in ["web", "other-0", "other-1", "legacy"] {
+        apps::echo(mesh, workload).await;
+    }
+}
+
+/// The answer to a request that dials the endpoint of `dialled` and names `target`.
+async fn ask(mesh: &Mesh, dialled: &str, target: Option<&str>) -> Answer {
+    let mut client = Http1::over(mesh.dial("ingress", mesh.app(dialled, HTTP)).await).await;
+    client.ask(naming(target)).await.unwrap()
+}
+
+fn naming(target: Option<&str>) -> Request<AnyBody> {
+    let mut req = Request::get("/headers").header("host", "shop.example");
+    if let Some(target) = target {
+        req = req.header("l5d-dst-override", target);
+    }
+    req.body(empty()).unwrap()
+}
+
+fn full(service: &str) -> String {
+    format!("{service}.shop.svc.cluster.local:{HTTP}")
+}
+
+#[test]
+fn requests_of_one_connection_go_to_the_services_that_they_name() {
+    ingress().run(async |mesh: &Mesh| {
+        echo(mesh).await;
+        let mut client = Http1::over(mesh.dial("ingress", mesh.app("web", HTTP)).await).await;
+        let (other, web) = (full("other"), full("Web"));
+        for (target, expected) in [(Some(&other), "other"), (None, "web"), (Some(&web), "web")] {
+            let answer = client.ask(naming(target.map(String::as_str))).await.unwrap();
+            assert_eq!(answer.status, 200, "{target:?}: {}", answer.text());
+            assert!(answer.header("x-replica").starts_with(expected), "{target:?}");
+            assert!(!answer.text().contains("l5d-dst-override"), "{}", answer.text());
+        }
+        let named = ["authority=\"other.shop.svc.cluster.local:8080\"", "tls=\"true\""];
+        assert_eq!(mesh.metric("ingress", "request_total", &named).await, 1.0);
+    });
+}
+
+#[test]
+fn requests_of_one_http2_connection_are_balanced_over_the_service_that_they_name() {
+    ingress().run(async |mesh: &Mesh| {
+        echo(mesh).await;
+        let mut client = Http2::over(mesh.dial("ingress", mesh.app("web", HTTP)).await).await;
+        let other = full("other");
+        let replicas = eventually("both replicas answer", async || {
+            let mut replicas = BTreeSet::new();
+            for _ in 0..20 {
+                let mut client = client.clone();
+                let req = Request::get("http://shop.example/").version(Version::HTTP_2);
+                let req = req.header("l5d-dst-override", &other).body(empty()).unwrap();
+                replicas.insert(client.ask(req).await.unwrap().header("x-replica").to_owned());
+            }
+            (replicas.len() > 1).then_some(replicas)
+        });
+        assert_eq!(replicas.await, ["other-0", "other-1"].map(String::from).into());
+        let req = Request::get("http://shop.example/").version(Version::HTTP_2);
+        let answer = client.ask(req.body(empty()).unwrap()).await.unwrap();
+        assert_eq!(answer.header("x-replica"), "web");
+    });
+}
+
+#[test]
+fn an_unmeshed_endpoint_that_was_only_dialled_is_counted_as_such() {
+    ingress().run(async |mesh: &Mesh| {
+        echo(mesh).await;
+        assert_eq!(ask(mesh, "legacy", None).await.header("x-replica"), "legacy");
+        let plain = ["no_tls_reason=\"ingress_without_override\""];
+        assert_eq!(mesh.metric("ingress", "request_total", &plain).await, 1.0);
+    });
+}
+
+#[test]
+fn what_is_no_name_is_refused_and_not_sent_where_the_connection_goes() {
+    let told = ingress().env("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", "false");
+    told.run(async |mesh: &Mesh| {
+        echo(mesh).await;
+        for bad in ["10.0.0.1:80", "[::1]:80", "web:0", "we b", ""] {
+            let answer = ask(mesh, "web", Some(bad)).await;
+            assert_eq!(
+                (answer.status.as_u16(), answer.cause()),
+                (400, "bad-request"),
+                "{bad:?}"
+            );
+            let error = answer.header("l5d-proxy-error");
+            assert!(error.contains("l5d-dst-override is no DNS name"), "{error}");
+        }
+    });
+}
+
+#[test]
+fn a_name_of_nobody_is_refused_and_clients_of_an_ingress_are_not_told_why() {
+    ingress().run(async |mesh: &Mesh| {
+        echo(mesh).await;
+        let answer = ask(mesh, "web", Some("nobody.shop.svc.cluster.local")).await;
+        assert_eq!(answer.status, 503);
+        assert_eq!(answer.headers.get("l5d-proxy-error"), None);
+        assert_eq!(answer.headers.get("l5d-proxy-cause"), None);
+    });
+}
+
+#[test]
+fn bytes_go_where_they_were_sent() {
+    ingress().run(async |mesh: &Mesh| {
+        echo(mesh).await;
+        for port in [TCP, OPAQUE] {
+            let mut client = mesh.dial("ingress", mesh.app("web", port)).await;
+            client.write_all(b"\x01no HTTP at all\n").await.unwrap();
+            let mut read = [0; 16];
+            client.read_exact(&mut read).await.unwrap();
+            assert_eq!(&read, b"\x01no HTTP at all\n", "{port}");
+        }
+    });
+}
+
+#[test]
+fn without_ingress_mode_the_header_decides_nothing_and_is_passed_on() {
+    mesh()
+        .workload("ingress")
+        .workload("web")
+        .workload("other")
+        .run(async |mesh: &Mesh| {
+            for workload in ["web", "other"] {
+                apps::echo(mesh, workload).await;
+            }
+            let answer = ask(mesh, "web", Some(&full("other"))).await;
+            assert_eq!(answer.header("x-replica"), "web");
+            assert!(answer.text().contains("l5d-dst-override"), "{}", answer.text());
+        });
+}
+
+#[test]
+fn a_service_that_appears_is_found_by_its_name() {
+    ingress().run(async |mesh: &Mesh| {
+        echo(mesh).await;
+        let late = full("late");
+        assert_eq!(ask(mesh, "web", Some(&late)).await.status, 503);
+        let manifest = mesh.manifest("service-other");
+        let manifest = manifest.replace("name: other", "name: late");
+        mesh.write("service-late", &manifest.replace("10.66.1.", "10.66.2."));
+        eventually("the service is found", async || {
+            let answer = ask(mesh, "web", Some(&late)).await;
+            (answer.status == 200 && answer.header("x-replica").starts_with("other")).then_some(())
+        })
+        .await;
+    });
+}
