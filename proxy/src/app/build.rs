@@ -353,6 +353,7 @@ fn http2_server(direction: &Direction) -> h2::Params {
         max_concurrent_streams: server.max_concurrent_streams,
         max_send_buffer: server.max_send_buf_size,
         max_pending_resets: server.max_pending_accept_reset_streams,
+        max_resets: None,
         max_header_list: server
             .max_header_list_size
             .unwrap_or_else(|| h2::Params::list_of(direction.http1_server.max_head_size)),

@@ -209,6 +209,15 @@ fn values_of_a_chart_are_understood() {
 }
 
 #[test]
+fn what_has_no_effect_is_told() {
+    let set = [
+        ("INBOUND_HTTP_QUEUE_CAPACITY", "10"),
+        ("INBOUND_HTTP_FAILFAST_TIMEOUT", "1s"),
+    ];
+    assert_eq!(load_with(&set).unwrap().ignored, set.map(|(name, _)| full(name)));
+}
+
+#[test]
 fn all_problems_are_listed_at_once() {
     let errors = load(|_| None).unwrap_err();
     let names: Vec<_> = errors

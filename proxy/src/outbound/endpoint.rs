@@ -174,6 +174,42 @@ fn http2_params(ours: &h2::Params, spec: &EndpointSpec) -> h2::Params {
             .max_send_buf_size
             .map(|size| size as usize)
             .or(ours.max_send_buffer),
+        max_resets: theirs
+            .max_concurrent_reset_streams
+            .map(|streams| streams as usize)
+            .or(ours.max_resets),
         ..*ours
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::endpoint::{Http2Params, KeepAlive};
+
+    #[test]
+    fn what_discovery_says_of_http2_wins_over_our_settings() {
+        let ours = h2::Params::default();
+        let (interval, timeout) = (Duration::from_secs(10), Duration::from_secs(3));
+        let mut spec = EndpointSpec::plain(([10, 0, 0, 1], 80).into());
+        assert_eq!(http2_params(&ours, &spec), ours);
+        spec.http2 = Http2Params {
+            connection_window: Some(1),
+            stream_window: Some(2),
+            keep_alive: Some(KeepAlive { interval, timeout }),
+            max_concurrent_reset_streams: Some(3),
+            max_frame_size: Some(4),
+            max_send_buf_size: Some(5),
+        };
+        let expected = h2::Params {
+            connection_window: 1,
+            stream_window: 2,
+            keep_alive: Some(h2::KeepAlive { interval, timeout }),
+            max_resets: Some(3),
+            max_frame_size: Some(4),
+            max_send_buffer: Some(5),
+            ..ours
+        };
+        assert_eq!(http2_params(&ours, &spec), expected);
     }
 }

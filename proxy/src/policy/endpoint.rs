@@ -62,15 +62,16 @@ pub(crate) const MAX_WINDOW: u32 = (1 << 31) - 1;
 /// What HTTP/2 allows as the bytes of the largest frame (RFC 9113, section 6.5.2).
 pub(crate) const FRAME_SIZES: RangeInclusive<u32> = 1 << 14..=(1 << 24) - 1;
 
-/// HTTP/2 settings for one endpoint; what is absent is the client's own default.
+/// HTTP/2 settings for one endpoint; what is absent is the client's own default. Of those that may be told, `while_idle` is not
+/// here, as a peer that has gone shall be noticed before a request needs it, and windows do not adapt.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Http2Params {
     /// Bytes.
     pub(crate) connection_window: Option<u32>,
     /// Bytes.
     pub(crate) stream_window: Option<u32>,
-    pub(crate) adaptive_window: bool,
     pub(crate) keep_alive: Option<KeepAlive>,
+    /// Streams that were reset here, and whose late frames are still passed over.
     pub(crate) max_concurrent_reset_streams: Option<u32>,
     /// Bytes.
     pub(crate) max_frame_size: Option<u32>,
@@ -82,7 +83,6 @@ pub(crate) struct Http2Params {
 pub(crate) struct KeepAlive {
     pub(crate) interval: Duration,
     pub(crate) timeout: Duration,
-    pub(crate) while_idle: bool,
 }
 
 /// A change to a set of endpoints.

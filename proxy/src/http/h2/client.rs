@@ -63,6 +63,9 @@ pub(crate) async fn connect(io: Io, params: &Params) -> Result<Sender, Error> {
     if let Some(size) = params.max_frame_size {
         builder.max_frame_size(size);
     }
+    if let Some(streams) = params.max_resets {
+        builder.max_concurrent_reset_streams(streams);
+    }
     if let Some(size) = params.max_send_buffer {
         builder.max_send_buffer_size(size);
     }

@@ -30,6 +30,8 @@ pub(crate) struct Params {
     pub(crate) max_send_buffer: Option<usize>,
     /// Streams that a client may open and reset before they are answered.
     pub(crate) max_pending_resets: Option<usize>,
+    /// Streams that we reset, as a client, and whose late frames are still passed over.
+    pub(crate) max_resets: Option<usize>,
     /// Upper bound of a header list, in bytes.
     pub(crate) max_header_list: u32,
 }
@@ -52,6 +54,7 @@ impl Default for Params {
             max_concurrent_streams: None,
             max_send_buffer: None,
             max_pending_resets: None,
+            max_resets: None,
             max_header_list: Self::list_of(64 << 10),
         }
     }

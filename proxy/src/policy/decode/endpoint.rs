@@ -136,7 +136,6 @@ fn http2_params(message: proto::Http2ClientParams) -> Http2Params {
     Http2Params {
         connection_window: set(flow_control.initial_connection_window_size).map(|size| size.min(MAX_WINDOW)),
         stream_window: set(flow_control.initial_stream_window_size).map(|size| size.min(MAX_WINDOW)),
-        adaptive_window: flow_control.adaptive_flow_control,
         keep_alive: message.keep_alive.and_then(keep_alive),
         max_concurrent_reset_streams: set(internals.max_concurrent_reset_streams),
         max_frame_size: set(internals.max_frame_size).map(|size| size.clamp(*FRAME_SIZES.start(), *FRAME_SIZES.end())),
@@ -149,7 +148,6 @@ fn keep_alive(message: proto::http2_client_params::KeepAlive) -> Option<KeepAliv
     Some(KeepAlive {
         interval: duration(message.interval)?,
         timeout: duration(message.timeout)?,
-        while_idle: message.while_idle,
     })
 }
 
@@ -274,14 +272,7 @@ mod tests {
             });
         });
         let (interval, timeout) = (Duration::from_secs(10), Duration::from_secs(3));
-        assert_eq!(
-            spec.http2.keep_alive,
-            Some(KeepAlive {
-                interval,
-                timeout,
-                while_idle: true
-            })
-        );
+        assert_eq!(spec.http2.keep_alive, Some(KeepAlive { interval, timeout }));
         assert_eq!(spec.http2.stream_window, None);
         assert_eq!(spec.authority_override.unwrap(), "web:80");
         let spec = read(|addr| {
