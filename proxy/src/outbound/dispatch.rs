@@ -503,6 +503,26 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_connection_closes_where_a_proxy_says_so() {
+        for (protocol, version, by_proxy, closes) in [
+            (Protocol::Http1, Version::HTTP_11, true, true),
+            (Protocol::Http2, Version::HTTP_2, true, false), // which has other means
+            (Protocol::Http2, Version::HTTP_11, true, false), // its connection is another's too
+            (Protocol::Http1, Version::HTTP_11, false, false),
+        ] {
+            let rsp = Response::builder().header("l5d-proxy-connection", "close");
+            let mut rsp = rsp.body(Body::empty()).unwrap();
+            finish(&mut rsp, protocol, version, by_proxy);
+            assert_eq!(
+                rsp.headers().contains_key("connection"),
+                closes,
+                "{protocol:?} {version:?}"
+            );
+            assert!(!rsp.headers().contains_key("l5d-proxy-connection"));
+        }
+    }
+
+    #[test]
     fn proxies_that_did_not_reach_their_application_are_understood() {
         let answer = |status: u16, headers: &[(&str, &str)]| {
             let mut rsp = Response::builder().status(status);

@@ -28,11 +28,15 @@ impl Authority {
     }
 
     pub(crate) fn named(name: &str) -> Self {
+        Self::signing(name, KeyPair::generate().unwrap())
+    }
+
+    /// One that signs by `key`.
+    fn signing(name: &str, key: KeyPair) -> Self {
         let mut params = CertificateParams::default();
         params.distinguished_name.push(DnType::CommonName, name);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
-        let key = KeyPair::generate().unwrap();
         let root = params.self_signed(&key).unwrap();
         Self {
             issuer: Issuer::new(params, key),
@@ -124,6 +128,40 @@ async fn both_sides_learn_each_other() {
         session.negotiated_key_exchange_group().map(|group| group.name()),
         Some(rustls::NamedGroup::X25519MLKEM768)
     );
+}
+
+#[tokio::test]
+async fn chains_are_signed_by_ecdsa_ed25519_or_rsa() {
+    for algorithm in [
+        &rcgen::PKCS_ECDSA_P256_SHA256,
+        &rcgen::PKCS_ECDSA_P384_SHA384,
+        &rcgen::PKCS_ED25519,
+        &rcgen::PKCS_RSA_SHA256,
+    ] {
+        let authority = Authority::signing("root", KeyPair::generate_for(algorithm).unwrap());
+        let (client, server) = (authority.credentials(CLIENT), authority.credentials(SERVER));
+        let (connected, accepted) = handshake(&client, &server, SERVER, NO_ALPN).await;
+        connected.unwrap();
+        let id = accepted.unwrap().1.client_id;
+        assert_eq!(id, Some(CLIENT.parse().unwrap()), "{algorithm:?}");
+    }
+}
+
+#[tokio::test]
+async fn nothing_is_resumed() {
+    let authority = Authority::new();
+    let (client, server) = (authority.credentials(CLIENT), authority.credentials(SERVER));
+    for _ in 0..2 {
+        let (connected, accepted) = handshake(&client, &server, SERVER, NO_ALPN).await;
+        let (mut connected, (mut accepted, _)) = (connected.unwrap(), accepted.unwrap());
+        // Before this, a server sends its tickets.
+        accepted.write_all(b"x").await.unwrap();
+        accepted.flush().await.unwrap();
+        connected.read_exact(&mut [0]).await.unwrap();
+        let session = connected.get_ref().1;
+        assert_eq!(session.handshake_kind(), Some(rustls::HandshakeKind::Full));
+        assert_eq!(session.tls13_tickets_received(), 0);
+    }
 }
 
 #[tokio::test]

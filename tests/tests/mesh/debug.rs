@@ -77,6 +77,11 @@ fn policies_connections_and_certificates_are_shown() {
         };
         assert_eq!(of(HTTP)["protocol"], "detect");
         assert_eq!(of(OPAQUE)["protocol"], "opaque");
+        assert_eq!(
+            of(OPAQUE)["source"],
+            "control plane",
+            "whether or not somebody has dialled it"
+        );
         assert_eq!(of(HTTP)["source"], "control plane");
         assert!(of(HTTP)["authorizations"].as_array().is_some_and(|all| !all.is_empty()));
 

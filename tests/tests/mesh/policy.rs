@@ -310,3 +310,15 @@ fn a_policy_that_turns_cuts_tunnels_and_responses() {
         assert_eq!(mesh.metric("web", "inbound_tcp_authz_terminate_total", &[]).await, 4.);
     });
 }
+
+#[test]
+fn tls_is_not_looked_for_on_opaque_ports() {
+    mesh().workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let mut bytes = mesh.arrive(STRANGER, "web", OPAQUE).await;
+        bytes.write_all(b"\x16\x03\x01").await.unwrap(); // as TLS begins
+        bytes.read_exact(&mut [0; 3]).await.unwrap();
+        let skipped = ["no_tls_reason=\"port_skipped\"", "target_port=\"3306\""];
+        assert_eq!(mesh.metric("web", "tcp_open_total", &skipped).await, 1.);
+    });
+}

@@ -173,3 +173,17 @@ fn what_was_not_meant_for_a_workload_is_closed() {
         assert!(!is_closed(mesh.arrive(STRANGER, "web", HTTP).await).await);
     });
 }
+
+#[test]
+fn who_asks_itself_is_asked_without_tls() {
+    mesh().workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let answer = mesh.get("web", mesh.service("web", HTTP), "/headers").await;
+        let seen: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
+        assert!(seen["host"].is_array() && seen["l5d-client-id"].is_null(), "{seen}");
+        let requests = async |labels: &[&str]| mesh.metric("web", "request_total", labels).await;
+        let in_the_clear = ["direction=\"outbound\"", "no_tls_reason=\"loopback\""];
+        assert_eq!(requests(&in_the_clear).await, 1.);
+        assert_eq!(requests(&["direction=\"inbound\""]).await, 0., "it is not its own peer");
+    });
+}

@@ -628,3 +628,20 @@ fn a_port_of_tls_takes_nothing_else() {
         assert!(mesh.metric("web", "tulle_inbound_denied_total", &labels).await >= 1.);
     });
 }
+
+#[test]
+fn a_handshake_that_nobody_goes_on_with_has_an_end() {
+    let mesh = mesh().workload("web").its_env("INBOUND_DETECT_TIMEOUT", "300ms");
+    mesh.run(async |mesh: &Mesh| {
+        let mut stream = mesh.arrive(STRANGER, "web", HTTP).await;
+        stream.write_all(&client_hello(&identity("web"))).await.unwrap();
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer).await; // a reset is an end as well
+        assert!(!answer.is_empty(), "its half of the handshake");
+        let late = ["error=\"tls detection timeout\""];
+        eventually("it is counted", async || {
+            (mesh.metric("web", "inbound_tcp_errors_total", &late).await == 1.).then_some(())
+        })
+        .await;
+    });
+}

@@ -505,6 +505,10 @@ fn what_was_used_of_a_budget_stays_used_when_a_policy_changes() {
         .await;
         assert_eq!(client.ask(get("more")).await.unwrap().status, 500);
         assert!(seen.count("more") < 10, "{}", seen.count("more"));
+        let refused = mesh
+            .metric("client", "outbound_http_route_retry_overflow_total", &[])
+            .await;
+        assert!(refused > 0., "{refused}");
     });
 }
 
@@ -565,5 +569,25 @@ fn a_body_that_has_come_is_not_cut_because_its_reader_pauses() {
         tokio::time::sleep(Duration::from_secs(1)).await; // which is what this is about
         let answer = Answer::of(rsp).await.unwrap();
         assert_eq!((answer.status.as_u16(), answer.body.len()), (200, 200_000));
+    });
+}
+
+#[test]
+fn there_is_a_pause_between_tries() {
+    let annotations = "retry.linkerd.io/http: 5xx\nretry.linkerd.io/limit: '5'";
+    routed(&route("HTTPRoute", annotations, "")).run(async |mesh: &Mesh| {
+        let seen = Seen::default();
+        let _app = server(mesh, "web", &seen, async |_| status(500)).await;
+        let mut client = client(mesh).await;
+        client.ask(get("warm")).await.unwrap();
+        let start = Instant::now();
+        assert_eq!(client.ask(get("paused")).await.unwrap().status, 500);
+        assert_eq!(seen.count("paused"), 6);
+        // 25 ms, and twice as much from try to try, up to 250 ms.
+        assert!(
+            start.elapsed() >= Duration::from_millis(25 + 50 + 100 + 200 + 250),
+            "{:?}",
+            start.elapsed()
+        );
     });
 }
