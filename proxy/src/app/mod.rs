@@ -503,15 +503,12 @@ fn bind_all(config: &mut Config, workers: usize) -> anyhow::Result<Vec<Sockets>>
     };
     // Charts name the loopback addresses of both families, also to machines that have one.
     if config.outbound.listen.len() > 1 {
-        let (here, others): (Vec<_>, _) = config
-            .outbound
-            .listen
-            .iter()
-            .partition(|addr| listen::is_here(addr.ip()));
+        let is_here = |addr: &&SocketAddr| addr.is_ipv4() || listen::is_here(addr.ip());
+        let (here, others): (Vec<_>, Vec<SocketAddr>) = config.outbound.listen.iter().partition(is_here);
         if !here.is_empty() {
-            others
-                .iter()
-                .for_each(|addr: &SocketAddr| tracing::warn!(%addr, "not listening: no such address here"));
+            for addr in others {
+                tracing::warn!(%addr, "not listening: this machine has no IPv6");
+            }
             config.outbound.listen = here;
         }
     }
