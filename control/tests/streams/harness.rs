@@ -118,6 +118,15 @@ impl Mesh {
             http2: Some(Http2ClientParams::default()),
             ..destination::Config::default()
         };
+        self.profiles_with(config, path, token).await
+    }
+
+    pub(crate) async fn profiles_with(
+        &self,
+        config: destination::Config,
+        path: &str,
+        token: &str,
+    ) -> Result<Streaming<DestinationProfile>, Status> {
         soon(self.destination(config).get_profile(target(path, token)))
             .await
             .map(tonic::Response::into_inner)

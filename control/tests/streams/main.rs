@@ -11,6 +11,7 @@ mod outbound_rows;
 mod place;
 mod profile_changes;
 mod profiles;
+mod recorded;
 mod rows;
 mod sharing;
 mod show;

@@ -13,6 +13,8 @@ mod outbound_rows;
 mod place;
 #[path = "../../../control/tests/streams/profiles.rs"]
 mod profiles;
+#[path = "../../../control/tests/streams/recorded.rs"]
+mod recorded;
 #[path = "../../../control/tests/streams/rows.rs"]
 mod rows;
 #[path = "../../../control/tests/streams/show.rs"]

@@ -79,7 +79,7 @@ fn http_route(route: &model::Route<HttpMatch>, config: Config) -> HttpRoute {
         matches: rule.matches.iter().map(http_match).collect(),
         filters: rule.filters.iter().filter_map(http_filter).collect(),
         backends: Some(http_distribution(&rule.backends)),
-        request_timeout: None,
+        request_timeout: request_timeout(rule.timeouts),
         timeouts: timeouts(rule.timeouts),
         retry: rule.retry.as_ref().and_then(http_retry),
         allow_l5d_request_headers: config.request_headers == RequestHeaders::Honour,
@@ -151,7 +151,7 @@ fn grpc_route(route: &model::Route<GrpcMatch>, config: Config) -> GrpcRoute {
         matches: rule.matches.iter().map(grpc_match).collect(),
         filters: rule.filters.iter().filter_map(grpc_filter).collect(),
         backends: Some(grpc_distribution(&rule.backends)),
-        request_timeout: None,
+        request_timeout: request_timeout(rule.timeouts),
         timeouts: timeouts(rule.timeouts),
         retry: rule.retry.as_ref().and_then(grpc_retry),
         allow_l5d_request_headers: config.request_headers == RequestHeaders::Honour,
@@ -275,6 +275,11 @@ fn queue() -> Queue {
         capacity: 100,
         failfast_timeout: Some(wire_duration(Duration::from_secs(3))),
     }
+}
+
+/// For proxies from before there were other timeouts.
+fn request_timeout(timeouts: model::Timeouts) -> Option<prost_types::Duration> {
+    timeouts.request.map(wire_duration)
 }
 
 fn timeouts(timeouts: model::Timeouts) -> Option<Timeouts> {

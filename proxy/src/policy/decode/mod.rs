@@ -9,6 +9,8 @@ pub(crate) mod endpoint;
 pub(crate) mod inbound;
 pub(crate) mod outbound;
 pub(crate) mod profile;
+#[cfg(test)]
+mod recorded;
 mod routes;
 
 pub(crate) use routes::method;
