@@ -346,6 +346,13 @@ pub const ALL: &[Cause] = &[
         "Check `linkerd-destination` and the way to it (`tulle check`); what is known already goes on working.",
     ),
     cause(
+        "name-unresolved",
+        Whose::Client,
+        "503, UNAVAILABLE",
+        "The name that a request or connection asks for is of no service of the mesh, and DNS tells no address of it that can be reached from here.",
+        "Check the name; one of a Service is `<name>.<namespace>.svc.<cluster domain>`. The proxy asks the servers of `/etc/resolv.conf`; addresses of this machine's loopback do not count.",
+    ),
+    cause(
         "queue-full",
         Whose::Mesh,
         "503, UNAVAILABLE",

@@ -56,6 +56,8 @@ pub struct Outbound {
     /// Whether route metrics have a `hostname`; hidden.
     pub hostname_labels: Visibility,
     pub ingress: Ingress,
+    /// Where applications say themselves what they want to reach, on this machine only; nowhere.
+    pub explicit: Option<SocketAddr>,
     pub balancing: Balancing,
 }
 

@@ -13,7 +13,10 @@ use prost::Message as _;
 
 use crate::{
     http::h1::fuzz::{self as h1, Whole},
-    net::detect::{self, Verdict},
+    net::{
+        detect::{self, Verdict},
+        socks,
+    },
     policy::decode,
     tls::{
         header::{Decoded, TransportHeader},
@@ -45,6 +48,23 @@ pub fn detection(bytes: &[u8]) {
         assert!(
             part == Verdict::Incomplete || part == all || believed,
             "{part:?} after {end} bytes, then {all:?}"
+        );
+    }
+}
+
+/// What a SOCKS client wants is not understood otherwise once more of it is there.
+pub fn socks(bytes: &[u8]) {
+    let (greeting, request) = (socks::greeting(bytes), socks::request(bytes));
+    for end in 0..bytes.len() {
+        let part = socks::greeting(&bytes[..end]);
+        assert!(
+            part == Ok(None) || part == greeting,
+            "{part:?} after {end} bytes, then {greeting:?}"
+        );
+        let part = socks::request(&bytes[..end]);
+        assert!(
+            part == Ok(None) || part == request,
+            "{part:?} after {end} bytes, then {request:?}"
         );
     }
 }
@@ -211,6 +231,11 @@ mod tests {
     #[test]
     fn transport_headers_that_were_kept_hold() {
         replay("transport_header", super::transport_header);
+    }
+
+    #[test]
+    fn socks_clients_that_were_kept_hold() {
+        replay("socks", super::socks);
     }
 
     #[test]

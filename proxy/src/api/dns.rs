@@ -1,14 +1,18 @@
-//! Where the control plane is: SRV records first, then addresses, no longer than their time to live.
+//! Where the control plane is: SRV records first, then addresses, no longer than their time to live. And the addresses of
+//! names that applications ask for.
 
+use std::fmt::Display;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
 use hickory_resolver::TokioResolver;
+use hickory_resolver::config::ResolverOpts;
 use hickory_resolver::net::NetError;
 use hickory_resolver::proto::rr::RData;
 use hickory_resolver::proto::rr::rdata::SRV;
 use parking_lot::Mutex;
+use tokio::time::Instant;
 use tulle_core::addr::NameAddr;
 use tulle_core::metrics::Labels;
 
@@ -42,6 +46,13 @@ pub(crate) enum DnsError {
     },
     #[error("{name} has no addresses")]
     Empty { name: Arc<str> },
+}
+
+/// What a name leads to, and until when that holds.
+#[derive(Debug)]
+pub(crate) struct Addresses {
+    pub(crate) ips: Vec<IpAddr>,
+    pub(crate) until: Instant,
 }
 
 struct Shared {
@@ -79,6 +90,25 @@ impl Resolver {
         }
     }
 
+    /// The addresses of a name that an application asks for, IPv4 and IPv6.
+    ///
+    /// # Errors
+    /// It has none, or nobody answers.
+    pub(crate) async fn addresses(&self, name: &str) -> Result<Addresses, DnsError> {
+        let lookup = self.shared.resolver()?.lookup_ip(name).await;
+        self.count(&"applications", "A/AAAA", lookup.is_ok());
+        match lookup {
+            Ok(lookup) => Ok(Addresses {
+                ips: lookup.iter().collect(),
+                until: Instant::from_std(lookup.valid_until()),
+            }),
+            Err(source) => Err(DnsError::Lookup {
+                name: name.into(),
+                source,
+            }),
+        }
+    }
+
     /// What SRV records lead to; nothing if there are none, which is normal outside of Kubernetes.
     async fn services(&self, resolver: &TokioResolver, addr: &NameAddr) -> Vec<SocketAddr> {
         let lookup = resolver.srv_lookup(&*addr.name).await;
@@ -111,13 +141,23 @@ impl Resolver {
         }
     }
 
-    fn count(&self, addr: &NameAddr, record_type: &str, found: bool) {
+    fn count(&self, client: &dyn Display, record_type: &str, found: bool) {
         let result = if found { "ok" } else { "not_found" };
         let labels = Labels::new()
-            .with("client", addr)
+            .with("client", client)
             .with("record_type", record_type)
             .with("result", result);
         self.shared.metrics.resolutions.get(&labels).inc();
+    }
+}
+
+impl Config {
+    /// Sets how long answers are kept.
+    fn bound(&self, options: &mut ResolverOpts) {
+        let max = self.max_ttl.unwrap_or(Duration::MAX);
+        options.positive_min_ttl = Some(self.min_ttl.unwrap_or(MIN_TTL).min(max));
+        options.positive_max_ttl = self.max_ttl;
+        options.negative_max_ttl = Some(NEGATIVE_TTL.min(max));
     }
 }
 
@@ -128,10 +168,7 @@ impl Shared {
             return Ok(resolver.clone());
         }
         let mut builder = TokioResolver::builder_tokio().map_err(DnsError::Configuration)?;
-        let options = builder.options_mut();
-        options.positive_min_ttl = Some(self.config.min_ttl.unwrap_or(MIN_TTL));
-        options.positive_max_ttl = self.config.max_ttl;
-        options.negative_max_ttl = Some(self.config.max_ttl.unwrap_or(NEGATIVE_TTL).min(NEGATIVE_TTL));
+        self.config.bound(builder.options_mut());
         let built = builder.build().map_err(DnsError::Configuration)?;
         Ok(resolver.insert(built).clone())
     }
@@ -194,6 +231,19 @@ mod tests {
         }
     }
 
+    /// A resolver that asks `server`.
+    fn resolver(server: SocketAddr, config: Config, registry: &Registry) -> Resolver {
+        let mut connection = ConnectionConfig::udp();
+        connection.port = server.port();
+        let server = NameServerConfig::new(server.ip(), true, vec![connection]);
+        let servers = ResolverConfig::from_name_servers(vec![server]);
+        let mut builder = TokioResolver::builder_with_config(servers, TokioRuntimeProvider::default());
+        config.bound(builder.options_mut());
+        let resolver = Resolver::new(config, Metrics::new(registry));
+        *resolver.shared.resolver.lock() = Some(builder.build().unwrap());
+        resolver
+    }
+
     async fn name_server() -> (SocketAddr, JoinHandle<()>) {
         let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
         let addr = socket.local_addr().unwrap();
@@ -224,14 +274,8 @@ mod tests {
     #[tokio::test]
     async fn services_are_found_by_srv_records_and_else_by_address() {
         let (addr, _server) = name_server().await;
-        let mut connection = ConnectionConfig::udp();
-        connection.port = addr.port();
-        let server = NameServerConfig::new(addr.ip(), true, vec![connection]);
-        let config = ResolverConfig::from_name_servers(vec![server]);
-        let builder = TokioResolver::builder_with_config(config, TokioRuntimeProvider::default());
         let registry = Registry::new();
-        let resolver = Resolver::new(Config::default(), Metrics::new(&registry));
-        *resolver.shared.resolver.lock() = Some(builder.build().unwrap());
+        let resolver = resolver(addr, Config::default(), &registry);
         for (name, expected) in [
             ("dst.mesh.:8086", &["10.0.0.1:9086", "10.0.0.2:9086"][..]),
             ("plain.mesh.:8086", &["10.0.0.3:8086"]),
@@ -248,5 +292,33 @@ mod tests {
         assert_eq!(missing.to_string(), "looking up missing.mesh.");
         let counted = r#"control_dns_resolutions_total{client="dst.mesh.:8086",record_type="SRV",result="ok"} 1"#;
         assert!(registry.render().contains(counted), "{}", registry.render());
+    }
+
+    #[tokio::test]
+    async fn answers_are_kept_for_their_time_within_bounds() {
+        let (addr, _server) = name_server().await;
+        let seconds = |n| Some(Duration::from_secs(n));
+        for (min_ttl, max_ttl, expected) in [
+            (None, None, 30),
+            (seconds(60), None, 60),
+            (None, seconds(20), 20),
+            // Below what is the least otherwise.
+            (None, seconds(3), 3),
+        ] {
+            let resolver = resolver(addr, Config { min_ttl, max_ttl }, &Registry::new());
+            let asked_at = Instant::now();
+            let found = resolver.addresses("both.mesh.").await.unwrap();
+            let mut ips = found.ips;
+            ips.sort_unstable();
+            assert_eq!(ips, ["10.0.0.4", "fd00::4"].map(|ip| ip.parse::<IpAddr>().unwrap()));
+            let kept = found.until - asked_at;
+            let expected = Duration::from_secs(expected);
+            assert!(
+                kept > expected - Duration::from_secs(2) && kept < expected + Duration::from_secs(2),
+                "{kept:?}"
+            );
+        }
+        let resolver = resolver(addr, Config::default(), &Registry::new());
+        assert!(resolver.addresses("missing.mesh.").await.is_err());
     }
 }

@@ -49,6 +49,7 @@ pub(super) struct ControlPlane {
     pub(super) collector: Option<channel::Channel>,
     destinations: Destinations,
     policies: Policies,
+    resolver: Resolver,
     runtime: Handle,
 }
 
@@ -56,9 +57,10 @@ impl ControlPlane {
     pub(super) fn new(config: &Config, creds: &Credentials, registry: &Registry, runtime: &Handle) -> Self {
         let control = &config.control;
         let metrics = api::metrics::Metrics::new(registry);
+        let resolver = Resolver::new(control.dns.clone(), metrics.clone());
         let connector = channel::Connector {
             creds: creds.clone(),
-            resolver: Resolver::new(control.dns.clone(), metrics.clone()),
+            resolver: resolver.clone(),
             metrics,
             runtime: runtime.clone(),
         };
@@ -104,6 +106,7 @@ impl ControlPlane {
             collector: config.trace.as_ref().map(|trace| connect(&trace.collector)),
             destinations,
             policies,
+            resolver,
             runtime: runtime.clone(),
         }
     }
@@ -166,6 +169,7 @@ impl Parts<'_> {
         let discover = Discover {
             destinations: self.control.destinations.clone(),
             policies: self.control.policies.clone(),
+            resolver: self.control.resolver.clone(),
             factory,
             forward: ForwardParams {
                 detect_timeout: direction.accept.detect_timeout,
@@ -184,7 +188,13 @@ impl Parts<'_> {
         });
         Arc::new(Outbound {
             orig_dst: self.surroundings.orig_dst.clone(),
-            own: config.outbound.listen.clone(),
+            own: config
+                .outbound
+                .listen
+                .iter()
+                .copied()
+                .chain(config.outbound.explicit)
+                .collect(),
             discover,
             detect_timeout: direction.accept.detect_timeout,
             server: server::Config {

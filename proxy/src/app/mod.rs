@@ -126,6 +126,7 @@ enum Identity {
 /// The listeners of one worker.
 struct Sockets {
     outbound: Vec<TcpListener>,
+    explicit: Option<TcpListener>,
     inbound: TcpListener,
 }
 
@@ -344,6 +345,7 @@ impl App {
         let config = &self.config;
         let mut ports: Vec<_> = config.outbound.listen.iter().map(SocketAddr::port).collect();
         ports.extend([config.inbound.listen.port(), config.admin.listen.port()]);
+        ports.extend(config.outbound.explicit.map(|addr| addr.port()));
         ports.extend(config.tap.as_ref().map(|tap| tap.listen.port()));
         ports
     }
@@ -413,6 +415,12 @@ impl Worker {
         for listener in sockets.outbound {
             let outbound = self.outbound.clone();
             let serve = move |worker, stream, client, drain| outbound.clone().serve(worker, stream, client, drain);
+            self.accept_on(&mut loops, listener, serve)?;
+        }
+        if let Some(listener) = sockets.explicit {
+            let outbound = self.outbound.clone();
+            let serve =
+                move |worker, stream, client, drain| outbound.clone().serve_explicit(worker, stream, client, drain);
             self.accept_on(&mut loops, listener, serve)?;
         }
         let inbound = self.inbound.clone();
@@ -520,12 +528,22 @@ fn bind_all(config: &mut Config, workers: usize) -> anyhow::Result<Vec<Sockets>>
             *addr = listener.local_addr()?;
             outbound.push(listener);
         }
+        let mut explicit = None;
+        if let Some(addr) = &mut config.outbound.explicit {
+            let listener = bind(*addr, &config.outbound.direction, "TULLE_PROXY_EXPLICIT_LISTEN_ADDR")?;
+            *addr = listener.local_addr()?;
+            explicit = Some(listener);
+        }
         let inbound = bind(config.inbound.listen, &config.inbound.direction, "inbound")?;
         if config.inbound.mode == InboundMode::Tproxy {
             transparent::allow(&inbound).context(NO_NET_RAW)?;
         }
         config.inbound.listen = inbound.local_addr()?;
-        all.push(Sockets { outbound, inbound });
+        all.push(Sockets {
+            outbound,
+            explicit,
+            inbound,
+        });
     }
     Ok(all)
 }

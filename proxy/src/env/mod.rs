@@ -162,6 +162,7 @@ fn outbound(env: &mut Env<'_>, ingress: Ingress) -> Outbound {
             false => Visibility::Hidden,
         },
         ingress,
+        explicit: env.get(EXPLICIT, values::loopback_addr),
         balancing: env.or_default::<Balancing>(BALANCER, values::balancing),
     }
 }
@@ -614,6 +615,7 @@ const BALANCER: &str = "TULLE_PROXY_BALANCER";
 const INBOUND_MODE: &str = "TULLE_PROXY_INBOUND_MODE";
 const TRACE_SAMPLING: &str = "TULLE_PROXY_TRACE_SAMPLING";
 const ACCESS_LOG_DIRECTIONS: &str = "TULLE_PROXY_ACCESS_LOG_DIRECTIONS";
+const EXPLICIT: &str = "TULLE_PROXY_EXPLICIT_LISTEN_ADDR";
 const MEMORY_LIMIT: &str = "TULLE_PROXY_MEMORY_LIMIT";
 const DEFAULT_LOG: &str = "warn,tulle=info,hickory=error";
 const QUEUE_CAPACITY: usize = 10_000;

@@ -144,6 +144,7 @@ fn values_of_a_chart_are_understood() {
         ),
         ("TULLE_PROXY_BALANCER", "round-robin"),
         ("TULLE_PROXY_INBOUND_MODE", "tproxy"),
+        ("TULLE_PROXY_EXPLICIT_LISTEN_ADDR", "127.0.0.1:15001"),
         ("SOMETHING_NEW", "?"),
     ])
     .unwrap();
@@ -204,6 +205,7 @@ fn values_of_a_chart_are_understood() {
     assert_eq!(tap.listen.port(), 4190);
     assert_eq!(tap.clients.len(), 1, "{tap:?}");
     assert_eq!(config.outbound.ingress, Ingress::On);
+    assert_eq!(config.outbound.explicit, Some(([127, 0, 0, 1], 15001).into()));
     let ignored = ["INBOUND_METRICS_AUTHORITY_LABELS"];
     assert_eq!(config.ignored, ignored.map(|name| format!("LINKERD2_PROXY_{name}")));
 }
@@ -306,6 +308,11 @@ fn bad_values_are_refused_with_value_reason_and_what_is_accepted() {
         ),
         ("TULLE_PROXY_BALANCER", "random", "expected peak-ewma or round-robin"),
         ("TULLE_PROXY_INBOUND_MODE", "transparent", "expected redirect or tproxy"),
+        (
+            "TULLE_PROXY_EXPLICIT_LISTEN_ADDR",
+            "0.0.0.0:15001",
+            "expected a loopback address",
+        ),
         (
             "IDENTITY_MIN_REFRESH",
             "2d",

@@ -129,6 +129,18 @@ pub(super) fn listen_addr(value: &str) -> Result<SocketAddr, Reason> {
         .map_err(|_| "expected <ip>:<port> or [<ipv6>]:<port>".to_owned())
 }
 
+/// An address that only this machine reaches.
+pub(super) fn loopback_addr(value: &str) -> Result<SocketAddr, Reason> {
+    let addr = listen_addr(value)?;
+    match addr.ip().to_canonical().is_loopback() {
+        true => Ok(addr),
+        false => Err(
+            "who connects there speaks in this workload's name; expected a loopback address such as 127.0.0.1:15001"
+                .to_owned(),
+        ),
+    }
+}
+
 pub(super) fn listen_addrs(value: &str) -> Result<Vec<SocketAddr>, Reason> {
     let addrs: Vec<_> = list(value).map(listen_addr).collect::<Result<_, _>>()?;
     match addrs.len() {

@@ -1,6 +1,6 @@
 //! Why a request failed: whose fault it is, whether it may be tried again, and what the client is told.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use ::h2::Reason;
 use http::{HeaderValue, StatusCode};
@@ -113,6 +113,12 @@ pub(crate) enum Error {
     Late(Late),
     #[error("the discovery of {0} did not answer in time")]
     Undiscovered(Addr),
+    #[error("{name} is of no service of the mesh, and DNS has no address of it")]
+    Unresolved {
+        name: Arc<str>,
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     #[error("{limit} targets are in use, and no further name is looked up")]
     TooManyNames { limit: usize },
 }
@@ -209,6 +215,7 @@ impl Error {
             | Self::Undiscovered(_)
             | Self::TooManyNames { .. } => Side::Us,
             Self::NoEndpoints
+            | Self::Unresolved { .. }
             | Self::FailFast(..)
             | Self::Unavailable(_)
             | Self::RouteNotFound
@@ -265,6 +272,7 @@ impl Error {
             | Self::Shed
             | Self::MemoryShort
             | Self::TooManyNames { .. }
+            | Self::Unresolved { .. }
             | Self::Undiscovered(_) => answer(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true),
             Self::RequestBody(_) | Self::BadRequest(_) | Self::Left | Self::Client(_) => {
                 answer(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, true)
@@ -406,6 +414,7 @@ impl Error {
             Self::Late(Late::Head(_) | Late::Response(_)) => "response-timeout",
             Self::Late(Late::Idle(_)) => "idle-timeout",
             Self::Undiscovered(_) => "discovery-timeout",
+            Self::Unresolved { .. } => "name-unresolved",
         }
     }
 }
@@ -486,6 +495,10 @@ mod tests {
             Error::Late(Late::Profile(limit)),
             Error::Undiscovered(Addr::Socket(addr)),
             Error::TooManyNames { limit: 1 },
+            Error::Unresolved {
+                name: "files.example".into(),
+                source: "nobody answers".into(),
+            },
         ] {
             let cause = causes::find(error.cause()).unwrap_or_else(|| panic!("{error:?}: {}", error.cause()));
             let answer = error.answer();

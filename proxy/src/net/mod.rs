@@ -14,4 +14,5 @@ pub(crate) mod listen;
 pub(crate) mod listeners;
 pub(crate) mod memory;
 pub(crate) mod orig_dst;
+pub(crate) mod socks;
 pub(crate) mod transparent;

@@ -21,6 +21,7 @@ use crate::{
             connections::{self, Protocol},
         },
         profile::ProfilePlan,
+        resolved::Resolved,
         tries::Allowed,
     },
     policy::{
@@ -44,6 +45,8 @@ pub(crate) struct Destination {
     /// Whether there is one.
     pub(super) known: watch::Sender<bool>,
     pub(super) learned: Learned,
+    /// Addresses of a name that is of no service.
+    pub(super) resolved: Resolved,
     /// Connections of applications, from the first on.
     pub(super) counts: OnceLock<Arc<Counts>>,
     /// When a connection last came, or was last seen.
@@ -55,6 +58,8 @@ pub(crate) struct Snapshot {
     pub(super) plan: Plan,
     /// Connections that are carried so.
     pub(super) connections: Arc<Counter>,
+    /// Whether this is a name that the control plane does not know.
+    pub(super) is_foreign: bool,
     /// What it was made of.
     pub(super) policy: ClientPolicy,
     pub(super) profile: Option<Profile>,
@@ -111,6 +116,7 @@ impl Destination {
             snapshot: OnceLock::new(),
             known: watch::Sender::new(false),
             learned: Learned::default(),
+            resolved: Resolved::default(),
             counts: OnceLock::new(),
             used_at: Mutex::new(Instant::now()),
         }
@@ -189,6 +195,7 @@ pub(super) fn compile(
         connections: families.carried(plan.protocol(), &policy.meta),
         plan,
         profile: profile.cloned(),
+        is_foreign: false,
         policy,
     }
 }

@@ -4,11 +4,12 @@ use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 use tokio::{runtime::Handle, sync::watch, time::Instant};
-use tulle_core::addr::Addr;
+use tulle_core::addr::{Addr, NameAddr};
 
 use crate::{
     api::{
         destination::Destinations,
+        dns::Resolver,
         policies::Policies,
         watch::{Refusal, Watched},
     },
@@ -30,6 +31,7 @@ use crate::{
 pub(crate) struct Discover {
     pub(crate) destinations: Destinations,
     pub(crate) policies: Policies,
+    pub(crate) resolver: Resolver,
     pub(crate) factory: Factory,
     pub(crate) forward: ForwardParams,
     /// How long a target stays known that nobody uses.
@@ -58,6 +60,20 @@ impl Discover {
         }
         drop(known);
         Ok(found)
+    }
+
+    /// What is known of a name: of its service, or else of one of its addresses in DNS.
+    ///
+    /// # Errors
+    /// As of [`Self::get`], or it has no address.
+    pub(super) async fn named(self: &Arc<Self>, name: NameAddr, limit: Duration) -> Result<Arc<Destination>, Error> {
+        let found = self.get(Addr::Name(name.clone()), limit).await?;
+        if !found.snapshot().is_foreign {
+            return Ok(found);
+        }
+        let look_up = || self.resolver.addresses(&name.name);
+        let addr = found.resolved.next(&name, look_up).await?;
+        self.get(Addr::Socket(addr), limit).await
     }
 
     fn join_or_follow(self: &Arc<Self>, target: Addr) -> Result<Arc<Destination>, Error> {
@@ -156,6 +172,7 @@ fn snapshot(
     let target = &destination.target;
     let forward =
         |name: &str, spec: Arc<EndpointSpec>| ClientPolicy::forward(Meta::default_named(name), spec, discover.forward);
+    let mut is_foreign = false;
     let policy = match &*policy {
         Watched::Pending => return None,
         Watched::Known(policy) => policy.clone(),
@@ -164,8 +181,10 @@ fn snapshot(
             match (profile.and_then(|profile| profile.endpoint.clone()), target) {
                 (Some(endpoint), _) => forward("endpoint", endpoint),
                 (None, Addr::Socket(dst)) => forward("fallback", Arc::new(EndpointSpec::plain(*dst))),
-                // Whoever dialled something else is not to be taken there.
-                (None, Addr::Name(_)) => ClientPolicy::nowhere(discover.forward.detect_timeout),
+                (None, Addr::Name(_)) => {
+                    is_foreign = true;
+                    ClientPolicy::nowhere(discover.forward.detect_timeout)
+                }
             }
         }
         Watched::Refused(refusal) => {
@@ -173,14 +192,15 @@ fn snapshot(
             ClientPolicy::invalid(discover.forward.detect_timeout)
         }
     };
-    Some(destination::compile(
+    let compiled = destination::compile(
         &discover.factory,
         policy,
         profile,
         discover.forward.queue,
         target,
         destination.known_snapshot().as_deref(),
-    ))
+    );
+    Some(Snapshot { is_foreign, ..compiled })
 }
 
 /// Whether the control plane has no policy for a destination, so that traffic goes where it was dialled.

@@ -2,7 +2,7 @@
 
 use std::{net::SocketAddr, sync::Arc};
 
-use http::{HeaderValue, Request, Response, Version};
+use http::{HeaderValue, Method, Request, Response, Version};
 use tokio::{sync::oneshot, time::Instant};
 use tulle_core::{
     addr::{Addr, NameAddr},
@@ -44,6 +44,8 @@ pub(super) enum Targets {
     Dialled(Arc<Destination>),
     /// To the services that they name in `l5d-dst-override`, and else to what was dialled.
     Named(Arc<Destination>),
+    /// Where each of them says, as to a proxy.
+    Asked,
 }
 
 impl HttpConnection {
@@ -58,6 +60,8 @@ impl HttpConnection {
         let snapshot = match &self.targets {
             Targets::Dialled(destination) => destination.snapshot(),
             Targets::Named(dialled) => Box::pin(self.named(dialled, req)).await?,
+            Targets::Asked if *req.method() == Method::CONNECT => return Box::pin(self.connect(req, upgrade)).await,
+            Targets::Asked => Box::pin(self.asked(req)).await?,
         };
         let router = router(&snapshot.plan, req.version())?;
         let required = self.required_identity(req);
@@ -118,9 +122,7 @@ impl HttpConnection {
         let name = override_target(&name).ok_or(Error::BadRequest(
             "l5d-dst-override is no DNS name, with a port or without, such as web.shop.svc.cluster.local:8080",
         ))?;
-        let outbound = &self.outbound;
-        let named = outbound.discover.get(Addr::Name(name), outbound.detect_timeout).await?;
-        Ok(named.snapshot())
+        Ok(self.outbound.target(Addr::Name(name)).await?.snapshot())
     }
 
     /// The identity that the application demands, if any.

@@ -10,11 +10,13 @@ mod destination;
 pub(crate) mod discover;
 mod dispatch;
 pub(crate) mod endpoint;
+mod explicit;
 mod http;
 pub(crate) mod metrics;
 mod opaque;
 mod profile;
 mod reach;
+mod resolved;
 mod tries;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
@@ -36,6 +38,7 @@ use crate::{
         server::{self, Closer},
     },
     net::{
+        connect::ConnectError,
         copy::Carrying,
         detect::{self, Look, Verdict},
         first::{self, First},
@@ -114,12 +117,19 @@ impl Outbound {
                 return None;
             }
         };
-        let counts = destination.counts.get_or_init(|| {
-            let labels = metrics::target_labels(&dst).with("peer", "src");
-            let labels = labels.with("tls", "no_identity").with("no_tls_reason", "loopback");
-            self.families.tcp.series(labels)
-        });
-        let io = Io::tcp(Tcp::new(stream)).count(counts.clone());
+        let io = Io::tcp(Tcp::new(stream));
+        self.connection(worker, client, destination, drain)
+            .serve(io, None)
+            .await
+    }
+
+    fn connection(
+        self: Arc<Self>,
+        worker: usize,
+        client: ClientAddr,
+        destination: Arc<Destination>,
+        drain: drain::Watch,
+    ) -> Connection {
         Connection {
             outbound: self,
             worker,
@@ -127,8 +137,58 @@ impl Outbound {
             destination,
             drain,
         }
-        .serve(io)
-        .await
+    }
+
+    /// What is known of a target that somebody names.
+    ///
+    /// # Errors
+    /// The control plane does not answer, DNS knows no address, or the target is this proxy.
+    async fn target(&self, target: Addr) -> Result<Arc<Destination>, Error> {
+        let found = match target {
+            Addr::Name(name) => self.discover.named(name, self.detect_timeout).await?,
+            Addr::Socket(_) => self.discover.get(target, self.detect_timeout).await?,
+        };
+        match found.target {
+            Addr::Socket(addr) if self.own.iter().any(|own| is_listener(*own, addr)) => {
+                Err(Error::Connect(ConnectError::Ourselves { addr }))
+            }
+            _ => Ok(found),
+        }
+    }
+
+    /// Serves HTTP, request by request; `target` is what clients are told that they wanted to reach.
+    fn http<'a>(
+        &'a self,
+        io: Io,
+        protocol: Protocol,
+        connection: HttpConnection,
+        target: &'a Addr,
+        drain: &'a drain::Watch,
+    ) -> impl Future<Output = ()> {
+        let closer = Closer::default();
+        let place = Place {
+            direction: "outbound",
+            hop: self.name.clone(),
+            target: target.clone(),
+            client: connection.client,
+            client_id: None,
+        };
+        let connection = Arc::new(connection);
+        let serve = move |mut req| {
+            let connection = connection.clone();
+            async move {
+                let span = trace::came(connection.outbound.tracer.as_ref(), &mut req);
+                let result = connection.serve(&mut req).await;
+                trace::ended(span, &result);
+                result
+            }
+        };
+        let service = self.wrappers.around(serve, self.reasons, place, closer.clone());
+        server::serve(io, protocol, service, &self.server, closer, drain).map(move |served| {
+            if let Err(error) = served {
+                tracing::debug!(dst = %target, %error, "HTTP connection ended");
+            }
+        })
     }
 }
 
@@ -153,9 +213,16 @@ impl Connection {
         &self.destination.target
     }
 
-    async fn serve(self, io: Io) -> Option<Carrying> {
+    /// Serves what comes on `io`; `server` is the other side, where it had to be dialled before.
+    async fn serve(self, io: Io, server: Option<Io>) -> Option<Carrying> {
+        let counts = self.destination.counts.get_or_init(|| {
+            let labels = metrics::target_labels(self.dst()).with("peer", "src");
+            let labels = labels.with("tls", "no_identity").with("no_tls_reason", "loopback");
+            self.outbound.families.tcp.series(labels)
+        });
+        let io = io.count(counts.clone());
         // Idle connections are at the end of this, and should hold nothing of how they got there.
-        let serving = match self.start(io).await? {
+        let serving = match self.start(io, server).await? {
             Start::Http(io, protocol) => self.http(io, protocol),
             Start::Bytes(carrying) => return Some(carrying),
         };
@@ -163,7 +230,7 @@ impl Connection {
         None
     }
 
-    async fn start(&self, mut io: Io) -> Option<Start> {
+    async fn start(&self, mut io: Io, mut server: Option<Io>) -> Option<Start> {
         let snapshot = self.destination.snapshot();
         snapshot.connections.inc();
         match &snapshot.plan {
@@ -171,7 +238,7 @@ impl Connection {
             Plan::Http1(_) | Plan::Http2(_) if self.outbound.mode == Mode::Ingress => self.http_of_ingress(io).await,
             Plan::Http1(_) => Some(Start::Http(io, Protocol::Http1)),
             Plan::Http2(_) => Some(Start::Http(io, Protocol::Http2)),
-            Plan::Opaque(opaque) => self.opaque(io, opaque, None, None, Bytes::new()).await,
+            Plan::Opaque(opaque) => self.opaque(io, opaque, None, server, Bytes::new()).await,
             Plan::Tls { routes, plans } => {
                 let sni = tokio::time::timeout(self.outbound.detect_timeout, server_name(&mut io)).await;
                 let Ok(Some((sni, seen))) = sni else {
@@ -197,7 +264,13 @@ impl Connection {
             } => {
                 // That an application cannot be waited for so long may be known where the proxy runs, and nowhere else.
                 let limit = self.outbound.detect_timeout.min(*timeout);
-                let dial = || async { opaque::open(opaque).await.ok() };
+                let ready = &mut server;
+                let dial = move || async move {
+                    match ready.take() {
+                        None => opaque::open(opaque).await.ok(),
+                        dialled => dialled,
+                    }
+                };
                 let began_at = Instant::now();
                 let first = first::words(&mut io, &self.destination.learned, limit, dial).await;
                 detected.found(first.as_ref().ok(), began_at.elapsed());
@@ -212,7 +285,7 @@ impl Connection {
                     First::Closed => None,
                     First::Client(seen, Verdict::Http1, _) => Some(Start::Http(io.unread(seen), Protocol::Http1)),
                     First::Client(seen, Verdict::Http2, _) => Some(Start::Http(io.unread(seen), Protocol::Http2)),
-                    First::Client(seen, _, server) => self.opaque(io, opaque, None, server, seen).await,
+                    First::Client(seen, _, dialled) => self.opaque(io, opaque, None, dialled.or(server), seen).await,
                     First::Server { server, client } => self.opaque(io, opaque, None, Some(server), client).await,
                 }
             }
@@ -266,8 +339,7 @@ impl Connection {
     /// Serves HTTP, request by request.
     fn http(&self, io: Io, protocol: Protocol) -> impl Future<Output = ()> {
         let outbound = &self.outbound;
-        let closer = Closer::default();
-        let connection = Arc::new(HttpConnection {
+        let connection = HttpConnection {
             outbound: outbound.clone(),
             worker: self.worker,
             client: self.client.0,
@@ -276,29 +348,8 @@ impl Connection {
                 Mode::Ingress => Targets::Named(self.destination.clone()),
             },
             drain: self.drain.clone(),
-        });
-        let serve = move |mut req| {
-            let connection = connection.clone();
-            async move {
-                let span = trace::came(connection.outbound.tracer.as_ref(), &mut req);
-                let result = connection.serve(&mut req).await;
-                trace::ended(span, &result);
-                result
-            }
         };
-        let place = Place {
-            direction: "outbound",
-            hop: outbound.name.clone(),
-            target: self.dst().clone(),
-            client: self.client.0,
-            client_id: None,
-        };
-        let service = outbound.wrappers.around(serve, outbound.reasons, place, closer.clone());
-        server::serve(io, protocol, service, &outbound.server, closer, &self.drain).map(|served| {
-            if let Err(error) = served {
-                tracing::debug!(dst = %self.dst(), %error, "HTTP connection ended");
-            }
-        })
+        outbound.http(io, protocol, connection, self.dst(), &self.drain)
     }
 }
 

@@ -13,6 +13,7 @@ mod dashboards;
 mod debug;
 mod drain;
 mod edges;
+mod explicit;
 mod failure;
 mod http1;
 mod identity;

@@ -1,0 +1,190 @@
+//! Names that are of no service of the mesh: their addresses in DNS, one after the other.
+//!
+//! What happens to a connection or request is then up to what is known of the address, as if the application had looked
+//! the name up and dialled it.
+
+use std::{
+    net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
+    time::Duration,
+};
+
+use tokio::{sync::Mutex, time::Instant};
+use tulle_core::addr::NameAddr;
+
+use crate::{
+    api::dns::{Addresses, DnsError},
+    http::error::Error,
+};
+
+/// The addresses of one name.
+#[derive(Default)]
+pub(super) struct Resolved {
+    /// Locked while somebody looks the name up, so that others wait for the same answer.
+    answer: Mutex<Answer>,
+}
+
+#[derive(Default)]
+struct Answer {
+    addrs: Vec<SocketAddr>,
+    /// When to ask again; a time that never was before the first answer.
+    until: Option<Instant>,
+    /// Whose turn it is.
+    next: usize,
+}
+
+impl Resolved {
+    /// The next address of `name`; `look_up` is asked when the last answer has had its time. Where that fails, the last
+    /// answer goes on being used.
+    ///
+    /// # Errors
+    /// Nobody has ever said an address.
+    pub(super) async fn next<F>(&self, name: &NameAddr, look_up: impl FnOnce() -> F) -> Result<SocketAddr, Error>
+    where
+        F: Future<Output = Result<Addresses, DnsError>>,
+    {
+        let mut answer = self.answer.lock().await;
+        if answer.until.is_none_or(|until| until <= Instant::now()) {
+            // With an answer to go on with nobody has to wait for long.
+            let limit = if answer.addrs.is_empty() { PATIENCE } else { HASTE };
+            match tokio::time::timeout(limit, look_up()).await {
+                Ok(Ok(found)) => answer.replace(name, found)?,
+                Ok(Err(error)) => answer.keep(name, Box::new(error))?,
+                Err(late) => answer.keep(name, Box::new(late))?,
+            }
+        }
+        answer.next = answer.next.wrapping_add(1);
+        Ok(answer.addrs[answer.next % answer.addrs.len()])
+    }
+}
+
+impl Answer {
+    fn replace(&mut self, name: &NameAddr, found: Addresses) -> Result<(), Error> {
+        let addrs = found.ips.into_iter().map(|ip| SocketAddr::new(ip, name.port));
+        let mut addrs: Vec<_> = addrs.filter(may_be_dialled).collect();
+        addrs.sort_unstable();
+        addrs.dedup();
+        if addrs.is_empty() {
+            return self.keep(name, "none of its addresses can be reached from here".into());
+        }
+        if addrs != self.addrs {
+            tracing::debug!(%name, ?addrs, "looked up");
+        }
+        self.addrs = addrs;
+        self.until = Some(found.until);
+        Ok(())
+    }
+
+    /// Goes on with what there is.
+    fn keep(&mut self, name: &NameAddr, source: Box<dyn std::error::Error + Send + Sync>) -> Result<(), Error> {
+        if self.addrs.is_empty() {
+            return Err(Error::Unresolved {
+                name: name.name.clone(),
+                source,
+            });
+        }
+        tracing::warn!(%name, error = %source, "cannot be looked up again, its last addresses stay");
+        self.until = Some(Instant::now() + AGAIN);
+        Ok(())
+    }
+}
+
+/// Whether an address that DNS tells is one that this host has a way to. Whoever writes a record does not get to this host's
+/// own ports by it.
+fn may_be_dialled(addr: &SocketAddr) -> bool {
+    let ip = addr.ip().to_canonical();
+    if ip.is_loopback() || ip.is_unspecified() || ip.is_multicast() {
+        return false;
+    }
+    // Nothing is sent: the kernel only looks for a route.
+    let ours: SocketAddr = match addr {
+        SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
+        SocketAddr::V6(_) => (Ipv6Addr::UNSPECIFIED, 0).into(),
+    };
+    UdpSocket::bind(ours).is_ok_and(|socket| socket.connect(addr).is_ok())
+}
+
+/// How long the first lookup may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a lookup may take where there is a last answer.
+const HASTE: Duration = Duration::from_secs(1);
+/// When to ask again after a lookup that failed.
+const AGAIN: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn name() -> NameAddr {
+        "files.example:8080".parse().unwrap()
+    }
+
+    fn missing() -> Result<Addresses, DnsError> {
+        Err(DnsError::Empty {
+            name: "files.example".into(),
+        })
+    }
+
+    fn found(ips: &[&str], for_seconds: u64) -> Result<Addresses, DnsError> {
+        Ok(Addresses {
+            ips: ips.iter().map(|ip| ip.parse().unwrap()).collect(),
+            until: Instant::now() + Duration::from_secs(for_seconds),
+        })
+    }
+
+    async fn next(resolved: &Resolved, answer: Result<Addresses, DnsError>) -> String {
+        let next = resolved.next(&name(), || async { answer }).await;
+        next.map_or_else(|error| error.to_string(), |addr| addr.to_string())
+    }
+
+    // Without a network there is a way to this host's own addresses only, and those are not dialled.
+    fn a_route_exists() -> bool {
+        may_be_dialled(&"192.0.2.1:1".parse().unwrap())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn answers_hold_for_their_time_and_stay_while_nobody_knows_better() {
+        if !a_route_exists() {
+            return eprintln!("SKIPPED: this host has no route to anywhere");
+        }
+        let resolved = Resolved::default();
+        let unknown = next(&resolved, missing()).await;
+        assert!(unknown.contains("files.example"), "{unknown}");
+        let (one, other) = ("192.0.2.1:8080", "192.0.2.2:8080");
+        let both = || found(&["192.0.2.2", "127.0.0.1", "192.0.2.1"], 30);
+        let turns = [next(&resolved, both()).await, next(&resolved, missing()).await];
+        assert!(
+            turns.contains(&one.to_owned()) && turns.contains(&other.to_owned()),
+            "{turns:?}"
+        );
+        tokio::time::advance(Duration::from_secs(31)).await;
+        for _ in 0..2 {
+            assert!(turns.contains(&next(&resolved, missing()).await));
+        }
+        // Asked again after a while only.
+        assert!(turns.contains(&next(&resolved, found(&["192.0.2.9"], 30)).await));
+        tokio::time::advance(AGAIN).await;
+        assert_eq!(next(&resolved, found(&["192.0.2.9"], 30)).await, "192.0.2.9:8080");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_waits_for_dns_waits_no_longer_than_it_makes_sense() {
+        let resolved = Resolved::default();
+        let asked_at = Instant::now();
+        let late = resolved.next(&name(), std::future::pending).await;
+        assert!(matches!(late, Err(Error::Unresolved { .. })), "{late:?}");
+        assert_eq!(asked_at.elapsed(), PATIENCE);
+    }
+
+    #[test]
+    fn nobody_gets_to_this_hosts_own_ports_by_a_record() {
+        for own in [
+            "127.0.0.1:80",
+            "0.0.0.0:80",
+            "[::1]:80",
+            "[::ffff:127.0.0.1]:80",
+            "224.0.0.1:80",
+        ] {
+            assert!(!may_be_dialled(&own.parse().unwrap()), "{own}");
+        }
+    }
+}
