@@ -57,6 +57,19 @@ pub async fn echo(mesh: &Mesh, workload: &str) {
     .await;
 }
 
+/// An echo server of HTTP that is no workload.
+pub async fn echo_at(name: &str, addr: SocketAddr) {
+    serve(serve::Args {
+        http: vec![addr],
+        tcp: Vec::new(),
+        tcp_speaks_first: Vec::new(),
+        delay: Duration::ZERO,
+        name: name.into(),
+        ready_file: None,
+    })
+    .await;
+}
+
 /// A server that greets first and echoes then.
 pub async fn greeter(workload: &str, addr: SocketAddr) {
     serve(serve::Args {

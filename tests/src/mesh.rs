@@ -6,14 +6,16 @@
 //! the inbound port with a transport header, which needs no redirect either.
 
 use std::collections::{BTreeMap, HashMap};
-use std::io;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::io::{self, Write as _};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use anyhow::Context;
+use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, unshare};
 use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::Notify;
@@ -47,6 +49,8 @@ pub struct Builder {
     env: Vec<(String, String)>,
     /// Of services, by their app, between commas.
     annotations: BTreeMap<String, String>,
+    /// Whom proxies ask for names.
+    dns: Option<IpAddr>,
     limit: Duration,
 }
 
@@ -108,6 +112,7 @@ pub fn mesh() -> Builder {
         flags: Vec::new(),
         env: Vec::new(),
         annotations: BTreeMap::new(),
+        dns: None,
         limit: LIMIT,
     }
 }
@@ -184,6 +189,12 @@ impl Builder {
         self
     }
 
+    /// Lets all of the mesh ask this DNS server, at port 53; without it nobody answers.
+    pub fn dns(mut self, server: impl Into<IpAddr>) -> Self {
+        self.dns = Some(server.into());
+        self
+    }
+
     /// Lets the test take longer than others.
     pub fn within(mut self, limit: Duration) -> Self {
         self.limit = limit;
@@ -210,6 +221,9 @@ impl Builder {
         let namespace = namespace();
         let limit = self.limit;
         let inside = || -> anyhow::Result<()> {
+            if let Some(server) = self.dns {
+                ask_dns(server).context("replacing /etc/resolv.conf")?;
+            }
             let mesh = self.start()?;
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async {
@@ -563,6 +577,17 @@ impl Drop for Proxy {
             }
         }
     }
+}
+
+/// Lets this thread, and those that it starts, find this server in `/etc/resolv.conf`.
+fn ask_dns(server: IpAddr) -> anyhow::Result<()> {
+    unshare(CloneFlags::CLONE_NEWNS)?;
+    let none = None::<&str>;
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
+    let mut file = tempfile::NamedTempFile::new()?;
+    writeln!(file, "nameserver {server}")?;
+    mount(Some(file.path()), "/etc/resolv.conf", none, MsFlags::MS_BIND, none)?;
+    Ok(())
 }
 
 /// A namespace in which all addresses of the mesh are local.

@@ -1,5 +1,7 @@
 //! Where no redirect rule can be, applications say themselves what they want to reach: curl does so in four ways.
 
+use std::fs;
+use std::net::SocketAddr;
 use std::process::Stdio;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -7,6 +9,7 @@ use tokio::net::TcpStream;
 use tokio::process::Command;
 use tulle_tests::apps;
 use tulle_tests::client::{AnyBody, Http1, Http2, empty};
+use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, OPAQUE, TCP, identity, mesh};
 use tulle_tests::programs::find;
 
@@ -184,5 +187,55 @@ fn who_cannot_be_reached_is_told_in_the_clients_protocol() {
         );
         let (said, _) = curl(&["--proxytunnel", "--proxy", &http, &format!("http://{PROXY}/")]).await;
         assert!(said.starts_with("HTTP/1.1 502 "), "{said}");
+    });
+}
+
+#[test]
+fn names_that_are_of_no_service_go_where_dns_says_and_where_it_said_once_it_is_gone() {
+    // Everything in the mesh's namespace is local, and a server on loopback needs no address of its own.
+    let mesh = explicit()
+        .env("DNS_MIN_TTL", "1s")
+        .env("DNS_MAX_TTL", "1s")
+        .dns([127, 0, 0, 1]);
+    mesh.run(async |mesh: &Mesh| {
+        let [old, new] = [9, 10].map(|last| SocketAddr::from(([10, 66, 9, last], HTTP)));
+        for (name, addr) in [("old", old), ("new", new)] {
+            apps::echo_at(name, addr).await;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let hosts = dir.path().join("hosts");
+        let say = |addr: SocketAddr| fs::write(&hosts, format!("{} files.example\n", addr.ip())).unwrap();
+        say(old);
+        let zone = format!(
+            ".:53 {{\n hosts {} {{\n ttl 1\n reload 100ms\n }}\n}}\n",
+            hosts.display()
+        );
+        fs::write(dir.path().join("Corefile"), zone).unwrap();
+        let mut server = Command::new(find("coredns").unwrap())
+            .arg("-conf")
+            .arg(dir.path().join("Corefile"))
+            .stdout(Stdio::null())
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap();
+        let http = format!("http://{PROXY}");
+        let answers = async |expected: &str| {
+            let url = format!("http://files.example:{HTTP}/");
+            let (said, _) = curl(&["--proxy", &http, &url]).await;
+            said.contains(&format!("x-replica: {expected}")).then_some(())
+        };
+        eventually("the name leads to its address", async || answers("old").await).await;
+        say(new);
+        eventually("a new answer counts", async || answers("new").await).await;
+        let failed = ["client=\"applications\"", "result=\"not_found\""];
+        let failures = async || mesh.metric("client", "control_dns_resolutions_total", &failed).await;
+        let before = failures().await;
+        server.kill().await.unwrap();
+        eventually("DNS has been asked again in vain", async || {
+            answers("new").await.expect("the last answer stays");
+            (failures().await > before).then_some(())
+        })
+        .await;
+        assert_eq!(answers("new").await, Some(()));
     });
 }
