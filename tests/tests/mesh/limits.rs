@@ -90,7 +90,9 @@ fn uploads_that_nobody_reads_hold_up_nobody_else() {
         let mut uploads = tokio::task::JoinSet::new();
         for n in 1..=IDLERS {
             let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
-            let post = http::Request::post("http://web.test/").body(full(vec![b'x'; BODY])).unwrap();
+            let post = http::Request::post("http://web.test/")
+                .body(full(vec![b'x'; BODY]))
+                .unwrap();
             uploads.spawn(async move { client.ask(post).await.unwrap().text() });
             eventually("the upload has begun", async || {
                 (n_held.load(Ordering::Relaxed) == n).then_some(())
@@ -108,7 +110,9 @@ fn uploads_that_nobody_reads_hold_up_nobody_else() {
 /// Asks for something that does not fit into the head's packet, and has it at once.
 async fn asks_at_ease(mesh: &Mesh) {
     let asked = mesh.get("client", mesh.service("web", HTTP), "/bytes/20000");
-    let answer = timeout(Duration::from_secs(5), asked).await.expect("it waits for those who do not read");
+    let answer = timeout(Duration::from_secs(5), asked)
+        .await
+        .expect("it waits for those who do not read");
     assert_eq!(answer.status, 200);
 }
 

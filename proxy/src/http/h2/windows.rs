@@ -126,8 +126,20 @@ mod tests {
         let room = at_first(&params);
         let [then, more] = [room, 2 * room].map(|room| sizes(&params, room));
         let stream = 1000;
-        assert_eq!(then, Sizes { stream, connection: 1 << 20 });
-        assert_eq!(more, Sizes { stream, connection: (1 << 20) + 1000 * room as u32 });
+        assert_eq!(
+            then,
+            Sizes {
+                stream,
+                connection: 1 << 20
+            }
+        );
+        assert_eq!(
+            more,
+            Sizes {
+                stream,
+                connection: (1 << 20) + 1000 * room as u32
+            }
+        );
         assert_eq!(sizes(&params, 1 << 40).connection, MOST);
     }
 
