@@ -4,7 +4,8 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 
 use anyhow::{Context as _, ensure};
 use serde::{Deserialize, Serialize};
@@ -16,7 +17,7 @@ use super::generators;
 use super::peer::{Peer, Side, Sidecars};
 use super::rows::{Build, Row, Setup};
 use super::scene::{self, SERVICE, Scene};
-use super::tools;
+use super::{tap, tools};
 
 /// What to compare with.
 #[derive(clap::Args, Clone, Debug)]
@@ -33,6 +34,9 @@ pub struct Args {
     /// By which rules requests go; the baseline is of those without any.
     #[arg(long, value_name = "ROW", default_value = "http-c1")]
     row: Row,
+    /// Have somebody tap one of so many requests meanwhile, at both sidecars.
+    #[arg(long, value_name = "REQUESTS")]
+    tap_one_in: Option<u32>,
 }
 
 /// What one request costs in one sidecar.
@@ -53,7 +57,7 @@ struct Costs {
 
 /// Measures, prints, and fails when a request costs more than it did.
 pub fn main(args: &Args) -> anyhow::Result<()> {
-    let costs = measure(args.row, args.dumps.as_deref())?;
+    let costs = measure(args)?;
     if args.write {
         let json = serde_json::to_string_pretty(&costs).context("encoding the costs")? + "\n";
         return std::fs::write(&args.baseline, json).with_context(|| format!("writing {}", args.baseline.display()));
@@ -130,21 +134,29 @@ fn compare(before: &Cost, now: &Cost) -> Option<String> {
     Some(why.join(", ") + &named.map(|(_, line)| line).collect::<String>())
 }
 
-fn measure(row: Row, dumps: Option<&Path>) -> anyhow::Result<Costs> {
+fn measure(args: &Args) -> anyhow::Result<Costs> {
     scene::prepare(&[Peer::Tulle], &["valgrind", "callgrind_control", "h2load"])?;
     let scene = Scene::build()?;
     let setup = Setup {
         build: Build::Callgrind,
-        ..row.setup()
+        ..args.row.setup()
     };
     let sidecars = Peer::Tulle.start(&scene, &setup).context("starting the sidecars")?;
     let sidecars = sidecars.context("there are no sidecars")?;
     // Connections are made and learned about, buffers are as large as they will be.
     generators::one_by_one(&scene, SERVICE, WARM_UP)?;
+    let taps = match args.tap_one_in {
+        None => Vec::new(),
+        Some(one_in) => {
+            let begin = |(side, _)| tap::begin(scene.namespace(side), one_in);
+            sidecars.sides().into_iter().map(begin).collect::<anyhow::Result<Vec<_>>>()?
+        }
+    };
     dump(&scene, &sidecars, 1)?;
     generators::one_by_one(&scene, SERVICE, REQUESTS)?;
     let [client, server] = dump(&scene, &sidecars, 2)?.map(Cost::of);
-    if let Some(dir) = dumps {
+    ensure!(taps.iter().all(|n| n.load(Ordering::Relaxed) > 0), "a tap has seen nothing");
+    if let Some(dir) = args.dumps.as_deref() {
         std::fs::create_dir_all(dir).with_context(|| format!("making {}", dir.display()))?;
         for (side, _) in sidecars.sides() {
             let from = out(&scene, side).with_extension("2");

@@ -21,6 +21,7 @@ mod report;
 mod rows;
 mod scene;
 mod slow;
+mod tap;
 mod throttle;
 mod tools;
 mod tulle;

@@ -147,6 +147,7 @@ fn proxy(scene: &Scene, setup: &Setup, mesh: &Mesh, side: Side) -> anyhow::Resul
     let token = mesh.token(name)?.display().to_string();
     for (variable, value) in [
         ("LOG", "warn"),
+        ("TAP_SVC_NAME", &identity("tap", "linkerd")),
         ("CORES", &setup.workers.to_string()),
         ("INBOUND_DEFAULT_POLICY", "all-authenticated"),
         ("POLICY_WORKLOAD", &workload),

@@ -39,7 +39,7 @@ use crate::{
         route,
         server::{ServerPolicy, ServerProtocol},
     },
-    tap::{Subject, Tapped},
+    tap::{Drawn, Subject, Tapped},
     tls::status::ServerTls,
     trace,
 };
@@ -136,10 +136,8 @@ impl HttpConnection {
                 req.headers_mut().remove(names::L5D_CLIENT_ID);
             }
         }
-        let tapped = match self.inbound.taps.is_watched() {
-            true => self.tap(req),
-            false => None,
-        };
+        let drawn = self.inbound.taps.draw();
+        let tapped = drawn.and_then(|drawn| self.tap(&drawn, req));
         let handles = match self.authorize(req) {
             Ok(handles) => handles,
             Err(error) => {
@@ -178,14 +176,15 @@ impl HttpConnection {
         Ok(rsp)
     }
 
-    /// Shows the request to who watches.
+    /// Shows the request to those of whom it is the turn.
     #[cold]
-    fn tap(&self, req: &Request<Body>) -> Option<Box<Tapped>> {
+    fn tap(&self, drawn: &Drawn, req: &Request<Body>) -> Option<Box<Tapped>> {
         let Peer { client, target } = self.peer;
-        self.inbound.taps.show(&Subject {
+        let subject = Subject {
             source_labels: self.tls.told(),
             ..Subject::of(req, ProxyDirection::Inbound, client.0, target)
-        })
+        };
+        self.inbound.taps.show(drawn, &subject)
     }
 
     /// Finds the route, asks its authorizations, applies its filters and the rate limit.

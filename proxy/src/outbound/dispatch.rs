@@ -30,7 +30,7 @@ use crate::{
         metrics::{BackendSeries, Families, RouteSeries},
         reach::{MAX_TRIES, Tried},
     },
-    tap::{Subject, Tapped},
+    tap::{Drawn, Subject, Tapped},
     tls::status::{ServerTls, WhyServerPlain},
     trace,
 };
@@ -168,10 +168,8 @@ impl Dispatch<'_> {
             let protocol = needs.protocol(&endpoint);
             prepare(req, &endpoint, protocol)?;
             let mut flight = Flight::start(&endpoint, started);
-            let tapped = match endpoint.taps.is_watched() {
-                true => self.tap(req, &endpoint),
-                false => None,
-            };
+            let drawn = endpoint.taps.draw();
+            let tapped = drawn.and_then(|drawn| self.tap(&drawn, req, &endpoint));
             let span = trace::goes(endpoint.tracer.as_ref(), req);
             let sent = {
                 let mut sent = pin!(endpoint.client(self.worker).send(ready, req));
@@ -245,15 +243,16 @@ impl Dispatch<'_> {
         }
     }
 
-    /// Shows an attempt to who watches.
+    /// Shows an attempt to those of whom it is the turn.
     #[cold]
-    fn tap(&self, req: &Request<Body>, endpoint: &Endpoint) -> Option<Box<Tapped>> {
-        endpoint.taps.show(&Subject {
+    fn tap(&self, drawn: &Drawn, req: &Request<Body>, endpoint: &Endpoint) -> Option<Box<Tapped>> {
+        let subject = Subject {
             source_labels: ServerTls::Plain(WhyServerPlain::Loopback).told(),
             destination_labels: Some(&endpoint.spec.labels),
             destination_tls: endpoint.tls.told(),
             ..Subject::of(req, ProxyDirection::Outbound, self.client, endpoint.spec.addr)
-        })
+        };
+        endpoint.taps.show(drawn, &subject)
     }
 
     pub(super) fn may_try_another(&self, n_tried: usize) -> bool {

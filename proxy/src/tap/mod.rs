@@ -16,6 +16,7 @@ use std::{
 use arc_swap::ArcSwap;
 use http::{HeaderMap, HeaderName, Method, Request, Response, Uri, Version, header};
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 use tokio::{sync::mpsc, time::Instant};
 use tulle_proto::{
     convert::wire_duration,
@@ -64,6 +65,9 @@ struct Observer {
     events: mpsc::Sender<TapEvent>,
 }
 
+/// Those of whom it is the turn, of all that see one request in so many.
+pub(crate) struct Drawn(SmallVec<[Arc<Observer>; 1]>);
+
 /// A request that somebody may want to see.
 pub(crate) struct Subject<'a> {
     pub(crate) direction: ProxyDirection,
@@ -110,9 +114,21 @@ pub(crate) struct Wish {
 }
 
 impl Taps {
-    /// Whether there is anybody to show requests to.
-    pub(crate) fn is_watched(&self) -> bool {
-        self.active.load(Ordering::Relaxed) > 0
+    /// Who may see the next request; mostly nobody. What a request is shown as is made after that, as it costs much more.
+    pub(crate) fn draw(&self) -> Option<Drawn> {
+        match self.active.load(Ordering::Relaxed) {
+            0 => None,
+            _ => self.drawn(),
+        }
+    }
+
+    #[cold]
+    fn drawn(&self) -> Option<Drawn> {
+        let observers = self.observers.load();
+        let turn = |one_in| one_in == 1 || fastrand::u32(..one_in) == 0;
+        let drawn = observers.iter().filter(|observer| turn(observer.one_in));
+        let drawn: SmallVec<_> = drawn.cloned().collect();
+        (!drawn.is_empty()).then_some(Drawn(drawn))
     }
 
     /// Begins to show requests; the number ends that again.
@@ -145,15 +161,11 @@ impl Taps {
         self.observers.store(Arc::new(observers));
     }
 
-    /// Shows a request to those who want to see it.
-    #[cold]
-    pub(crate) fn show(&self, subject: &Subject<'_>) -> Option<Box<Tapped>> {
+    /// Shows a request to those of the drawn who want to see it.
+    pub(crate) fn show(&self, drawn: &Drawn, subject: &Subject<'_>) -> Option<Box<Tapped>> {
         let mut shows = Vec::new();
         let mut spent = Vec::new();
-        for observer in self.observers.load().iter() {
-            if !observer.matches.fits(subject) || !(observer.one_in == 1 || fastrand::u32(..observer.one_in) == 0) {
-                continue;
-            }
+        for observer in drawn.0.iter().filter(|observer| observer.matches.fits(subject)) {
             let stream = observer.shown.fetch_add(1, Ordering::Relaxed);
             if stream.saturating_add(1) >= observer.limit {
                 spent.push(observer.number);
