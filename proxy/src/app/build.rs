@@ -23,6 +23,7 @@ use crate::{
     inbound::{
         DialAs, Inbound, metrics as inbound_metrics,
         policy::{Current, Defaults, Ports},
+        profiles::{self, Profiles},
     },
     metrics::{failures::Failures, hosts::Hosts, http as http_metrics},
     net::{
@@ -254,6 +255,15 @@ impl Parts<'_> {
                 kept,
                 direction.discovery_idle_timeout,
             )),
+            profiles: Profiles::new(
+                registry,
+                self.control.destinations.clone(),
+                profiles::Terms {
+                    timeout: config.inbound.profile_timeout,
+                    idle: direction.discovery_idle_timeout,
+                },
+                self.control.runtime.clone(),
+            ),
             detect_timeout,
             connect: connect_config(direction, Some(own_port)),
             dial_as,

@@ -1,5 +1,7 @@
 //! Success or failure of a response, gRPC's trailers included, and what its end is reported to.
 
+use std::sync::Arc;
+
 use http::{HeaderMap, HeaderName, Response, StatusCode};
 use tokio::time::Instant;
 
@@ -10,6 +12,7 @@ use crate::{
         headers,
     },
     metrics::http::{End, Outcome, Series},
+    policy::profile::Class,
 };
 
 /// Told of one response: how it went, until it has ended or its receiver went away.
@@ -27,6 +30,31 @@ pub(crate) trait Ended: Send + 'static {
         outcome.success
     }
     fn ended(&mut self, _outcome: Outcome, _now: Instant) {}
+}
+
+/// A response, counted by the route of a profile.
+pub(crate) struct Classified {
+    pub(crate) series: Arc<Series>,
+    /// What the route gives it, instead of the usual one.
+    pub(crate) class: Option<Class>,
+}
+
+impl Ended for Classified {
+    fn series(&self) -> Option<&Series> {
+        Some(&self.series)
+    }
+
+    fn class(&self, outcome: &Outcome) -> bool {
+        succeeded(self.class, outcome)
+    }
+}
+
+/// Whether a response is a success where a route may have given it a class.
+pub(crate) fn succeeded(class: Option<Class>, outcome: &Outcome) -> bool {
+    match class {
+        Some(class) => class == Class::Success && outcome.end == End::Complete,
+        None => outcome.success,
+    }
 }
 
 /// Watches a response body to its end.

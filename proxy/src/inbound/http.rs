@@ -1,6 +1,6 @@
 //! The request path of the inbound side: restore, authorize, send, observe (I8–I11).
 
-use std::sync::Arc;
+use std::{pin::Pin, sync::Arc};
 
 use http::{HeaderValue, Request, Response, Version};
 use parking_lot::Mutex;
@@ -26,6 +26,7 @@ use crate::{
         App, Inbound, Peer,
         metrics::{RouteSeries, connection_labels, with_meta},
         policy::{Current, Port},
+        profiles::Routes,
     },
     metrics::{
         http::{Outcome, Series},
@@ -36,6 +37,7 @@ use crate::{
         authz::{self, Authorization, Denied},
         matches::Head,
         meta::Meta,
+        profile::Class,
         route,
         server::{ServerPolicy, ServerProtocol},
     },
@@ -62,6 +64,8 @@ pub(super) struct HttpConnection {
 struct Passage {
     handles: Arc<Handles>,
     upload: Upload,
+    /// What a profile's route gives the response, instead of the usual one.
+    class: Option<Class>,
     is_over: bool,
 }
 
@@ -70,6 +74,7 @@ impl Passage {
         Self {
             handles,
             upload,
+            class: None,
             is_over: false,
         }
     }
@@ -98,6 +103,10 @@ impl Ended for Passage {
 
     fn data(&mut self, len: usize) {
         self.handles.route.frame(len);
+    }
+
+    fn class(&self, outcome: &Outcome) -> bool {
+        classify::succeeded(self.class, outcome)
     }
 
     fn ended(&mut self, outcome: Outcome, now: Instant) {
@@ -150,6 +159,15 @@ impl HttpConnection {
         handles.route.request();
         let upload = Upload::of(req, started, &handles.route.request_frames);
         let mut passage = Passage::new(handles, upload);
+        let finding = self.profile(req);
+        let profile = match finding {
+            Some(finding) => finding.await,
+            None => None,
+        };
+        let routed = profile.map(|routes| {
+            let head = Head::of(req.method(), req.uri(), req.headers());
+            Box::new(routes.count(&head))
+        });
         let tracer = self.inbound.tracer.as_ref();
         let came = trace::came(tracer, req);
         let goes = trace::goes(tracer, req);
@@ -162,6 +180,9 @@ impl HttpConnection {
                 None => rsp,
             },
             Err(error) => {
+                if let Some(mut routed) = routed {
+                    routed.failed(&error);
+                }
                 if let Some(tapped) = tapped {
                     tapped.failed(&error);
                 }
@@ -169,11 +190,29 @@ impl HttpConnection {
                 return Err(error);
             }
         };
+        let rsp = match routed {
+            Some(routed) => {
+                passage.class = routed.class(rsp.status());
+                routed.answered(rsp, started)
+            }
+            None => rsp,
+        };
         let mut rsp = classify::observe(rsp, started, passage);
         if let Some(version) = restored {
             orig_proto::mark_response(&mut rsp, version);
         }
         Ok(rsp)
+    }
+
+    /// Finds the profile that the client's proxy says it went by; strangers are not believed.
+    fn profile<'a>(
+        &'a self,
+        req: &Request<Body>,
+    ) -> Option<Pin<Box<impl Future<Output = Option<Arc<Routes>>> + use<'a>>>> {
+        self.client_id.as_ref()?;
+        let name = headers::get(req.headers(), &names::L5D_DST_CANONICAL)?;
+        // Rare, and larger than the rest.
+        Some(Box::pin(self.inbound.profiles.get(name.clone())))
     }
 
     /// Shows the request to those of whom it is the turn.
@@ -374,7 +413,7 @@ fn unreachable_app(error: Error) -> Error {
 pub(super) fn client(inbound: &Arc<Inbound>, app: App) -> Client {
     let App { target, client } = app;
     let (connect, counts) = (inbound.connect, inbound.app_counts(target));
-    let open = move |_: Protocol| -> std::pin::Pin<Box<dyn Future<Output = _> + Send>> {
+    let open = move |_: Protocol| -> Pin<Box<dyn Future<Output = _> + Send>> {
         let counts = counts.clone();
         Box::pin(async move {
             let stream = crate::net::connect::dial_as(client, target, &connect)

@@ -10,6 +10,7 @@ mod forward;
 mod http;
 pub(crate) mod metrics;
 pub(crate) mod policy;
+pub(crate) mod profiles;
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -42,6 +43,7 @@ use crate::{
         http::HttpConnection,
         metrics::Families,
         policy::{Current, Port, Ports},
+        profiles::Profiles,
     },
     metrics::hosts::Hosts,
     net::{
@@ -77,6 +79,7 @@ pub(crate) struct Inbound {
     pub(crate) orig_dst: orig_dst::Of,
     pub(crate) creds: Credentials,
     pub(crate) ports: Arc<Ports>,
+    pub(crate) profiles: Arc<Profiles>,
     pub(crate) detect_timeout: Duration,
     pub(crate) connect: connect::Config,
     pub(crate) dial_as: DialAs,

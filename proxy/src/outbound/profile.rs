@@ -8,14 +8,14 @@ use std::sync::{
 use http::{HeaderValue, Request, Response};
 use tokio::time::Instant;
 use tulle_core::{
-    metrics::{Counter, Family, Labels, Registry},
+    metrics::{Counter, Family, Registry},
     names::header as names,
 };
 
 use crate::{
     http::{
         body::Body,
-        classify::{self, Ended},
+        classify::{self, Classified},
         error::Error,
         limits::Terms,
         replay,
@@ -70,10 +70,7 @@ impl Families {
     }
 
     fn route(&self, dst: &str, route: Option<&ProfileRoute>) -> RouteMetrics {
-        let mut labels = Labels::new().with("direction", "outbound").with("dst", dst);
-        for (name, value) in route.iter().flat_map(|route| &route.labels) {
-            labels = labels.with(&format!("rt_{name}"), value);
-        }
+        let labels = profile::labels("outbound", dst, route);
         RouteMetrics {
             no_budget: self.retryable.get(&labels.clone().with("skipped", "no_budget")),
             attempts: self.attempts.series(labels.clone()),
@@ -219,25 +216,5 @@ impl Tally for Attempts<'_> {
 
     fn no_budget(&self) {
         self.metrics.no_budget.inc();
-    }
-}
-
-/// A response, counted by its route.
-struct Classified {
-    series: Arc<Series>,
-    /// What the route gives it, instead of the usual one.
-    class: Option<Class>,
-}
-
-impl Ended for Classified {
-    fn series(&self) -> Option<&Series> {
-        Some(&self.series)
-    }
-
-    fn class(&self, outcome: &Outcome) -> bool {
-        match self.class {
-            Some(class) => class == Class::Success && outcome.end == End::Complete,
-            None => outcome.success,
-        }
     }
 }

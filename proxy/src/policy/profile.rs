@@ -8,6 +8,7 @@ use http::{Method, StatusCode};
 use parking_lot::Mutex;
 use tokio::time::Instant;
 use tulle_core::addr::NameAddr;
+use tulle_core::metrics::Labels;
 
 use crate::policy::endpoint::EndpointSpec;
 use crate::policy::matches::{Head, Pattern};
@@ -95,6 +96,15 @@ pub(crate) struct WeightedDestination {
 /// Which is the first route whose condition a request meets.
 pub(crate) fn find(routes: &[ProfileRoute], head: &Head<'_>) -> Option<usize> {
     routes.iter().position(|route| route.condition.matches(head))
+}
+
+/// Labels of what is counted of a route, or of requests that no route matches; `dst` is the logical name, with its port.
+pub(crate) fn labels(direction: &str, dst: &str, route: Option<&ProfileRoute>) -> Labels {
+    let labels = Labels::new().with("direction", direction).with("dst", dst);
+    let of_route = route.into_iter().flat_map(|route| &route.labels);
+    of_route.fold(labels, |labels, (name, value)| {
+        labels.with(&format!("rt_{name}"), value)
+    })
 }
 
 impl Profile {

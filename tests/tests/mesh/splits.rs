@@ -9,7 +9,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tulle_tests::apps::{self, App, dripping};
 use tulle_tests::client::{Http1, Http2, full, request};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, mesh};
 
 /// A server that counts, and whose status can be changed.
 struct Server {
@@ -206,6 +206,53 @@ fn a_profile_s_timeout_holds_until_a_response_is_handed_on() {
         let mut client = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
         let answer = client.ask(call()).await.unwrap();
         assert_eq!((answer.cause(), answer.header("grpc-status")), ("deadline", "4"));
+    });
+}
+
+#[test]
+fn the_server_s_sidecar_counts_by_the_routes_and_classes_of_the_profile_that_its_client_s_went_by() {
+    let spec = "  routes:
+  - name: broken
+    condition: {pathRegex: /broken}
+    responseClasses:
+    - {condition: {status: {min: 500, max: 500}}, isFailure: false}
+";
+    let mesh = mesh().workload("client").workload("web");
+    // As long as it takes on a busy machine.
+    let mesh = mesh.env("DESTINATION_PROFILE_INITIAL_TIMEOUT", "20s");
+    mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
+        let _server = Server::start(mesh, "web", &Arc::new(AtomicU16::new(500))).await;
+        let mut client = client(mesh).await;
+        for path in ["/broken", "/broken", "/other"] {
+            assert_eq!(client.ask(request(path)).await.unwrap().status, 500);
+        }
+        let name = format!("web.shop.svc.cluster.local:{HTTP}");
+        let dst: &str = &format!("dst=\"{name}\"");
+        let broken = "rt_route=\"broken\"";
+        let (success, failure) = ("classification=\"success\"", "classification=\"failure\"");
+        let expected: [(&str, &[&str], f64); 7] = [
+            ("route_request_total", &[dst, broken], 2.0),
+            ("route_request_total", &[dst], 3.0),
+            ("route_response_total", &[dst, broken, success], 2.0),
+            ("route_response_total", &[dst, failure], 1.0),
+            ("route_response_latency_ms_count", &[dst], 3.0),
+            ("response_total", &[success], 2.0),
+            ("response_total", &[failure], 1.0),
+        ];
+        for (family, labels, expected) in expected {
+            let labels = [labels, &["direction=\"inbound\""]].concat();
+            eventually(&format!("{family} {labels:?} is {expected}"), async || {
+                (mesh.metric("web", family, &labels).await == expected).then_some(())
+            })
+            .await;
+        }
+
+        let mut stranger = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        let mut req = request("/broken");
+        req.headers_mut().insert("l5d-dst-canonical", name.parse().unwrap());
+        assert_eq!(stranger.ask(req).await.unwrap().status, 500);
+        let counted = mesh.metric("web", "route_request_total", &[]).await;
+        assert_eq!(counted, 3.0, "a stranger is not believed");
     });
 }
 

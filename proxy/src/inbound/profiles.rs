@@ -1,0 +1,261 @@
+//! ServiceProfiles of requests that arrive: what their routes count, and which responses these call failures.
+//!
+//! The proxy of a peer names the profile that it went by in `l5d-dst-canonical`. Nothing but metrics depends on it, so a request
+//! never waits long for one, and goes on without.
+
+use std::{collections::HashMap, sync::Arc, time::Duration};
+
+use http::{HeaderValue, Response, StatusCode};
+use parking_lot::Mutex;
+use tokio::{runtime::Handle, sync::watch, time::Instant};
+use tulle_core::{
+    addr::{Addr, NameAddr},
+    metrics::Registry,
+};
+
+use crate::{
+    api::{destination::Destinations, watch::Watched},
+    http::{
+        body::Body,
+        classify::{self, Classified},
+        error::Error,
+    },
+    metrics::http::{self as http_metrics, Series},
+    policy::{
+        decode,
+        matches::Head,
+        profile::{self, Class, Profile, ProfileRoute},
+    },
+};
+
+/// The profiles of all names in use.
+pub(crate) struct Profiles {
+    destinations: Destinations,
+    families: http_metrics::Families,
+    terms: Terms,
+    /// Where what is unused is forgotten.
+    runtime: Handle,
+    /// By names as peers write them.
+    known: Mutex<HashMap<Box<[u8]>, Known>>,
+}
+
+/// How long things last.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Terms {
+    /// What requests wait for the first answer about a name, all together.
+    pub(crate) timeout: Duration,
+    /// How long a name stays known that nobody uses.
+    pub(crate) idle: Duration,
+}
+
+struct Known {
+    profile: watch::Receiver<Watched<Arc<Routes>>>,
+    asked_at: Instant,
+    used_at: Instant,
+}
+
+/// The routes of a profile.
+pub(super) struct Routes {
+    routes: Arc<[ProfileRoute]>,
+    /// In their order; the last one is for requests that no route matches.
+    series: Vec<Arc<Series>>,
+}
+
+/// One request, as its route counts it.
+pub(super) struct Routed {
+    routes: Arc<Routes>,
+    /// Its route, if any matches.
+    index: Option<usize>,
+    is_over: bool,
+}
+
+impl Profiles {
+    pub(crate) fn new(registry: &Registry, destinations: Destinations, terms: Terms, runtime: Handle) -> Arc<Self> {
+        Arc::new(Self {
+            destinations,
+            families: http_metrics::Families::with_prefix(registry, "route_"),
+            terms,
+            runtime,
+            known: Mutex::default(),
+        })
+    }
+
+    /// The profile of a name; nothing where there is none, or the control plane has not told it in time.
+    pub(super) async fn get(self: &Arc<Self>, name: HeaderValue) -> Option<Arc<Routes>> {
+        let (mut profile, deadline) = self.join_or_ask(&name)?;
+        let told = profile.wait_for(|profile| !matches!(profile, Watched::Pending));
+        match &*tokio::time::timeout_at(deadline, told).await.ok()?.ok()? {
+            Watched::Known(routes) => Some(routes.clone()),
+            Watched::Pending | Watched::Refused(_) => None,
+        }
+    }
+
+    /// What is known of a name, and until when requests wait for more.
+    fn join_or_ask(self: &Arc<Self>, name: &HeaderValue) -> Option<(watch::Receiver<Watched<Arc<Routes>>>, Instant)> {
+        let now = Instant::now();
+        let mut known = self.known.lock();
+        if let Some(found) = known.get_mut(name.as_bytes()) {
+            found.used_at = now;
+            return Some((found.profile.clone(), found.asked_at + self.terms.timeout));
+        }
+        if known.len() >= MOST {
+            return None;
+        }
+        let profile = self.ask(name.to_str().ok()?.parse().ok()?)?;
+        let key: Box<[u8]> = name.as_bytes().into();
+        let made = Known {
+            profile: profile.clone(),
+            asked_at: now,
+            used_at: now,
+        };
+        known.insert(key.clone(), made);
+        self.runtime.spawn(forget(self.clone(), key));
+        Some((profile, now + self.terms.timeout))
+    }
+
+    fn ask(&self, name: NameAddr) -> Option<watch::Receiver<Watched<Arc<Routes>>>> {
+        let (families, dst) = (self.families.clone(), name.to_string());
+        self.destinations.profile(&Addr::Name(name), move |message| {
+            Arc::new(Routes::new(&families, &dst, decode::profile::profile(message)))
+        })
+    }
+}
+
+/// Waits until nobody has used a name for the idle time, and forgets it.
+async fn forget(profiles: Arc<Profiles>, name: Box<[u8]>) {
+    let mut due = Instant::now() + profiles.terms.idle;
+    loop {
+        tokio::time::sleep_until(due).await;
+        let mut known = profiles.known.lock();
+        match known.get(&name) {
+            Some(found) if found.used_at + profiles.terms.idle > Instant::now() => {
+                due = found.used_at + profiles.terms.idle;
+            }
+            _ => {
+                known.remove(&name);
+                return;
+            }
+        }
+    }
+}
+
+impl Routes {
+    fn new(families: &http_metrics::Families, dst: &str, profile: Profile) -> Self {
+        let routes = profile.routes.iter().map(Some).chain([None]);
+        let labels = routes.map(|route| profile::labels("inbound", dst, route));
+        Self {
+            series: labels.map(|labels| families.series(labels)).collect(),
+            routes: profile.routes,
+        }
+    }
+
+    /// Counts a request by the first route that it matches.
+    pub(super) fn count(self: Arc<Self>, head: &Head<'_>) -> Routed {
+        let routed = Routed {
+            index: profile::find(&self.routes, head),
+            routes: self,
+            is_over: false,
+        };
+        routed.series().request();
+        routed
+    }
+}
+
+impl Routed {
+    fn series(&self) -> &Arc<Series> {
+        &self.routes.series[self.index.unwrap_or(self.routes.routes.len())]
+    }
+
+    /// What a status means on this route; `None` where it does not say so.
+    pub(super) fn class(&self, status: StatusCode) -> Option<Class> {
+        self.routes.routes[self.index?].classify(status)
+    }
+
+    /// It brought a response.
+    pub(super) fn answered(mut self, rsp: Response<Body>, started: Instant) -> Response<Body> {
+        self.is_over = true;
+        let (series, class) = (self.series().clone(), self.class(rsp.status()));
+        classify::observe(rsp, started, Classified { series, class })
+    }
+
+    /// It brought none.
+    pub(super) fn failed(&mut self, error: &Error) {
+        self.is_over = true;
+        self.series().response(classify::failed(error));
+    }
+}
+
+/// The client has left.
+impl Drop for Routed {
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.failed(&Error::Left);
+        }
+    }
+}
+
+/// Names that are known at a time; each costs the control plane a stream.
+const MOST: usize = 256;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        api::{
+            channel::{ControlAddr, Security},
+            destination::{self, ProfileScope},
+            tests::{CLIENT, connector, quick},
+            watch::StreamLimits,
+        },
+        tls::tests::Authority,
+    };
+
+    /// Profiles of a control plane that is not there.
+    fn profiles() -> Arc<Profiles> {
+        let (registry, config) = (Registry::new(), quick());
+        let config = destination::Config {
+            context_token: String::new(),
+            profiles: ProfileScope {
+                suffixes: "svc.cluster.local".parse().unwrap(),
+                networks: Vec::new(),
+            },
+            limits: StreamLimits::default(),
+            backoff: config.backoff,
+        };
+        let nowhere = ControlAddr {
+            addr: "127.0.0.1:1".parse().unwrap(),
+            security: Security::Loopback,
+        };
+        let channel = connector(Authority::new().credentials(CLIENT), &registry).channel(nowhere, quick());
+        let destinations = Destinations::new(channel, Handle::current(), config);
+        let terms = Terms {
+            timeout: Duration::from_millis(500),
+            idle: Duration::from_secs(90),
+        };
+        Profiles::new(&registry, destinations, terms, Handle::current())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn requests_wait_once_for_a_control_plane_that_says_nothing_and_never_for_names_out_of_scope() {
+        let profiles = profiles();
+        let name = |name: &str| HeaderValue::from_str(name).unwrap();
+        let waited = async |name| {
+            let start = Instant::now();
+            assert!(profiles.get(name).await.is_none());
+            start.elapsed()
+        };
+        let (least, most) = (Duration::from_millis(500), Duration::from_millis(510));
+        let first = waited(name("web.shop.svc.cluster.local:80")).await;
+        assert!((least..most).contains(&first), "{first:?}");
+        for other in ["web.shop.svc.cluster.local:80", "example.com:80", "10.0.0.1:80", "web"] {
+            let waited = waited(name(other)).await;
+            assert!(waited < Duration::from_millis(5), "{other}: {waited:?}");
+        }
+        for n in 0..MOST {
+            let asked = profiles.join_or_ask(&name(&format!("n{n}.shop.svc.cluster.local:80")));
+            assert_eq!(asked.is_some(), n < MOST - 1, "{n}");
+        }
+        tokio::time::sleep(profiles.terms.idle * 2).await;
+        assert!(profiles.known.lock().is_empty());
+    }
+}
