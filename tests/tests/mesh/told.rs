@@ -502,8 +502,8 @@ fn an_endpoint_with_an_authority_is_asked_by_it() {
     });
 }
 
-#[test]
-fn a_header_that_leads_back_to_its_proxy_is_refused() {
+/// `client` sends all to the own port of the proxy of `web`, with a transport header.
+fn direct(test: impl AsyncFnOnce(&Mesh, &Policies, WeightedAddr) + Send) {
     let mesh = mesh()
         .workload("client")
         .its_env("POLICY_SVC_ADDR", policies::ADDR)
@@ -511,7 +511,7 @@ fn a_header_that_leads_back_to_its_proxy_is_refused() {
     mesh.run(async |mesh: &Mesh| {
         let policies = Policies::serve().await;
         let name = tls_identity::DnsLikeIdentity { name: identity("web") };
-        let back = WeightedAddr {
+        let to_proxy = WeightedAddr {
             tls_identity: Some(TlsIdentity {
                 strategy: Some(tls_identity::Strategy::DnsLikeIdentity(name.clone())),
                 server_name: Some(name),
@@ -522,9 +522,32 @@ fn a_header_that_leads_back_to_its_proxy_is_refused() {
             }),
             ..endpoint((mesh.ip("web"), 4143).into())
         };
+        test(mesh, &policies, to_proxy).await;
+    });
+}
+
+#[test]
+fn a_header_that_leads_back_to_its_proxy_is_refused() {
+    direct(async |mesh: &Mesh, policies: &Policies, back: WeightedAddr| {
         policies.say_of_destinations(Ok(http1(rule(forward(back)))));
         let answer = mesh.get("client", DIALLED, "/").await;
         assert_eq!((answer.status.as_u16(), answer.cause()), (502, "loop"));
+    });
+}
+
+#[test]
+fn a_header_that_names_a_service_is_refused_by_who_is_no_gateway() {
+    direct(async |mesh: &Mesh, policies: &Policies, to_proxy: WeightedAddr| {
+        let named = WeightedAddr {
+            authority_override: Some(AuthorityOverride {
+                authority_override: "other.test:81".into(),
+            }),
+            ..to_proxy
+        };
+        policies.say_of_destinations(Ok(http1(rule(forward(named)))));
+        assert_eq!(mesh.get("client", DIALLED, "/").await.status, 502);
+        let refused = mesh.metric("web", "tulle_failures_total", &["cause=\"bad-transport-header\""]);
+        assert!(refused.await >= 1.0);
     });
 }
 
