@@ -149,13 +149,20 @@ fn measure(args: &Args) -> anyhow::Result<Costs> {
         None => Vec::new(),
         Some(one_in) => {
             let begin = |(side, _)| tap::begin(scene.namespace(side), one_in);
-            sidecars.sides().into_iter().map(begin).collect::<anyhow::Result<Vec<_>>>()?
+            sidecars
+                .sides()
+                .into_iter()
+                .map(begin)
+                .collect::<anyhow::Result<Vec<_>>>()?
         }
     };
     dump(&scene, &sidecars, 1)?;
     generators::one_by_one(&scene, SERVICE, REQUESTS)?;
     let [client, server] = dump(&scene, &sidecars, 2)?.map(Cost::of);
-    ensure!(taps.iter().all(|n| n.load(Ordering::Relaxed) > 0), "a tap has seen nothing");
+    ensure!(
+        taps.iter().all(|n| n.load(Ordering::Relaxed) > 0),
+        "a tap has seen nothing"
+    );
     if let Some(dir) = args.dumps.as_deref() {
         std::fs::create_dir_all(dir).with_context(|| format!("making {}", dir.display()))?;
         for (side, _) in sidecars.sides() {

@@ -27,7 +27,10 @@ pub(super) fn begin(namespace: &Namespace, one_in: u32) -> anyhow::Result<Arc<At
         let watched = runtime.block_on(watch(stream, one_in, &count, &begun));
         let _ = begun.send(watched); // whoever still listens has to know
     });
-    beginning.recv().context("the tap panicked")?.context("tapping a sidecar")?;
+    beginning
+        .recv()
+        .context("the tap panicked")?
+        .context("tapping a sidecar")?;
     Ok(seen)
 }
 
