@@ -265,7 +265,11 @@ impl Builder {
 
     /// Telemetry, on `listen.telemetry`: for the API server on Kubernetes, and for this machine without it.
     async fn telemetry(&mut self, cluster: &Cluster, creds: Arc<ServerCreds>) -> Result<()> {
-        let telemetry::Parts { api, record } = telemetry::open(cluster.clone(), creds, &self.drain);
+        let askers = match self.config.source {
+            Some(Source::Kubernetes) => telemetry::Askers::ApiServer,
+            _ => telemetry::Askers::ThisMachine,
+        };
+        let telemetry::Parts { api, record } = telemetry::open(cluster.clone(), creds, askers, &self.drain);
         self.start("looking at sidecars", async move {
             record.await;
             Ok(())

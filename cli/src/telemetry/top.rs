@@ -1,6 +1,7 @@
 //! `tulle top`: which requests pass, how often, how fast and how well, from a tap.
 
 use std::collections::BTreeMap;
+use std::mem;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -74,8 +75,34 @@ struct Sum {
 #[derive(Default)]
 struct Top {
     sums: BTreeMap<Key, Sum>,
-    /// Requests that have no end yet, and whether their response is a success so far.
-    open: BTreeMap<(String, Id), (Key, bool)>,
+    open: Open,
+}
+
+/// Requests that have no end yet, and whether their response is a success so far.
+///
+/// Those that began first are given up once there are too many: streams may have no end for days, and ends are lost
+/// where a tap is slow.
+#[derive(Default)]
+struct Open {
+    newer: BTreeMap<(String, Id), (Key, bool)>,
+    older: BTreeMap<(String, Id), (Key, bool)>,
+}
+
+impl Open {
+    fn begin(&mut self, id: (String, Id), key: Key) {
+        if self.newer.len() >= MOST_OPEN / 2 {
+            self.older = mem::take(&mut self.newer);
+        }
+        self.newer.insert(id, (key, false));
+    }
+
+    fn find(&mut self, id: &(String, Id)) -> Option<&mut (Key, bool)> {
+        self.newer.get_mut(id).or_else(|| self.older.get_mut(id))
+    }
+
+    fn end(&mut self, id: &(String, Id)) -> Option<(Key, bool)> {
+        self.newer.remove(id).or_else(|| self.older.remove(id))
+    }
 }
 
 impl Top {
@@ -93,18 +120,19 @@ impl Top {
                 method: init.method.clone(),
                 path: init.path.clone(),
             };
-            if self.open.len() < MOST_OPEN {
-                self.open.insert(of(init.id), (key, false));
-            }
+            self.open.begin(of(init.id), key);
         } else if let Some(init) = &event.response_init_event {
-            if let Some((_, success)) = self.open.get_mut(&of(init.id)) {
+            if let Some((_, success)) = self.open.find(&of(init.id)) {
                 *success = init.http_status < 500;
             }
         } else if let Some(end) = &event.response_end_event
-            && let Some((key, success)) = self.open.remove(&of(end.id))
+            && let Some((key, success)) = self.open.end(&of(end.id))
         {
             let failed = end.reset_error_code.is_some() || end.grpc_status_code.is_some_and(|code| code != 0);
             let latency = end.since_request_init.micros();
+            if self.sums.len() >= MOST_SUMS && !self.sums.contains_key(&key) {
+                self.forget_the_rarest();
+            }
             let sum = self.sums.entry(key).or_default();
             sum.best = if sum.count == 0 { latency } else { sum.best.min(latency) };
             sum.worst = sum.worst.max(latency);
@@ -112,6 +140,14 @@ impl Top {
             sum.count += 1;
             sum.succeeded += u64::from(success && !failed);
         }
+    }
+
+    /// Makes room: paths may have names in them that never come again.
+    fn forget_the_rarest(&mut self) {
+        let mut counts: Vec<_> = self.sums.values().map(|sum| sum.count).collect();
+        let (_, median, _) = counts.select_nth_unstable(MOST_SUMS / 2);
+        let median = *median;
+        self.sums.retain(|_, sum| sum.count > median);
     }
 
     /// The most frequent first.
@@ -167,8 +203,10 @@ const TITLES: [&str; 9] = [
     "SUCCESS",
 ];
 const REFRESH: Duration = Duration::from_secs(1);
-/// Requests whose end is waited for; streams may have none for days.
+/// Requests whose end is waited for.
 const MOST_OPEN: usize = 100_000;
+/// Sums of which the most frequent are shown.
+const MOST_SUMS: usize = 10_000;
 
 pub(crate) const EXAMPLES: &str = "\
   tulle top deploy/web -n shop
@@ -196,7 +234,7 @@ mod tests {
         assert_eq!(lines[1][1..], ["GET", "/b", "2", "2.0ms", "2.0ms", "2.0ms", "50.00%"]);
         assert_eq!(lines[2][2..4], ["/a", "1"]);
         assert_eq!(top.table(1).lines().count(), 2);
-        assert!(top.open.is_empty());
+        assert!(top.open.newer.is_empty());
     }
 
     #[test]
@@ -206,5 +244,41 @@ mod tests {
         top.take(&response, false);
         top.take(&ended, false);
         assert!(top.sums.is_empty());
+    }
+
+    #[test]
+    fn requests_without_an_end_make_room_for_new_ones() {
+        let mut open = Open::default();
+        let id = |stream| ("INBOUND".to_owned(), Id { base: 0, stream });
+        let key = |stream: u64| Key {
+            source: String::new(),
+            destination: String::new(),
+            method: String::new(),
+            path: stream.to_string(),
+        };
+        let last = 2 * MOST_OPEN as u64;
+        for stream in 0..=last {
+            open.begin(id(stream), key(stream));
+        }
+        assert!(open.newer.len() + open.older.len() <= MOST_OPEN);
+        assert!(open.find(&id(0)).is_none());
+        for stream in [last, last - MOST_OPEN as u64 / 2] {
+            assert_eq!(open.end(&id(stream)), Some((key(stream), false)));
+        }
+    }
+
+    #[test]
+    fn paths_that_come_once_make_room_and_frequent_ones_stay() {
+        let mut top = Top::default();
+        for path in ["/often"; 3] {
+            events(path, 200).iter().for_each(|event| top.take(event, true));
+        }
+        for n in 0..MOST_SUMS {
+            events(&format!("/{n}"), 200)
+                .iter()
+                .for_each(|event| top.take(event, true));
+        }
+        assert!(top.sums.len() < MOST_SUMS);
+        assert!(top.table(1).contains("/often"));
     }
 }

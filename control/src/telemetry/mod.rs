@@ -29,6 +29,7 @@ use crate::cluster::Cluster;
 use crate::tls::creds::ServerCreds;
 use crate::webhook::creds::Creds;
 use recorder::Recorder;
+pub use server::Askers;
 use server::{Api, MOST_TAPS};
 use tap::Tapper;
 
@@ -40,13 +41,14 @@ pub struct Parts {
 }
 
 /// Opens the API over what there is in the cluster; sidecars take us for who the credentials say.
-pub fn open(cluster: Cluster, creds: Arc<ServerCreds>, drain: &Watch) -> Parts {
+pub fn open(cluster: Cluster, creds: Arc<ServerCreds>, askers: Askers, drain: &Watch) -> Parts {
     let recorder = Arc::new(Recorder::new(cluster.clone()));
     let api = Api {
         recorder: recorder.clone(),
         tapper: Tapper { cluster, creds },
         drain: drain.clone(),
         taps: Arc::new(Semaphore::new(MOST_TAPS)),
+        askers,
     };
     let drain = drain.clone();
     let record = Box::pin(async move { recorder.keep(drain).await });

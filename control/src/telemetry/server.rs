@@ -1,11 +1,13 @@
 //! Answers questions over HTTP: rows as JSON, and taps as lines of JSON that go on.
 
 use std::convert::Infallible;
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use futures_util::StreamExt as _;
-use http::header::CONTENT_TYPE;
+use http::header::{CONTENT_TYPE, HOST};
+use http::uri::Authority;
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use http_body::Frame;
 use http_body_util::combinators::UnsyncBoxBody;
@@ -33,12 +35,24 @@ pub struct Api {
     pub(super) drain: Watch,
     /// Taps that may run at a time.
     pub(super) taps: Arc<Semaphore>,
+    pub(super) askers: Askers,
+}
+
+/// Who asks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Askers {
+    /// The API server, which has decided whether they may.
+    ApiServer,
+    /// Programs of this machine; not the pages that its browsers show, whose requests have the name of a site.
+    ThisMachine,
 }
 
 #[derive(Debug, thiserror::Error)]
 enum Refusal {
     #[error(transparent)]
     Request(#[from] request::Error),
+    #[error("host {0:?} is not this machine; expected localhost or a loopback address such as 127.0.0.1:8089")]
+    Host(String),
     #[error("{0} is no way to ask; expected GET")]
     Method(Method),
     #[error("{MOST_TAPS} taps run already; end one of them")]
@@ -57,6 +71,13 @@ impl Respond for Api {
 
 impl Api {
     async fn answer(&self, req: &Request<Incoming>) -> Result<Response<Body>, Refusal> {
+        if self.askers == Askers::ThisMachine {
+            let host = req.headers().get(HOST).map_or(&b""[..], HeaderValue::as_bytes);
+            let host = String::from_utf8_lossy(host);
+            if !is_this_machine(&host) {
+                return Err(Refusal::Host(host.into_owned()));
+            }
+        }
         if req.method() != Method::GET {
             return Err(Refusal::Method(req.method().clone()));
         }
@@ -109,6 +130,7 @@ impl Refusal {
         let (status, reason) = match self {
             Self::Request(request::Error::NotFound) => (StatusCode::NOT_FOUND, "NotFound"),
             Self::Request(request::Error::Bad(_)) => (StatusCode::BAD_REQUEST, "BadRequest"),
+            Self::Host(_) => (StatusCode::FORBIDDEN, "Forbidden"),
             Self::Method(_) => (StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed"),
             Self::TooMany => (StatusCode::TOO_MANY_REQUESTS, "TooManyRequests"),
             Self::Write(_) => (StatusCode::INTERNAL_SERVER_ERROR, "InternalError"),
@@ -126,6 +148,16 @@ fn whole(status: StatusCode, value: &impl Serialize) -> Result<Response<Body>, R
     *rsp.status_mut() = status;
     rsp.headers_mut().insert(CONTENT_TYPE, JSON);
     Ok(rsp)
+}
+
+/// A name of somebody else's that leads here (DNS rebinding) is none of ours.
+fn is_this_machine(host: &str) -> bool {
+    let Ok(authority) = host.parse::<Authority>() else {
+        return false;
+    };
+    let name = authority.host();
+    let ip = name.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+    name.eq_ignore_ascii_case("localhost") || ip.is_ok_and(|ip| ip.is_loopback())
 }
 
 /// What the API server asks for to see whether we are there, and clients to learn what there is.
@@ -146,3 +178,32 @@ const JSON: HeaderValue = HeaderValue::from_static("application/json");
 pub(super) const MOST_TAPS: usize = 64;
 /// Lines that wait for a reader; sidecars leave out what does not fit.
 const MOST_WAITING: usize = 400;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_others_are_not_this_machine() {
+        for host in [
+            "127.0.0.1:8089",
+            "127.0.0.1",
+            "localhost:8089",
+            "LocalHost",
+            "[::1]:8089",
+            "[::1]",
+        ] {
+            assert!(is_this_machine(host), "{host}");
+        }
+        for host in [
+            "",
+            "evil.test:8089",
+            "localhost.evil.test",
+            "127.0.0.1.evil.test",
+            "10.0.0.1:8089",
+            "a b",
+        ] {
+            assert!(!is_this_machine(host), "{host}");
+        }
+    }
+}
