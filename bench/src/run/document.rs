@@ -230,6 +230,9 @@ This file is made from the JSON of one run, by `tulle-bench document docs/benchm
 makes that. Rows are measured in turns, peer after peer; the tables have medians, and after ± half the \
 distance of the extremes. The client, both sidecars and the application share the machine: requests/s say how much all of them cost \
 together, CPU times what the sidecars cost. On other machines expect the ratios, not the figures.
+
+tulle is as its images have it, which a compiler has laid out by what the proxy did in rows like these (`./run profile`); the others \
+are as Debian and Envoy's makers have built them.
 ";
 
 #[cfg(test)]

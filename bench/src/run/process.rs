@@ -3,11 +3,13 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
-/// A child process; killed when dropped.
+/// A child process; ended when dropped.
 pub struct Process {
     name: String,
     child: Child,
@@ -141,11 +143,20 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Fails only when it has ended already.
+        let asked_at = Instant::now();
+        let pid = i32::try_from(self.child.id()).map(Pid::from_raw);
+        // Asking and killing fail only when it has ended already.
+        let _ = pid.map(|pid| kill(pid, Signal::SIGTERM));
+        while matches!(self.child.try_wait(), Ok(None)) && asked_at.elapsed() < PATIENCE {
+            std::thread::sleep(Duration::from_millis(5));
+        }
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
+
+/// How long it may take to end by itself, as it has to where it writes something at its end.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 fn first_number(text: &str) -> Option<u64> {
     text.split_whitespace().next()?.parse().ok()
