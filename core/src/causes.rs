@@ -241,6 +241,20 @@ pub const ALL: &[Cause] = &[
         "Compare method, path, host and headers with the routes (`kubectl get httproutes,grpcroutes`); a route without matches catches the rest.",
     ),
     cause(
+        "gateway-domain",
+        Whose::Mesh,
+        "404, NOT_FOUND",
+        "A gateway was asked for a name that is none of those it serves.",
+        "`hop` is the gateway. Add the name's suffix to its `LINKERD2_PROXY_INBOUND_GATEWAY_SUFFIXES`, or look for who sends it there.",
+    ),
+    cause(
+        "gateway-loop",
+        Whose::Mesh,
+        "508, ABORTED",
+        "A request came to a gateway that it had passed before, as its `forwarded` headers tell, or that it was sent by.",
+        "Look at where the gateway's cluster has the name lead to: probably back to where the request came from.",
+    ),
+    cause(
         "no-backend",
         Whose::Policy,
         "502 or 503, UNAVAILABLE",

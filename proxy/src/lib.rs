@@ -8,6 +8,7 @@ pub mod config;
 pub mod env;
 #[cfg(any(test, fuzzing))]
 pub mod fuzz;
+mod gateway;
 mod http;
 mod identity;
 mod inbound;

@@ -11,6 +11,7 @@ use crate::{
     app::Surroundings,
     balance::balancer::Strategy,
     config::{self, Balancing, Config, Direction, InboundMode, Ingress, Visibility},
+    gateway::Through,
     http::{
         access_log::AccessLog,
         client::PoolConfig,
@@ -21,7 +22,9 @@ use crate::{
     },
     identity::Source,
     inbound::{
-        DialAs, Inbound, metrics as inbound_metrics,
+        DialAs, Inbound,
+        gateway::Gateway,
+        metrics as inbound_metrics,
         policy::{Current, Defaults, Ports},
         profiles::{self, Profiles},
     },
@@ -220,8 +223,14 @@ impl Parts<'_> {
         })
     }
 
-    pub(super) fn inbound(&self) -> Arc<Inbound> {
+    /// `outbound` takes on what a gateway is asked for.
+    pub(super) fn inbound(&self, outbound: &Arc<Outbound>) -> Arc<Inbound> {
         let Self { config, registry, .. } = *self;
+        let suffixes = config.inbound.gateway_suffixes.clone();
+        let gateway = (!suffixes.is_empty()).then(|| {
+            let outbound = outbound.clone();
+            Arc::new(Through { outbound, suffixes }) as Arc<dyn Gateway>
+        });
         let direction = &config.inbound.direction;
         let policy = match config.inbound.default_policy {
             config::DefaultPolicy::Deny => DefaultPolicy::Deny,
@@ -285,6 +294,7 @@ impl Parts<'_> {
             tracer: self.tracers[0].clone(),
             name: self.creds.id().as_str().into(),
             names: Hosts::default(),
+            gateway,
             apps: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
         })
     }

@@ -194,7 +194,8 @@ impl App {
             shortage: &shortage,
             tracers: &tracers,
         };
-        let (outbound, inbound) = (parts.outbound(), parts.inbound());
+        let outbound = parts.outbound();
+        let inbound = parts.inbound(&outbound);
         let shutdown = Arc::new(Notify::new());
         let subjects = admin::Subjects {
             registry: registry.clone(),

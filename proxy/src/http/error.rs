@@ -93,6 +93,10 @@ pub(crate) enum Error {
     MemoryShort,
     #[error("no route for request")]
     RouteNotFound,
+    #[error("this gateway does not serve {0}")]
+    GatewayDomain(Arc<str>),
+    #[error("the request has passed this gateway before")]
+    GatewayLoop,
     #[error("backend refuses: {0}")]
     NoBackend(&'static str),
     #[error("{0}")]
@@ -151,6 +155,7 @@ pub(crate) mod grpc {
     pub(crate) const NOT_FOUND: i32 = 5;
     pub(crate) const PERMISSION_DENIED: i32 = 7;
     pub(crate) const FAILED_PRECONDITION: i32 = 9;
+    pub(crate) const ABORTED: i32 = 10;
 }
 
 /// What the client is told.
@@ -219,6 +224,8 @@ impl Error {
             | Self::FailFast(..)
             | Self::Unavailable(_)
             | Self::RouteNotFound
+            | Self::GatewayDomain(_)
+            | Self::GatewayLoop
             | Self::NoBackends
             | Self::NoBackend(_)
             | Self::InvalidPolicy(_)
@@ -283,7 +290,8 @@ impl Error {
                 true,
             ),
             Self::HeadTimeout(_) => answer(StatusCode::REQUEST_TIMEOUT, grpc::DEADLINE_EXCEEDED, true),
-            Self::RouteNotFound => answer(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
+            Self::RouteNotFound | Self::GatewayDomain(_) => answer(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
+            Self::GatewayLoop => answer(StatusCode::LOOP_DETECTED, grpc::ABORTED, true),
             Self::Unauthorized { .. } => answer(StatusCode::FORBIDDEN, grpc::PERMISSION_DENIED, false),
             Self::RateLimited { .. } => answer(StatusCode::TOO_MANY_REQUESTS, grpc::RESOURCE_EXHAUSTED, false),
             Self::Redirect { status, .. } => answer(*status, grpc::NOT_FOUND, false),
@@ -403,6 +411,8 @@ impl Error {
             Self::Shed | Self::TooManyNames { .. } => "overload",
             Self::MemoryShort => "memory-short",
             Self::RouteNotFound => "no-route",
+            Self::GatewayDomain(_) => "gateway-domain",
+            Self::GatewayLoop => "gateway-loop",
             Self::NoBackend(_) | Self::NoBackends => "no-backend",
             Self::InvalidPolicy(_) => "invalid-policy",
             Self::Unauthorized { .. } => "policy-denied",
@@ -478,6 +488,8 @@ mod tests {
             Error::Shed,
             Error::MemoryShort,
             Error::RouteNotFound,
+            Error::GatewayDomain("other.test".into()),
+            Error::GatewayLoop,
             Error::InvalidPolicy("of nobody".into()),
             Error::Unauthorized {
                 rule: String::new(),
@@ -557,6 +569,8 @@ mod tests {
         for (error, expected) in [
             (Error::InvalidPolicy(String::new()), (500, 13, true)),
             (Error::RouteNotFound, (404, 5, false)),
+            (Error::GatewayDomain("other.test".into()), (404, 5, false)),
+            (Error::GatewayLoop, (508, 10, true)),
             (unauthorized, (403, 7, false)),
             (Error::RateLimited { limit: String::new() }, (429, 8, false)),
             (redirect, (302, 5, false)),

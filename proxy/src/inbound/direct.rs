@@ -1,9 +1,12 @@
 //! Connections to the proxy's own port: mTLS with a transport header that says where they want to go.
 
-use std::net::SocketAddr;
+use std::{net::SocketAddr, num::NonZeroU16};
 
 use bytes::BytesMut;
-use tulle_core::metrics::Labels;
+use tulle_core::{
+    addr::{self, NameAddr, ParseAddrError},
+    metrics::Labels,
+};
 
 use crate::{
     inbound::metrics::Families,
@@ -23,23 +26,42 @@ pub(super) enum DirectError {
     #[error(transparent)]
     Invalid(#[from] InvalidHeader),
     #[error("{name} can only be reached through a gateway, which this proxy is not")]
-    NotAGateway { name: String },
+    NotAGateway { name: NameAddr },
+    #[error(transparent)]
+    Name(#[from] ParseAddrError),
+}
+
+/// What a transport header asks for.
+pub(super) struct Asked {
+    /// The name of a service, which only a gateway can serve.
+    pub(super) name: Option<NameAddr>,
+    port: NonZeroU16,
+    pub(super) protocol: Option<SessionProtocol>,
+}
+
+impl Asked {
+    fn from(header: TransportHeader) -> Result<Self, ParseAddrError> {
+        let TransportHeader { name, port, protocol } = header;
+        let name = name.map(|name| format!("{name}:{port}").parse()).transpose()?;
+        Ok(Self { name, port, protocol })
+    }
 }
 
 /// Reads the transport header; what follows it stays in front of the stream.
 ///
 /// # Errors
 /// There is none, or it asks for what only a gateway can give.
-pub(super) async fn header(mut io: Io) -> Result<(Io, TransportHeader), DirectError> {
+pub(super) async fn header(mut io: Io, is_gateway: bool) -> Result<(Io, Asked), DirectError> {
     let mut bytes = BytesMut::new();
     loop {
         match TransportHeader::decode(&bytes) {
             Decoded::Header(header, used) => {
                 let _ = bytes.split_to(used);
-                if let Some(name) = header.name {
-                    return Err(DirectError::NotAGateway { name });
+                let asked = Asked::from(header)?;
+                match asked.name {
+                    Some(name) if !is_gateway => return Err(DirectError::NotAGateway { name }),
+                    _ => return Ok((io.unread(bytes.freeze()), asked)),
                 }
-                return Ok((io.unread(bytes.freeze()), header));
             }
             Decoded::Invalid(reason) => return Err(reason.into()),
             Decoded::Incomplete => {}
@@ -51,21 +73,21 @@ pub(super) async fn header(mut io: Io) -> Result<(Io, TransportHeader), DirectEr
 }
 
 /// Counts a direct connection by what its header says.
-pub(super) fn count(families: &Families, header: &TransportHeader, tls: &ServerTls) {
-    let protocol = match header.protocol {
+pub(super) fn count(families: &Families, asked: &Asked, name: Option<&NameAddr>, tls: &ServerTls) {
+    let protocol = match asked.protocol {
         Some(SessionProtocol::Http1) => "http/1",
         Some(SessionProtocol::Http2) => "http/2",
         None => "",
     };
     let labels = Labels::new()
         .with("session_protocol", protocol)
-        .with("target_port", header.port)
-        .with("target_name", "")
+        .with("target_port", asked.port)
+        .with("target_name", name.map_or("", |name| &name.name))
         .with("client_id", tls.client_id().map_or("", |id| id.as_str()));
     families.transport_header.get(&labels).inc();
 }
 
 /// The application's address that a direct connection means: the address it came to, at the header's port.
-pub(super) fn target(local: SocketAddr, header: &TransportHeader) -> SocketAddr {
-    SocketAddr::new(tulle_core::addr::canonical(local).ip(), header.port.get())
+pub(super) fn target(local: SocketAddr, asked: &Asked) -> SocketAddr {
+    SocketAddr::new(addr::canonical(local).ip(), asked.port.get())
 }

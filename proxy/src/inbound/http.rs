@@ -24,6 +24,7 @@ use crate::{
     },
     inbound::{
         App, Inbound, Peer,
+        gateway::{self, Gateway, Onward},
         metrics::{RouteSeries, connection_labels, with_meta},
         policy::{Current, Port},
         profiles::Routes,
@@ -52,12 +53,19 @@ pub(super) struct HttpConnection {
     pub(super) peer: Peer,
     pub(super) tls: ServerTls,
     pub(super) port: Arc<Port>,
-    /// The application, from this worker.
-    pub(super) app: Arc<Client>,
+    pub(super) to: To,
     /// `l5d-client-id` of every request.
     pub(super) client_id: Option<HeaderValue>,
     pub(super) seen: Mutex<Seen>,
     pub(super) drain: drain::Watch,
+}
+
+/// Where the requests of a connection go.
+pub(super) enum To {
+    /// To the application, from this worker.
+    App(Arc<Client>),
+    /// To a name of another network.
+    Onward(Arc<dyn Gateway>, Box<Onward>),
 }
 
 /// One request, as its route counts it.
@@ -133,6 +141,16 @@ impl HttpConnection {
         let started = Instant::now();
         let restored = orig_proto::restore(req)?;
         headers::check_request(req)?;
+        let app = match &self.to {
+            To::App(app) => app,
+            To::Onward(gateway, onward) => {
+                let mut sent = Box::pin(self.go_on(&**gateway, onward, req, started)).await;
+                if let (Ok(rsp), Some(version)) = (&mut sent, restored) {
+                    orig_proto::mark_response(rsp, version);
+                }
+                return sent;
+            }
+        };
         let upgrade = req.body_mut().take_client();
         if upgrade.is_none() && req.version() <= Version::HTTP_11 {
             headers::strip_hop_by_hop(req.headers_mut());
@@ -171,7 +189,7 @@ impl HttpConnection {
         let tracer = self.inbound.tracer.as_ref();
         let came = trace::came(tracer, req);
         let goes = trace::goes(tracer, req);
-        let sent = self.send(req, upgrade, &passage.handles).await;
+        let sent = self.send(app, req, upgrade, &passage.handles).await;
         trace::ended(goes, &sent);
         trace::ended(came, &sent);
         let rsp = match sent {
@@ -202,6 +220,34 @@ impl HttpConnection {
             orig_proto::mark_response(&mut rsp, version);
         }
         Ok(rsp)
+    }
+
+    /// Sends a request on to a name of another network, if the client may.
+    async fn go_on(
+        &self,
+        gateway: &dyn Gateway,
+        onward: &Onward,
+        req: &mut Request<Body>,
+        started: Instant,
+    ) -> Result<Response<Body>, Error> {
+        let (own, client) = (&*self.inbound.name, self.tls.client_id().map_or("", |id| id.as_str()));
+        req.headers_mut().remove(names::L5D_CLIENT_ID); // the next proxy says who we are
+        let handles = self.authorize(req)?;
+        gateway::check_loop(own, client, Some(req))?;
+        gateway::mark(own, client, req);
+        handles.route.request();
+        let upload = Upload::of(req, started, &handles.route.request_frames);
+        let mut passage = Passage::new(handles, upload);
+        let span = trace::came(self.inbound.tracer.as_ref(), req);
+        let sent = gateway.send(onward, req).await;
+        trace::ended(span, &sent);
+        match sent {
+            Ok(rsp) => Ok(classify::observe(rsp, started, passage)),
+            Err(error) => {
+                passage.failed(&error);
+                Err(error)
+            }
+        }
     }
 
     /// Finds the profile that the client's proxy says it went by; strangers are not believed.
@@ -346,6 +392,7 @@ impl HttpConnection {
     /// that is safe.
     async fn send(
         self: &Arc<Self>,
+        app: &Client,
         req: &mut Request<Body>,
         upgrade: Option<oneshot::Receiver<Io>>,
         handles: &Arc<Handles>,
@@ -364,13 +411,13 @@ impl HttpConnection {
         let again =
             (protocol == Protocol::Http2 && req.method().is_idempotent() && http_body::Body::is_end_stream(req.body()))
                 .then(|| copy_of(req));
-        let ready = self.app.ready(protocol, reuse).await.map_err(unreachable_app)?;
-        let mut rsp = match self.app.send(ready, req).await {
+        let ready = app.ready(protocol, reuse).await.map_err(unreachable_app)?;
+        let mut rsp = match app.send(ready, req).await {
             Err(error) if error.retry() != Retry::No && again.is_some() => {
                 let Some(mut req) = again else { return Err(error) };
-                let ready = self.app.ready(protocol, Reuse::OwnConnection).await;
+                let ready = app.ready(protocol, Reuse::OwnConnection).await;
                 let ready = ready.map_err(unreachable_app)?;
-                Box::pin(self.app.send(ready, &mut req)).await?
+                Box::pin(app.send(ready, &mut req)).await?
             }
             result => result.map_err(unreachable_app)?,
         };

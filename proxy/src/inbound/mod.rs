@@ -7,6 +7,7 @@ mod cut;
 mod debug;
 mod direct;
 mod forward;
+pub(crate) mod gateway;
 mod http;
 pub(crate) mod metrics;
 pub(crate) mod policy;
@@ -25,7 +26,7 @@ use futures_util::FutureExt as _;
 use parking_lot::Mutex;
 use tokio::{net::TcpStream, time::Instant};
 use tulle_core::{
-    addr::{Addr, ClientAddr, OrigDst},
+    addr::{Addr, ClientAddr, NameAddr, OrigDst},
     drain,
 };
 
@@ -40,7 +41,8 @@ use crate::{
     },
     inbound::{
         forward::Forward,
-        http::HttpConnection,
+        gateway::{Gateway, Onward},
+        http::{HttpConnection, To},
         metrics::Families,
         policy::{Current, Port, Ports},
         profiles::Profiles,
@@ -94,8 +96,10 @@ pub(crate) struct Inbound {
     pub(crate) taps: Arc<Taps>,
     /// Who makes spans of traces, where there are any.
     pub(crate) tracer: Option<Tracer>,
-    /// Names that TLS of others is for, which are told apart on metrics.
+    /// Names that TLS and transport headers are for, which are told apart on metrics.
     pub(crate) names: Hosts<()>,
+    /// Who takes on what is for names of another network, if anybody.
+    pub(crate) gateway: Option<Arc<dyn Gateway>>,
     /// Clients of the application, by worker and what is dialled.
     pub(crate) apps: Vec<Mutex<HashMap<App, Arc<Client>>>>,
 }
@@ -287,6 +291,8 @@ struct HttpStart {
     peer: Peer,
     tls: ServerTls,
     port: Arc<Port>,
+    /// The name that it is for, at a gateway.
+    name: Option<NameAddr>,
 }
 
 impl Connection {
@@ -357,29 +363,48 @@ impl Connection {
             fail(HandshakeFailure::NoCertificate);
             return None;
         };
-        let (io, header) = match tokio::time::timeout_at(deadline, direct::header(io)).await {
-            Ok(Ok(read)) => read,
-            Ok(Err(error)) => {
-                families.tcp_failed(local, "transport header", "bad-transport-header");
-                tracing::info!(client = %client.0, %error, "direct connection refused");
-                return None;
-            }
-            Err(_) => {
-                families.tcp_failed(local, "transport header timeout", "detect-timeout");
-                return None;
-            }
-        };
-        direct::count(families, &header, &tls);
-        let peer = Peer {
-            client,
-            target: direct::target(local, &header),
+        let (io, header) =
+            match tokio::time::timeout_at(deadline, direct::header(io, self.inbound.gateway.is_some())).await {
+                Ok(Ok(read)) => read,
+                Ok(Err(error)) => {
+                    families.tcp_failed(local, "transport header", "bad-transport-header");
+                    tracing::info!(client = %client.0, %error, "direct connection refused");
+                    return None;
+                }
+                Err(_) => {
+                    families.tcp_failed(local, "transport header timeout", "detect-timeout");
+                    return None;
+                }
+            };
+        let known = |name: &NameAddr| self.inbound.names.get(&name.name, |_| ()).is_some();
+        let label = header.name.as_ref().filter(|name| known(name));
+        direct::count(families, &header, label, &tls);
+        let peer = match &header.name {
+            // What is for others is permitted by the policy of our own port.
+            Some(_) => peer,
+            None => Peer {
+                client,
+                target: direct::target(local, &header),
+            },
         };
         let port = self.port(&peer)?;
         let current = port.current();
         let io = io.count(self.inbound.client_counts(&peer, &tls, &current));
         let protocol = match header.protocol {
             None => {
-                return Some(Start::bytes(io, peer, tls, port, current));
+                let server = match &header.name {
+                    Some(name) => Some(self.onward(name, &peer, &tls, &port, &current).await?),
+                    None => None,
+                };
+                return Some(Start::Bytes(BytesStart {
+                    io,
+                    app: server,
+                    first: Bytes::new(),
+                    peer,
+                    tls,
+                    port,
+                    current,
+                }));
             }
             Some(SessionProtocol::Http1) => Protocol::Http1,
             Some(SessionProtocol::Http2) => Protocol::Http2,
@@ -390,7 +415,36 @@ impl Connection {
             peer,
             tls,
             port,
+            name: header.name,
         }))
+    }
+
+    /// The way for bytes to a name of another network, if the client may have it.
+    async fn onward(
+        &self,
+        name: &NameAddr,
+        peer: &Peer,
+        tls: &ServerTls,
+        port: &Port,
+        current: &Current,
+    ) -> Option<Io> {
+        let inbound = &self.inbound;
+        let permitted = self.forward(peer, tls, port).permit(current)?;
+        let opened = async {
+            gateway::check_loop(&inbound.name, tls.client_id().map_or("", |id| id.as_str()), None)?;
+            inbound.gateway.as_ref().ok_or(Error::RouteNotFound)?.open(name).await
+        };
+        match opened.await {
+            Ok(io) => {
+                inbound.families.tcp_allow.get(&permitted).inc();
+                Some(io)
+            }
+            Err(error) => {
+                tracing::info!(client = %peer.client.0, target = %name, %error, "connection refused");
+                inbound.families.tcp_failed(peer.target, error.label(), error.cause());
+                None
+            }
+        }
     }
 
     /// The port that a client wants, unless it is one too many.
@@ -567,6 +621,7 @@ impl Connection {
             peer,
             tls,
             port,
+            name: None,
         }))
     }
 
@@ -617,6 +672,7 @@ impl Connection {
             peer,
             tls,
             port,
+            name: None,
         }))
     }
 
@@ -642,6 +698,7 @@ impl Connection {
             peer,
             tls,
             port,
+            name,
         } = start;
         let inbound = &self.inbound;
         let closer = Closer::default();
@@ -654,12 +711,24 @@ impl Connection {
         let place = Place {
             direction: "inbound",
             hop: inbound.name.clone(),
-            target: Addr::Socket(peer.target),
+            target: name.clone().map_or(Addr::Socket(peer.target), Addr::Name),
             client: peer.client.0,
             client_id: client_id.clone(),
         };
+        let to = match (name, &inbound.gateway) {
+            (Some(name), Some(gateway)) => {
+                let onward = Onward {
+                    name,
+                    worker: self.worker,
+                    client: peer.client.0,
+                    drain: self.drain.clone(),
+                };
+                To::Onward(gateway.clone(), Box::new(onward))
+            }
+            _ => To::App(inbound.app(self.worker, &peer)),
+        };
         let connection = Arc::new(HttpConnection {
-            app: inbound.app(self.worker, &peer),
+            to,
             inbound: inbound.clone(),
             peer,
             tls,

@@ -232,7 +232,7 @@ async fn send(io: &mut Io, bytes: &[u8]) -> Option<()> {
 }
 
 /// A refusal of bytes, as HTTP clients are told.
-fn answered(error: OpaqueError, snapshot: &Snapshot) -> Error {
+pub(super) fn answered(error: OpaqueError, snapshot: &Snapshot) -> Error {
     match error {
         OpaqueError::Unreached(error) => error,
         OpaqueError::Refused(refusal) => Error::Unauthorized {

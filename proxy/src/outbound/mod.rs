@@ -13,6 +13,7 @@ pub(crate) mod endpoint;
 mod explicit;
 mod http;
 pub(crate) mod metrics;
+mod named;
 mod opaque;
 mod profile;
 mod reach;

@@ -502,12 +502,14 @@ fn an_endpoint_with_an_authority_is_asked_by_it() {
     });
 }
 
-/// `client` sends all to the own port of the proxy of `web`, with a transport header.
-fn direct(test: impl AsyncFnOnce(&Mesh, &Policies, WeightedAddr) + Send) {
+/// `client` sends all to the own port of the proxy of `web`, with a transport header; `web` is a gateway to these names.
+fn direct(suffixes: &str, test: impl AsyncFnOnce(&Mesh, &Policies, WeightedAddr) + Send) {
     let mesh = mesh()
         .workload("client")
         .its_env("POLICY_SVC_ADDR", policies::ADDR)
-        .workload("web");
+        .workload("web")
+        .its_env("INBOUND_GATEWAY_SUFFIXES", suffixes)
+        .workload("other");
     mesh.run(async |mesh: &Mesh| {
         let policies = Policies::serve().await;
         let name = tls_identity::DnsLikeIdentity { name: identity("web") };
@@ -528,7 +530,7 @@ fn direct(test: impl AsyncFnOnce(&Mesh, &Policies, WeightedAddr) + Send) {
 
 #[test]
 fn a_header_that_leads_back_to_its_proxy_is_refused() {
-    direct(async |mesh: &Mesh, policies: &Policies, back: WeightedAddr| {
+    direct("", async |mesh: &Mesh, policies: &Policies, back: WeightedAddr| {
         policies.say_of_destinations(Ok(http1(rule(forward(back)))));
         let answer = mesh.get("client", DIALLED, "/").await;
         assert_eq!((answer.status.as_u16(), answer.cause()), (502, "loop"));
@@ -537,18 +539,87 @@ fn a_header_that_leads_back_to_its_proxy_is_refused() {
 
 #[test]
 fn a_header_that_names_a_service_is_refused_by_who_is_no_gateway() {
-    direct(async |mesh: &Mesh, policies: &Policies, to_proxy: WeightedAddr| {
-        let named = WeightedAddr {
-            authority_override: Some(AuthorityOverride {
-                authority_override: "other.test:81".into(),
-            }),
-            ..to_proxy
-        };
-        policies.say_of_destinations(Ok(http1(rule(forward(named)))));
+    direct("", async |mesh: &Mesh, policies: &Policies, to_proxy: WeightedAddr| {
+        policies.say_of_destinations(Ok(http1(rule(forward(named(to_proxy, "other.test:81"))))));
         assert_eq!(mesh.get("client", DIALLED, "/").await.status, 502);
         let refused = mesh.metric("web", "tulle_failures_total", &["cause=\"bad-transport-header\""]);
         assert!(refused.await >= 1.0);
     });
+}
+
+/// The same endpoint, asked for a name.
+fn named(endpoint: WeightedAddr, name: &str) -> WeightedAddr {
+    WeightedAddr {
+        authority_override: Some(AuthorityOverride {
+            authority_override: name.into(),
+        }),
+        ..endpoint
+    }
+}
+
+#[test]
+fn a_gateway_sends_requests_on_to_the_names_it_serves() {
+    direct(
+        "svc.cluster.local.",
+        async |mesh: &Mesh, policies: &Policies, to_proxy: WeightedAddr| {
+            apps::echo(mesh, "other").await;
+            let service = format!("other.shop.svc.cluster.local:{HTTP}");
+            policies.say_of_destinations(Ok(http1(rule(forward(named(to_proxy.clone(), &service))))));
+            let answer = mesh.get("client", DIALLED, "/headers").await;
+            assert_eq!(answer.status, 200, "{answer:?}");
+            let seen: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
+            // The other sidecar has been asked by the gateway, for the client.
+            assert_eq!(seen["l5d-client-id"], serde_json::json!([identity("web")]));
+            let (gateway, client) = (identity("web"), identity("client"));
+            let passed = format!("by={gateway};for={client};host=\"{service}\";proto=https");
+            assert_eq!(seen["forwarded"], serde_json::json!([passed]));
+
+            let elsewhere = named(to_proxy.clone(), "other.test:81");
+            policies.say_of_destinations(Ok(http1(rule(forward(elsewhere)))));
+            eventually("the names are known", async || {
+                let answer = mesh.get("client", DIALLED, "/").await;
+                (answer.cause() == "gateway-domain").then(|| assert_eq!(answer.status, 404))
+            })
+            .await;
+
+            policies.say_of_destinations(Ok(http1(rule(forward(named(to_proxy, &service))))));
+            eventually("the name is asked for again", async || {
+                let mut again = request("/");
+                let passed = format!("by={gateway};for=x").parse().unwrap();
+                again.headers_mut().append("forwarded", passed);
+                let mut client = Client1::over(mesh.dial("client", DIALLED).await).await;
+                let answer = client.ask(again).await.unwrap();
+                (answer.cause() == "gateway-loop").then(|| assert_eq!(answer.status, 508))
+            })
+            .await;
+        },
+    );
+}
+
+#[test]
+fn a_gateway_carries_bytes_to_the_names_it_serves() {
+    direct(
+        "svc.cluster.local.",
+        async |mesh: &Mesh, policies: &Policies, to_proxy: WeightedAddr| {
+            apps::echo(mesh, "other").await;
+            let bytes = |name: &str| {
+                let opaque = WeightedAddr {
+                    protocol_hint: Some(ProtocolHint {
+                        protocol: Some(protocol_hint::Protocol::Opaque(Default::default())),
+                        opaque_transport: Some(protocol_hint::OpaqueTransport { inbound_port: 4143 }),
+                    }),
+                    ..named(to_proxy.clone(), name)
+                };
+                policy(Kind::Opaque(self::opaque(forward(opaque))))
+            };
+            policies.say_of_destinations(Ok(bytes(&format!("other.shop.svc.cluster.local:{OPAQUE}"))));
+            let mut stream = mesh.dial("client", DIALLED).await;
+            stream.write_all(b"hello").await.unwrap();
+            let mut echoed = [0; 5];
+            stream.read_exact(&mut echoed).await.unwrap();
+            assert_eq!(&echoed, b"hello");
+        },
+    );
 }
 
 /// Everybody may speak this.
