@@ -44,6 +44,8 @@ pub(crate) enum DnsError {
         #[source]
         source: NetError,
     },
+    #[error("looking up {name}: no answer within {limit:?}")]
+    Late { name: Arc<str>, limit: Duration },
     #[error("{name} has no addresses")]
     Empty { name: Arc<str> },
 }
@@ -93,18 +95,23 @@ impl Resolver {
     /// The addresses of a name that an application asks for, IPv4 and IPv6.
     ///
     /// # Errors
-    /// It has none, or nobody answers.
-    pub(crate) async fn addresses(&self, name: &str) -> Result<Addresses, DnsError> {
-        let lookup = self.shared.resolver()?.lookup_ip(name).await;
-        self.count(&"applications", "A/AAAA", lookup.is_ok());
+    /// It has none, or nobody answers within `limit`.
+    pub(crate) async fn addresses(&self, name: &str, limit: Duration) -> Result<Addresses, DnsError> {
+        let resolver = self.shared.resolver()?;
+        let lookup = tokio::time::timeout(limit, resolver.lookup_ip(name)).await;
+        self.count(&"applications", "A/AAAA", matches!(lookup, Ok(Ok(_))));
         match lookup {
-            Ok(lookup) => Ok(Addresses {
+            Ok(Ok(lookup)) => Ok(Addresses {
                 ips: lookup.iter().collect(),
                 until: Instant::from_std(lookup.valid_until()),
             }),
-            Err(source) => Err(DnsError::Lookup {
+            Ok(Err(source)) => Err(DnsError::Lookup {
                 name: name.into(),
                 source,
+            }),
+            Err(_) => Err(DnsError::Late {
+                name: name.into(),
+                limit,
             }),
         }
     }
@@ -218,6 +225,8 @@ mod tests {
         }
     }
 
+    const LIMIT: Duration = Duration::from_secs(10);
+
     /// The records of a small zone, and what holds them.
     fn zone(name: &str, kind: RecordType) -> Vec<RData> {
         let srv = |target: &str| RData::SRV(SRV::new(0, 1, 9086, Name::from_ascii(target).unwrap()));
@@ -307,7 +316,7 @@ mod tests {
         ] {
             let resolver = resolver(addr, Config { min_ttl, max_ttl }, &Registry::new());
             let asked_at = Instant::now();
-            let found = resolver.addresses("both.mesh.").await.unwrap();
+            let found = resolver.addresses("both.mesh.", LIMIT).await.unwrap();
             let mut ips = found.ips;
             ips.sort_unstable();
             assert_eq!(ips, ["10.0.0.4", "fd00::4"].map(|ip| ip.parse::<IpAddr>().unwrap()));
@@ -319,6 +328,19 @@ mod tests {
             );
         }
         let resolver = resolver(addr, Config::default(), &Registry::new());
-        assert!(resolver.addresses("missing.mesh.").await.is_err());
+        assert!(resolver.addresses("missing.mesh.", LIMIT).await.is_err());
+    }
+
+    #[tokio::test]
+    async fn servers_that_do_not_answer_are_given_up_and_counted() {
+        let silent = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let registry = Registry::new();
+        let resolver = resolver(silent.local_addr().unwrap(), Config::default(), &registry);
+        let limit = Duration::from_millis(50);
+        let error = resolver.addresses("both.mesh.", limit).await.unwrap_err();
+        assert_eq!(error.to_string(), "looking up both.mesh.: no answer within 50ms");
+        let counted =
+            r#"control_dns_resolutions_total{client="applications",record_type="A/AAAA",result="not_found"} 1"#;
+        assert!(registry.render().contains(counted), "{}", registry.render());
     }
 }

@@ -71,7 +71,7 @@ impl Discover {
         if !found.snapshot().is_foreign {
             return Ok(found);
         }
-        let look_up = || self.resolver.addresses(&name.name);
+        let look_up = |limit| self.resolver.addresses(&name.name, limit);
         let addr = found.resolved.next(&name, look_up).await?;
         self.get(Addr::Socket(addr), limit).await
     }
