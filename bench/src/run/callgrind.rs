@@ -1,4 +1,4 @@
-//! What a process does between two moments, counted by callgrind: instructions, by function, and allocations.
+//! What a process does between two moments, counted by callgrind: instructions, by function and by file, and allocations.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -22,6 +22,8 @@ pub(super) fn arguments(out: &Path) -> [String; 4] {
 pub(super) struct Counts {
     /// Instructions by the function that has them, without those it calls.
     pub(super) functions: BTreeMap<String, u64>,
+    /// Instructions by the source file that they are of, wherever that was inlined; none for programs without line tables.
+    pub(super) files: BTreeMap<String, u64>,
     pub(super) allocations: u64,
 }
 
@@ -54,12 +56,18 @@ pub(super) fn dump(mut control: Command, pid: u32, out: &Path, number: u32) -> a
 /// Reads a dump. Its format is in the manual of valgrind, "Callgrind Format Specification".
 fn parse(text: &str) -> Counts {
     let mut names: HashMap<&str, String> = HashMap::new();
+    let mut paths: HashMap<&str, String> = HashMap::new();
     let mut counts = Counts::default();
     let mut function = String::new();
     let mut called = String::new();
+    let mut file = String::new();
     let mut is_call = false;
     for line in text.lines() {
-        if let Some(name) = line.strip_prefix("fn=") {
+        if let Some(path) = ["fl=", "fi=", "fe="].iter().find_map(|start| line.strip_prefix(start)) {
+            file = named(&mut paths, path);
+        } else if let Some(path) = ["cfi=", "cfl="].iter().find_map(|start| line.strip_prefix(start)) {
+            named(&mut paths, path); // it may say here first what a number stands for
+        } else if let Some(name) = line.strip_prefix("fn=") {
             function = named(&mut names, name);
         } else if let Some(name) = line.strip_prefix("cfn=") {
             called = named(&mut names, name);
@@ -74,6 +82,7 @@ fn parse(text: &str) -> Counts {
             if !std::mem::take(&mut is_call) {
                 let cost = line.split_whitespace().nth(1).and_then(|cost| cost.parse().ok());
                 *counts.functions.entry(function.clone()).or_default() += cost.unwrap_or(0_u64);
+                *counts.files.entry(file.clone()).or_default() += cost.unwrap_or(0_u64);
             }
         }
     }
@@ -124,12 +133,14 @@ mod tests {
     fn costs_are_counted_where_they_are_and_calls_of_allocators_once() {
         let dump = "# callgrind format\nversion: 1\nevents: Ir\npositions: line\n\n\
             ob=(1) /proxy\nfl=(1) a.rs\nfn=(1) a::b::h0123456789abcdef\n0 10\n\
-            cfn=(2) malloc\ncalls=3 0\n0 300\n0 5\n\n\
-            fn=(2)\n0 60\ncfn=(3) posix_memalign\ncalls=1 0\n0 7\n\n\
+            cfi=(2) malloc.c\ncfn=(2) malloc\ncalls=3 0\n0 300\nfi=(3) b.rs\n0 5\n\n\
+            fl=(2)\nfn=(2)\n0 60\ncfn=(3) posix_memalign\ncalls=1 0\n0 7\n\n\
             fn=(3)\n+0 7\n\nfn=(4) a::b'2\n0 1\ntotals: 83\n";
         let counts = parse(dump);
         let functions: Vec<(&str, u64)> = counts.functions.iter().map(|(name, n)| (name.as_str(), *n)).collect();
         assert_eq!(functions, [("a::b", 16), ("malloc", 60), ("posix_memalign", 7)]);
+        let files: Vec<(&str, u64)> = counts.files.iter().map(|(name, n)| (name.as_str(), *n)).collect();
+        assert_eq!(files, [("a.rs", 10), ("b.rs", 5), ("malloc.c", 68)]);
         assert_eq!(counts.allocations, 3);
     }
 }

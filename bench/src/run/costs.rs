@@ -34,7 +34,8 @@ pub struct Args {
     /// By which rules requests go; the baseline is of those without any.
     #[arg(long, value_name = "ROW", default_value = "http-c1")]
     row: Row,
-    /// Have somebody tap one of so many requests meanwhile, at both sidecars.
+    /// Compare with what it costs while somebody taps one of so many requests at both sidecars, instead of with the
+    /// baseline.
     #[arg(long, value_name = "REQUESTS")]
     tap_one_in: Option<u32>,
 }
@@ -47,6 +48,9 @@ struct Cost {
     allocations: f64,
     /// Instructions of the functions that have the most, without those they call.
     functions: BTreeMap<String, f64>,
+    /// Instructions of what shows requests to somebody, where nobody wants to see them.
+    #[serde(skip)]
+    unwatched: f64,
 }
 
 #[derive(Debug, Default, Deserialize, PartialEq, Serialize)]
@@ -57,7 +61,10 @@ struct Costs {
 
 /// Measures, prints, and fails when a request costs more than it did.
 pub fn main(args: &Args) -> anyhow::Result<()> {
-    let costs = measure(args)?;
+    if let Some(one_in) = args.tap_one_in {
+        return taps(args, one_in);
+    }
+    let [costs] = measure(args, REQUESTS, [None])?;
     if args.write {
         let json = serde_json::to_string_pretty(&costs).context("encoding the costs")? + "\n";
         return std::fs::write(&args.baseline, json).with_context(|| format!("writing {}", args.baseline.display()));
@@ -75,12 +82,21 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     ] {
         let _ = writeln!(
             text,
-            "the {side}'s sidecar: {:.0} instructions a request ({:+.1} %), {:.2} allocations ({:+.1} %)",
+            "the {side}'s sidecar: {:.0} instructions a request ({:+.1} %), {:.0} of them of taps, traces and access logs that \
+             nobody asked for; {:.2} allocations ({:+.1} %)",
             now.instructions,
             percent(before.instructions, now.instructions),
+            now.unwatched,
             now.allocations,
             percent(before.allocations, now.allocations)
         );
+        if now.unwatched > UNWATCHED {
+            exceeded.push(format!(
+                "in the {side}'s sidecar {:.0} instructions of a request are of taps, traces and access logs that nobody asked \
+                 for; it takes {UNWATCHED:.0} to see that",
+                now.unwatched
+            ));
+        }
         dearer.extend(compare(before, now).map(|why| format!("in the {side}'s sidecar {why}")));
         // Whatever the baseline is, and to a tenth: what is not a request's own is spread over them.
         let bound = limits.iter().find(|bound| bound.metric == metric);
@@ -99,6 +115,33 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
         "{}\nif it is worth that, \"tulle-bench costs --write\" notes it down",
         dearer.join("\n")
     );
+    Ok(())
+}
+
+/// Measures what a tap costs those that are not shown, prints that, and fails when it is more than it may be.
+fn taps(args: &Args, one_in: u32) -> anyhow::Result<()> {
+    let requests = REQUESTS.max(one_in.saturating_mul(SHOWN));
+    let [without, with] = measure(args, requests, [None, Some(one_in)])?;
+    let (mut text, mut exceeded) = (String::new(), Vec::new());
+    for (side, without, with) in [
+        ("client", &without.client, &with.client),
+        ("server", &without.server, &with.server),
+    ] {
+        let more = percent(without.instructions, with.instructions);
+        let _ = writeln!(
+            text,
+            "the {side}'s sidecar: {:.0} instructions a request, {more:+.1} % with a tap of one in {one_in}",
+            without.instructions
+        );
+        if more >= TAPPED * 100.0 {
+            exceeded.push(format!(
+                "in the {side}'s sidecar a tap of one in {one_in} costs {more:.1} %; it may cost {:.0} %",
+                TAPPED * 100.0
+            ));
+        }
+    }
+    tools::print(&text)?;
+    ensure!(exceeded.is_empty(), "{}", exceeded.join("\n"));
     Ok(())
 }
 
@@ -134,7 +177,8 @@ fn compare(before: &Cost, now: &Cost) -> Option<String> {
     Some(why.join(", ") + &named.map(|(_, line)| line).collect::<String>())
 }
 
-fn measure(args: &Args) -> anyhow::Result<Costs> {
+/// What requests cost while nobody taps them or one of so many is tapped, one after the other in the same sidecars.
+fn measure<const N: usize>(args: &Args, requests: u32, tapped: [Option<u32>; N]) -> anyhow::Result<[Costs; N]> {
     scene::prepare(&[Peer::Tulle], &["valgrind", "callgrind_control", "h2load"])?;
     let scene = Scene::build()?;
     let setup = Setup {
@@ -145,32 +189,46 @@ fn measure(args: &Args) -> anyhow::Result<Costs> {
     let sidecars = sidecars.context("there are no sidecars")?;
     // Connections are made and learned about, buffers are as large as they will be.
     generators::one_by_one(&scene, SERVICE, WARM_UP)?;
-    let taps = match args.tap_one_in {
-        None => Vec::new(),
-        Some(one_in) => {
-            let begin = |(side, _)| tap::begin(scene.namespace(side), one_in);
-            sidecars
-                .sides()
-                .into_iter()
-                .map(begin)
-                .collect::<anyhow::Result<Vec<_>>>()?
-        }
-    };
-    dump(&scene, &sidecars, 1)?;
-    generators::one_by_one(&scene, SERVICE, REQUESTS)?;
-    let [client, server] = dump(&scene, &sidecars, 2)?.map(Cost::of);
-    ensure!(
-        taps.iter().all(|n| n.load(Ordering::Relaxed) > 0),
-        "a tap has seen nothing"
-    );
+    let mut costs = [const { None }; N];
+    for (n, (costs, one_in)) in (0..).zip(costs.iter_mut().zip(tapped)) {
+        *costs = Some(watched(&scene, &sidecars, requests, 2 * n + 1, one_in)?);
+    }
     if let Some(dir) = args.dumps.as_deref() {
         std::fs::create_dir_all(dir).with_context(|| format!("making {}", dir.display()))?;
         for (side, _) in sidecars.sides() {
-            let from = out(&scene, side).with_extension("2");
+            let from = out(&scene, side).with_extension((2 * N).to_string());
             std::fs::copy(&from, dir.join(side.name()).with_extension("2"))
                 .with_context(|| format!("copying {}", from.display()))?;
         }
     }
+    Ok(costs.map(|costs| costs.expect("each has been measured")))
+}
+
+/// What so many requests cost each, between two dumps, the first of which has that number.
+fn watched(
+    scene: &Scene,
+    sidecars: &Sidecars,
+    requests: u32,
+    number: u32,
+    one_in: Option<u32>,
+) -> anyhow::Result<Costs> {
+    let begin = |(side, _)| one_in.map(|one_in| tap::begin(scene.namespace(side), one_in));
+    let taps: Vec<_> = sidecars
+        .sides()
+        .into_iter()
+        .filter_map(begin)
+        .collect::<Result<_, _>>()?;
+    dump(scene, sidecars, number)?;
+    generators::one_by_one(scene, SERVICE, requests)?;
+    let [client, server] = dump(scene, sidecars, number + 1)?.map(|counts| Cost::of(counts, requests));
+    ensure!(
+        taps.iter().all(|n| n.load(Ordering::Relaxed) > 0),
+        "a tap has seen nothing"
+    );
+    ensure!(
+        client.unwatched > 0.0,
+        "no instruction is known to be of a file: the binaries have no line tables"
+    );
     Ok(Costs { client, server })
 }
 
@@ -195,8 +253,8 @@ pub(super) fn out(scene: &Scene, side: Side) -> PathBuf {
 }
 
 impl Cost {
-    fn of(counts: Counts) -> Self {
-        let each = |n: u64| n as f64 / f64::from(REQUESTS);
+    fn of(counts: Counts, requests: u32) -> Self {
+        let each = |n: u64| n as f64 / f64::from(requests);
         let functions: BTreeMap<String, f64> = counts
             .functions
             .into_iter()
@@ -204,6 +262,8 @@ impl Cost {
             .map(|(name, n)| (name, each(n)))
             .collect();
         let instructions: f64 = functions.values().sum();
+        let watching = |(file, _): &(&String, &u64)| WATCHING.iter().any(|of| file.contains(of));
+        let unwatched: u64 = counts.files.iter().filter(watching).map(|(_, n)| n).sum();
         Self {
             instructions: instructions.round(),
             allocations: (each(counts.allocations) * 100.0).round() / 100.0,
@@ -212,6 +272,7 @@ impl Cost {
                 .filter(|(_, n)| *n > instructions * SHARE)
                 .map(|(name, n)| (name, n.round()))
                 .collect(),
+            unwatched: each(unwatched).round(),
         }
     }
 }
@@ -220,10 +281,18 @@ impl Cost {
 pub(super) const DIRECTORY: &str = "callgrind";
 const WARM_UP: u32 = 200;
 const REQUESTS: u32 = 500;
+/// How many requests a tap is shown, about: it is drawn which ones.
+const SHOWN: u32 = 40;
 /// How much more a request may cost than before.
 const TOLERANCE: f64 = 0.02;
 /// Functions with less than this share of the instructions are not noted down.
 const SHARE: f64 = 0.001;
+/// By how much less than this a request may cost more where one of a hundred is tapped.
+const TAPPED: f64 = 0.03;
+/// What shows requests to somebody.
+const WATCHING: [&str; 3] = ["proxy/src/tap/", "proxy/src/trace/", "proxy/src/http/access_log.rs"];
+/// How many instructions it takes to see that nobody wants to see a request.
+const UNWATCHED: f64 = 20.0;
 /// How many functions are named.
 const NAMED: usize = 8;
 /// Of these the C library and the crypto library have one for each kind of processor.
@@ -239,6 +308,7 @@ mod tests {
             instructions,
             allocations: 9.0,
             functions: functions.collect(),
+            unwatched: 4.0,
         }
     }
 
@@ -264,9 +334,12 @@ mod tests {
             functions: [("a", 5000), ("__memmove_avx_unaligned", 9000), ("aws_lc_0_aes", 9000)]
                 .map(|(name, n)| (name.to_owned(), n))
                 .into(),
+            files: [("/x/proxy/src/tap/mod.rs", 1500), ("/x/proxy/src/http/server.rs", 3500)]
+                .map(|(path, n)| (path.to_owned(), n))
+                .into(),
             allocations: 4600,
         };
-        let cost = Cost::of(counts);
-        assert_eq!((cost.instructions, cost.allocations), (10.0, 9.2));
+        let cost = Cost::of(counts, REQUESTS);
+        assert_eq!((cost.instructions, cost.allocations, cost.unwatched), (10.0, 9.2, 3.0));
     }
 }

@@ -51,6 +51,7 @@ pub(crate) fn goes(tracer: Option<&Tracer>, req: &mut Request<Body>) -> Option<B
 }
 
 /// The head of the response has come, or there is none.
+#[inline]
 pub(crate) fn ended(span: Option<Box<Span>>, result: &Result<Response<Body>, Error>) {
     if let Some(span) = span {
         span.ended(result);
@@ -112,6 +113,7 @@ impl Tracer {
 }
 
 impl Span {
+    #[cold]
     fn ended(mut self: Box<Self>, result: &Result<Response<Body>, Error>) {
         self.tell(result.as_ref());
     }
