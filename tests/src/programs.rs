@@ -43,7 +43,7 @@ pub fn built(name: &str) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-/// Where `./run images` leaves the static binaries: below the target directory that this program was built in.
+/// Where `./run test` and `./run cluster` leave the static binaries that they put into images: below the target directory that this program was built in.
 ///
 /// # Errors
 /// When they are not built.
@@ -51,7 +51,7 @@ pub fn shipped() -> anyhow::Result<PathBuf> {
     let here = std::env::current_exe().context("the path of this program")?;
     let built = format!("{}-unknown-linux-gnu/quick", std::env::consts::ARCH);
     let dir = here.ancestors().map(|dir| dir.join(&built)).find(|dir| dir.is_dir());
-    dir.with_context(|| format!("no {built} above {}; `./run images` builds it", here.display()))
+    dir.with_context(|| format!("no {built} above {}; `./run test` builds it", here.display()))
 }
 
 /// Puts a binary of this build where the proxy's user can start it: that user may have no right to the directory it was

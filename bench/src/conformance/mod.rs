@@ -95,8 +95,12 @@ async fn client(mut stream: TcpStream, case: &Case) -> Option<Vec<Message>> {
     tokio::time::timeout(PATIENCE, first(&mut stream)).await.ok()?.ok()?;
     let mut bytes = Vec::new();
     let exchange = async {
-        for piece in case.sends {
-            stream.write_all(&latin1(piece)).await?;
+        for (n, piece) in case.sends.iter().enumerate() {
+            let mut piece = latin1(piece);
+            if n + 1 == case.sends.len() && matches!(case.wanted, Wanted::Refused(_)) {
+                piece.extend_from_slice(SMUGGLED.as_bytes());
+            }
+            stream.write_all(&piece).await?;
             stream.flush().await?;
             if case.sends.len() > 1 {
                 // So that the pieces arrive as such; that they do decides nothing.
@@ -242,6 +246,8 @@ impl fmt::Display for Outcome {
 
 /// What each connection begins with; the application says OK and forgets it.
 const FIRST: &str = "GET /first HTTP/1.1\r\nhost: web.test\r\n\r\n";
+/// What comes right behind each request that is to be refused, which must not be taken for another one.
+const SMUGGLED: &str = "GET /smuggled HTTP/1.1\r\nhost: web.test\r\n\r\n";
 const PAUSE: Duration = Duration::from_millis(5);
 /// How long a row may take.
 const PATIENCE: Duration = Duration::from_secs(5);

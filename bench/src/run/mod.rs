@@ -90,6 +90,9 @@ pub struct Args {
     /// Also write everything measured to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Succeed whatever the figures are, if only all could be measured.
+    #[arg(long)]
+    unbounded: bool,
 }
 
 /// Measures, prints the table, writes the JSON, and fails when a bound is broken.
@@ -116,21 +119,21 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     tools::print(&report.to_string())?;
     anyhow::ensure!(
         left_out == 0,
-        "{left_out} times another served nothing and was left out"
+        "{left_out} measurements were left out; what was said meanwhile has the reasons"
     );
-    anyhow::ensure!(report.passed(), "a bound of budgets.toml is broken");
+    anyhow::ensure!(args.unbounded || report.passed(), "a bound of budgets.toml is broken");
     Ok(())
 }
 
 /// Starts the sidecars of all peers, and measures one row after the other. Says how many were left out on the way: another
-/// that serves nothing any more has no figure, and costs no others theirs.
+/// that serves nothing any more has no figure, and costs no others theirs; nor has what this machine has not the means for.
 fn measure(stages: &[(Peer, Scene)], rows: &[Row], duration: Duration, results: &mut Results) -> anyhow::Result<u32> {
     let Some(setup) = rows.first().map(|row| row.setup()) else {
         return Ok(0);
     };
     if setup.throttle.is_some() && !throttle::available() {
         eprintln!("left out: only the cpu controller of cgroup v1 can hold single threads to a share of a core");
-        return Ok(0);
+        return Ok(1);
     }
     let mut left_out = 0;
     let mut unless_left_out = |peer: Peer, failed: anyhow::Error| {

@@ -1,5 +1,7 @@
 //! The sidecars that are compared, each pair started the same way.
 
+use std::process::Command;
+
 use super::process::Process;
 use super::rows::{Path, Setup, Traffic};
 use super::scene::{self, HTTP_PORT, PROXY_UID, Redirect, SERVER, Scene, TCP_PORT};
@@ -115,7 +117,16 @@ impl Peer {
     /// What it calls itself, with its version.
     pub(super) fn version(self) -> anyhow::Result<String> {
         match self {
-            Self::Tulle => Ok(format!("tulle {}", env!("CARGO_PKG_VERSION"))),
+            Self::Tulle => {
+                let git = Command::new("git").args(["describe", "--always", "--dirty"]).output();
+                let commit = git.ok().filter(|output| output.status.success());
+                let commit = commit.map(|output| format!(" ({})", String::from_utf8_lossy(&output.stdout).trim()));
+                Ok(format!(
+                    "tulle {}{}",
+                    env!("CARGO_PKG_VERSION"),
+                    commit.unwrap_or_default()
+                ))
+            }
             Self::Haproxy => tools::first_line("haproxy", &["-v"]),
             Self::Nginx => tools::first_line("nginx", &["-v"]),
             Self::Envoy => {

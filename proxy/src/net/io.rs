@@ -12,7 +12,7 @@ use std::{
 use bytes::{Buf, Bytes};
 use socket2::SockRef;
 use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
+    io::{AsyncRead, AsyncWrite, Interest, ReadBuf},
     net::TcpStream,
 };
 use tokio_rustls::{client, server};
@@ -26,7 +26,12 @@ pub(crate) struct Tcp {
     prefix: Bytes,
     /// Whether TLS on top keeps what it has to write, up to [`HELD`] bytes.
     held: bool,
+    /// Whether the kernel shall keep what does not fill a packet until the connection ends.
+    corked: bool,
 }
+
+/// How what is corked is sent: an option of the socket would cost a system call of its own.
+const CORKED: libc::c_int = libc::MSG_MORE | libc::MSG_NOSIGNAL;
 
 /// Bytes that TLS holds back at most. It is ready to keep more, but not in any number of records, so that it may refuse some.
 const HELD: usize = 48 * 1024;
@@ -61,6 +66,23 @@ impl Tcp {
             stream,
             prefix,
             held: false,
+            corked: false,
+        }
+    }
+
+    fn poll_corked(
+        &self,
+        cx: &mut Context<'_>,
+        send: impl Fn(SockRef<'_>) -> io::Result<usize>,
+    ) -> Poll<io::Result<usize>> {
+        loop {
+            ready!(self.stream.poll_write_ready(cx))?;
+            let sent = self
+                .stream
+                .try_io(Interest::WRITABLE, || send(SockRef::from(&self.stream)));
+            if !matches!(&sent, Err(error) if error.kind() == io::ErrorKind::WouldBlock) {
+                return Poll::Ready(sent);
+            }
         }
     }
 
@@ -121,11 +143,9 @@ impl Io {
     }
 
     /// Has the kernel keep what does not fill a packet until the connection ends. Without effect under TLS.
-    pub(crate) fn cork(&self) {
-        if let Stream::Tcp(Tcp { stream, .. }) = &self.stream
-            && let Err(error) = SockRef::from(stream).set_tcp_cork(true)
-        {
-            tracing::debug!(%error, "a response and the end of its connection leave apart");
+    pub(crate) fn cork(&mut self) {
+        if let Stream::Tcp(tcp) = &mut self.stream {
+            tcp.corked = true;
         }
     }
 
@@ -224,6 +244,9 @@ impl AsyncWrite for Tcp {
         if self.holds_back(buf.len()) {
             return Poll::Pending;
         }
+        if self.corked {
+            return self.poll_corked(cx, |socket| socket.send_with_flags(buf, CORKED));
+        }
         Pin::new(&mut self.stream).poll_write(cx, buf)
     }
 
@@ -234,6 +257,9 @@ impl AsyncWrite for Tcp {
     ) -> Poll<io::Result<usize>> {
         if self.holds_back(bufs.iter().map(|buf| buf.len()).sum()) {
             return Poll::Pending;
+        }
+        if self.corked {
+            return self.poll_corked(cx, |socket| socket.send_vectored_with_flags(bufs, CORKED));
         }
         Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
     }

@@ -53,7 +53,11 @@ enum Command {
     /// Makes the image of a docker archive known to every node
     LoadImage { archive: PathBuf },
     /// Writes the images of this repository as docker archives into a directory
-    Images { dir: PathBuf },
+    Images {
+        dir: PathBuf,
+        /// Where the static binaries are
+        binaries: PathBuf,
+    },
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -96,7 +100,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Exec { program, args } => enter(&program, &args),
         Command::ApiServer { program, args } => runtime.block_on(beside_api_server(&program, &args)),
         Command::LoadImage { archive } => cluster::load_archive(&archive),
-        Command::Images { dir } => {
+        Command::Images { dir, binaries } => {
             std::fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
             let all = [
                 (Image::Controller, "controller"),
@@ -105,7 +109,7 @@ fn run(command: Command) -> anyhow::Result<()> {
             ];
             for (image, name) in all {
                 let archive = dir.join(format!("{name}.tar"));
-                images::write(image, &archive)?;
+                images::write(image, &binaries, &archive)?;
                 let size = std::fs::metadata(&archive).context("the size of an archive")?.len();
                 eprintln!(
                     "{}: {}, {:.1} MB",

@@ -277,7 +277,7 @@ impl Cluster {
     pub async fn load(&mut self, image: Image) -> anyhow::Result<()> {
         let archive = Path::new(DIR).join(format!("image-{}.tar", self.images));
         self.images += 1;
-        images::write(image, &archive)?;
+        images::write(image, &programs::shipped()?, &archive)?;
         self.load_archive(&archive).await
     }
 

@@ -55,11 +55,11 @@ impl Image {
     }
 }
 
-/// Writes the archive of an image.
+/// Writes the archive of an image, with the static binaries that are in a directory.
 ///
 /// # Errors
 /// When the binaries were not built, or a program that goes in is not installed.
-pub fn write(image: Image, archive: &Path) -> anyhow::Result<()> {
+pub fn write(image: Image, binaries: &Path, archive: &Path) -> anyhow::Result<()> {
     let root = tempfile::tempdir().context("creating a directory")?;
     let root = root.path();
     let entrypoint = |path: &str| Settings {
@@ -68,10 +68,10 @@ pub fn write(image: Image, archive: &Path) -> anyhow::Result<()> {
         user: String::new(),
     };
     let settings = match image {
-        Image::Controller => return write_shipped(image, "controller", root, archive),
-        Image::Proxy => return write_shipped(image, "proxy", root, archive),
+        Image::Controller => return write_shipped(image, "controller", binaries, root, archive),
+        Image::Proxy => return write_shipped(image, "proxy", binaries, root, archive),
         Image::Workload => {
-            put(&programs::shipped()?.join("tulle-bench"), &root.join("tulle-bench"))?;
+            put(&binaries.join("tulle-bench"), &root.join("tulle-bench"))?;
             busybox(root)?;
             put_linked(Path::new("/usr/bin/curl"), &root.join("bin/curl"), root)?;
             entrypoint("/tulle-bench")
@@ -100,12 +100,12 @@ pub fn reference_of(archive: &Path) -> anyhow::Result<String> {
 }
 
 /// An image of the `Dockerfile`.
-fn write_shipped(image: Image, stage: &str, root: &Path, archive: &Path) -> anyhow::Result<()> {
+fn write_shipped(image: Image, stage: &str, binaries: &Path, root: &Path, archive: &Path) -> anyhow::Result<()> {
     let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let text = fs::read_to_string(repository.join("Dockerfile")).context("reading the Dockerfile")?;
     let settings = dockerfile::settings(&text, stage)?;
     let output = Command::new(repository.join("images/roots"))
-        .arg(programs::shipped()?)
+        .arg(binaries)
         .arg(root)
         .output()
         .context("starting images/roots")?;

@@ -259,8 +259,8 @@ fn framing_of_request(request: &Request<()>) -> Result<Framing, BadHead> {
     Ok(framing)
 }
 
-/// Source: RFC 9112 §6.3. The second value is false when the message was framed twice: its end is certain, but the
-/// connection is not used again.
+/// Source: RFC 9112 §6.1 and §6.3. The second value is false when the message was framed twice, or in chunks by somebody of a
+/// version that has none: its end is certain, but the connection is not used again.
 fn framing_of_response(response: &Response<()>, method: &Method) -> Result<(Framing, bool), BadHead> {
     if has_no_body(response.status(), method) {
         return Ok((Framing::None, true));
@@ -276,7 +276,8 @@ fn framing_of_response(response: &Response<()>, method: &Method) -> Result<(Fram
     match (codings.next(), codings.next()) {
         (None, _) => Ok((length.map_or(Framing::UntilClose, Framing::Length), true)),
         (Some(coding), None) if coding.eq_ignore_ascii_case(b"chunked") => {
-            Ok((Framing::Chunked(Chunk::Size), length.is_none()))
+            let is_known = response.version() == Version::HTTP_11;
+            Ok((Framing::Chunked(Chunk::Size), length.is_none() && is_known))
         }
         // Passed on without its name, it could not be undone.
         _ => Err("its transfer-encoding is not just chunked".into()),
