@@ -27,7 +27,7 @@ use crate::{
         gateway::{self, Gateway, Onward},
         metrics::{RouteSeries, connection_labels, with_meta},
         policy::{Current, Port},
-        profiles::Routes,
+        profiles::{Routed, Routes},
     },
     metrics::{
         http::{Outcome, Series},
@@ -43,7 +43,7 @@ use crate::{
         server::{ServerPolicy, ServerProtocol},
     },
     tap::{Drawn, Subject, Tapped},
-    tls::status::ServerTls,
+    tls::status::{ClientTls, ServerTls, WhyClientPlain},
     trace,
 };
 
@@ -130,6 +130,7 @@ pub(super) type Seen = SmallVec<[(Arc<Current>, usize, usize, Arc<Handles>); 1]>
 pub(super) struct Handles {
     /// The route's.
     meta: Arc<Meta>,
+    authorization: Arc<Meta>,
     allowed: Arc<Counter>,
     series: Arc<Series>,
     route: Arc<RouteSeries>,
@@ -163,12 +164,11 @@ impl HttpConnection {
                 req.headers_mut().remove(names::L5D_CLIENT_ID);
             }
         }
-        let drawn = self.inbound.taps.draw();
-        let tapped = drawn.and_then(|drawn| self.tap(&drawn, req));
         let handles = match self.authorize(req) {
             Ok(handles) => handles,
             Err(error) => {
-                if let Some(tapped) = tapped {
+                let drawn = self.inbound.taps.draw();
+                if let Some(tapped) = drawn.and_then(|drawn| self.tap(&drawn, req, None, None)) {
                     tapped.failed(&error);
                 }
                 return Err(error);
@@ -186,6 +186,8 @@ impl HttpConnection {
             let head = Head::of(req.method(), req.uri(), req.headers());
             Box::new(routes.count(&head))
         });
+        let drawn = self.inbound.taps.draw();
+        let tapped = drawn.and_then(|drawn| self.tap(&drawn, req, Some(&passage.handles), routed.as_deref()));
         let tracer = self.inbound.tracer.as_ref();
         let came = trace::came(tracer, req);
         let goes = trace::goes(tracer, req);
@@ -261,12 +263,29 @@ impl HttpConnection {
         Some(Box::pin(self.inbound.profiles.get(name.clone())))
     }
 
-    /// Shows the request to those of whom it is the turn.
+    /// Shows the request to those of whom it is the turn; `handles` are those of one that is permitted.
     #[cold]
-    fn tap(&self, drawn: &Drawn, req: &Request<Body>) -> Option<Box<Tapped>> {
+    fn tap(
+        &self,
+        drawn: &Drawn,
+        req: &Request<Body>,
+        handles: Option<&Handles>,
+        routed: Option<&Routed>,
+    ) -> Option<Box<Tapped>> {
         let Peer { client, target } = self.peer;
+        let mut labels = with_meta(Labels::new(), "srv", &self.port.current().policy.meta);
+        let mut route_labels = routed.map(Routed::told).unwrap_or_default();
+        if let Some(handles) = handles {
+            let route = with_meta(Labels::new(), "route", &handles.meta);
+            route_labels.extend(route.pairs());
+            labels = with_meta(labels.extend(&route), "authz", &handles.authorization);
+        }
+        let labels = labels.pairs().into_iter().collect();
         let subject = Subject {
             source_labels: self.tls.told(),
+            destination_labels: Some(&labels),
+            destination_tls: ClientTls::Plain(WhyClientPlain::Loopback).told(),
+            route_labels,
             ..Subject::of(req, ProxyDirection::Inbound, client.0, target)
         };
         self.inbound.taps.show(drawn, &subject)
@@ -349,6 +368,7 @@ impl HttpConnection {
         };
         let handles = Arc::new(Handles {
             meta: route.meta.clone(),
+            authorization: authorization.meta.clone(),
             allowed: families.http_allow.get(&labels),
             series: families.http.series(labels),
             route: families.route(kind, &current.policy.meta, self.peer.target.port(), &route.meta),

@@ -3,7 +3,11 @@
 //! The proxy of a peer names the profile that it went by in `l5d-dst-canonical`. Nothing but metrics depends on it, so a request
 //! never waits long for one, and goes on without.
 
-use std::{collections::HashMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+    time::Duration,
+};
 
 use http::{HeaderValue, Response, StatusCode};
 use parking_lot::Mutex;
@@ -164,6 +168,12 @@ impl Routes {
 impl Routed {
     fn series(&self) -> &Arc<Series> {
         &self.routes.series[self.index.unwrap_or(self.routes.routes.len())]
+    }
+
+    /// What an observer of the request is told of its route.
+    pub(super) fn told(&self) -> BTreeMap<String, String> {
+        let route = self.index.map(|index| &self.routes.routes[index]);
+        route.map(|route| route.labels.clone()).unwrap_or_default()
     }
 
     /// What a status means on this route; `None` where it does not say so.

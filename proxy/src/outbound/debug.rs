@@ -124,7 +124,7 @@ impl Found {
         match router {
             Router::Profile(profile) => {
                 self.routes
-                    .push(format!("{} of the ServiceProfile", profile.n_routes()));
+                    .push(format!("{} of the ServiceProfile", profile.routes().len()));
                 self.backends(&profile.backends);
             }
             Router::Routes(routes) => {

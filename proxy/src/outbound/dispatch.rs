@@ -26,7 +26,7 @@ use crate::{
     outbound::{
         backend::Backend,
         endpoint::Endpoint,
-        http::Last,
+        http::{By, Last},
         metrics::{BackendSeries, Families, RouteSeries},
         reach::{MAX_TRIES, Tried},
     },
@@ -40,6 +40,7 @@ pub(super) struct Dispatch<'a> {
     pub(super) worker: usize,
     /// The application's end of its connection.
     pub(super) client: SocketAddr,
+    pub(super) by: By<'a>,
     pub(super) backend: &'a Backend,
     /// The identity that the application demands of the endpoint.
     pub(super) required: Option<&'a str>,
@@ -250,6 +251,7 @@ impl Dispatch<'_> {
             source_labels: ServerTls::Plain(WhyServerPlain::Loopback).told(),
             destination_labels: Some(&endpoint.spec.labels),
             destination_tls: endpoint.tls.told(),
+            route_labels: self.by.told(req),
             ..Subject::of(req, ProxyDirection::Outbound, self.client, endpoint.spec.addr)
         };
         endpoint.taps.show(drawn, &subject)

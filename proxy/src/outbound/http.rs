@@ -1,12 +1,13 @@
 //! The request path of the outbound side: route, filters, dispatch, response (O5–O12).
 
-use std::{net::SocketAddr, sync::Arc};
+use std::{collections::BTreeMap, net::SocketAddr, sync::Arc};
 
 use http::{HeaderValue, Method, Request, Response, Version};
 use tokio::{sync::oneshot, time::Instant};
 use tulle_core::{
     addr::{Addr, NameAddr},
     drain,
+    metrics::Labels,
     names::header as names,
 };
 
@@ -18,12 +19,14 @@ use crate::{
         backend::Backends,
         destination::{Destination, HttpPlan, Plan, Router, Snapshot},
         dispatch::{Counted, Dispatch},
-        metrics::{BackendSeries, Passage, RouteSeries},
+        metrics::{self, BackendSeries, Passage, RouteSeries},
         reach::Tried,
     },
     policy::{
         filter::{self, Filter},
         matches::Head,
+        meta::Meta,
+        profile::{self, ProfileRoute},
         route,
     },
 };
@@ -65,8 +68,9 @@ impl HttpConnection {
         };
         let router = router(&snapshot.plan, req.version())?;
         let required = self.required_identity(req);
-        let to = |backends, prefix, entered| Attempt {
+        let to = |by, backends, prefix, entered| Attempt {
             connection: self,
+            by,
             required: required.as_deref(),
             backends,
             prefix,
@@ -75,7 +79,7 @@ impl HttpConnection {
         let routes = match router {
             Router::Routes(routes) => routes,
             Router::Profile(profile) => {
-                let attempt = to(&profile.backends, None, None);
+                let attempt = to(By::Profile(profile.routes()), &profile.backends, None, None);
                 return match upgrade {
                     None => Box::pin(profile.send(&attempt, req)).await,
                     Some(_) => attempt.send(req, upgrade, &mut Tried::new(), None).await,
@@ -89,17 +93,18 @@ impl HttpConnection {
             allowed,
             series,
         } = &found.rule.payload;
+        let by = By::Route(&found.route.meta);
         let mut entered = Entered::begin(series, req);
         let sent = match filters::apply(&found.rule.filters, req, found.prefix) {
             Err(answer) => Err(answer),
             Ok(()) => match allowed {
                 None => {
-                    let attempt = to(backends, found.prefix, Some((&entered, Last::Certainly)));
+                    let attempt = to(by, backends, found.prefix, Some((&entered, Last::Certainly)));
                     attempt.send(req, upgrade, &mut Tried::new(), None).await // O7–O11
                 }
                 // Larger, as it has timers.
                 Some(allowed) => {
-                    let attempt = to(backends, found.prefix, Some((&entered, Last::Perhaps)));
+                    let attempt = to(by, backends, found.prefix, Some((&entered, Last::Perhaps)));
                     let sent = Box::pin(allowed.send(&attempt, req, upgrade, &**entered.series())).await;
                     sent.map(|rsp| {
                         let (route, upload) = (entered.series().clone(), entered.upload.clone());
@@ -210,10 +215,36 @@ impl Drop for Entered<'_> {
     }
 }
 
+/// What decides about a request.
+#[derive(Clone, Copy)]
+pub(super) enum By<'a> {
+    /// A route of a policy.
+    Route(&'a Meta),
+    /// The routes of a ServiceProfile.
+    Profile(&'a [ProfileRoute]),
+}
+
+impl By<'_> {
+    /// What an observer of the request is told of its route.
+    pub(super) fn told(self, req: &Request<Body>) -> BTreeMap<String, String> {
+        match self {
+            Self::Route(meta) => {
+                let labels = metrics::with_meta(Labels::new(), "route", meta);
+                labels.pairs().into_iter().collect()
+            }
+            Self::Profile(routes) => {
+                let index = profile::find(routes, &Head::of(req.method(), req.uri(), req.headers()));
+                index.map(|index| routes[index].labels.clone()).unwrap_or_default()
+            }
+        }
+    }
+}
+
 /// How a request is sent, whenever it is: to a backend drawn anew.
 #[derive(Clone, Copy)]
 pub(super) struct Attempt<'a> {
     connection: &'a HttpConnection,
+    by: By<'a>,
     /// The identity that the application demands of the endpoint.
     required: Option<&'a str>,
     backends: &'a Backends<Filter>,
@@ -255,6 +286,7 @@ impl Attempt<'_> {
         let dispatch = Dispatch {
             worker: self.connection.worker,
             client: self.connection.client,
+            by: self.by,
             backend: &choice.backend,
             required: self.required,
             families: &self.connection.outbound.families,

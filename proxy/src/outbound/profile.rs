@@ -101,9 +101,9 @@ impl ProfilePlan {
         }
     }
 
-    /// Routes that the profile has.
-    pub(super) fn n_routes(&self) -> usize {
-        self.profile.routes.len()
+    /// The profile's routes.
+    pub(super) fn routes(&self) -> &[ProfileRoute] {
+        &self.profile.routes
     }
 
     /// Sends a request by its route: once, or again after a failure that the route calls retryable.

@@ -177,6 +177,118 @@ fn both_sides_show_a_request_and_how_it_ended() {
     });
 }
 
+/// A condition on the labels of routes.
+fn by_route(key: &str, value: &str) -> impl FnOnce(&mut ObserveRequest) {
+    let (key, value) = (key.into(), value.into());
+    move |wish| wish.r#match = Some(match_of(kinds::Match::RouteLabel(kinds::Label { key, value })))
+}
+
+/// Labels, as far as they are among these.
+fn some_of<'a>(labels: &'a BTreeMap<String, String>, names: &[&str]) -> Vec<&'a str> {
+    names.iter().map(|name| labels[*name].as_str()).collect()
+}
+
+#[test]
+fn requests_are_known_by_the_routes_of_policies() {
+    let route = |name: &str, parent: &str, path: &str| {
+        format!(
+            "\
+---
+apiVersion: policy.linkerd.io/v1beta3
+kind: HTTPRoute
+metadata: {{name: {name}, namespace: shop}}
+spec:
+  parentRefs: [{parent}]
+  rules: [{{matches: [{{path: {{type: PathPrefix, value: {path}}}}}]}}]
+"
+        )
+    };
+    let service = format!("{{group: core, kind: Service, name: web, port: {HTTP}}}");
+    let server = "{group: policy.linkerd.io, kind: Server, name: web-http}";
+    let manifests = [
+        "\
+apiVersion: policy.linkerd.io/v1beta3
+kind: Server
+metadata: {name: web-http, namespace: shop}
+spec: {podSelector: {matchLabels: {app: web}}, port: 8080, accessPolicy: all-unauthenticated}
+"
+        .to_owned(),
+        route("all", &service, "/"),
+        route("headers", &service, "/headers"),
+        route("in", server, "/"),
+        route("in-headers", server, "/headers"),
+    ];
+    let mesh = mesh().env("TAP_SVC_NAME", &identity("watcher"));
+    let mesh = mesh.manifest("routes", &manifests.concat());
+    mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut outbound = observe(mesh, "client", by_route("route_name", "headers"))
+            .await
+            .unwrap();
+        let mut inbound = observe(mesh, "web", by_route("route_name", "in-headers"))
+            .await
+            .unwrap();
+        for path in ["/", "/headers"] {
+            assert_eq!(client.ask(request(path)).await.unwrap().status, 200);
+        }
+        let (event, init, ..) = whole(&mut outbound).await;
+        assert_eq!(init.path, "/headers");
+        let route = event.route_meta.unwrap().labels;
+        let names = ["route_group", "route_kind", "route_namespace", "route_name"];
+        assert_eq!(
+            some_of(&route, &names),
+            ["policy.linkerd.io", "HTTPRoute", "shop", "headers"]
+        );
+
+        let (event, init, ..) = whole(&mut inbound).await;
+        assert_eq!(init.path, "/headers");
+        let names = ["route_group", "route_kind", "route_name"];
+        let expected = ["policy.linkerd.io", "HTTPRoute", "in-headers"];
+        assert_eq!(some_of(&event.route_meta.unwrap().labels, &names), expected);
+        let destination = event.destination_meta.unwrap().labels;
+        assert_eq!(some_of(&destination, &names), expected);
+        let names = ["tls", "srv_kind", "srv_name", "authz_name"];
+        assert_eq!(
+            some_of(&destination, &names),
+            ["loopback", "server", "web-http", "all-unauthenticated"]
+        );
+    });
+}
+
+#[test]
+fn requests_are_known_by_the_routes_of_profiles_on_both_sides() {
+    let profile = "\
+apiVersion: linkerd.io/v1alpha2
+kind: ServiceProfile
+metadata: {name: web.shop.svc.cluster.local, namespace: shop}
+spec:
+  routes:
+  - {name: shown, condition: {pathRegex: /headers}}
+";
+    let mesh = mesh()
+        .env("TAP_SVC_NAME", &identity("watcher"))
+        // As long as it takes on a busy machine.
+        .env("DESTINATION_PROFILE_INITIAL_TIMEOUT", "20s");
+    let mesh = mesh.manifest("profile", profile);
+    mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut sides = Vec::new();
+        for workload in ["client", "web"] {
+            sides.push(observe(mesh, workload, by_route("route", "shown")).await.unwrap());
+        }
+        for path in ["/", "/headers"] {
+            assert_eq!(client.ask(request(path)).await.unwrap().status, 200);
+        }
+        for events in &mut sides {
+            let (event, init, ..) = whole(events).await;
+            assert_eq!(init.path, "/headers");
+            assert_eq!(event.route_meta.unwrap().labels["route"], "shown");
+        }
+    });
+}
+
 #[test]
 fn grpc_ends_with_its_status() {
     watched(async |mesh: &Mesh, _: Http1| {

@@ -287,7 +287,7 @@ impl Ended for Passage {
 }
 
 /// Adds `<prefix>_group`, `_kind`, `_namespace` and `_name`.
-fn with_meta(labels: Labels, prefix: &str, meta: &Meta) -> Labels {
+pub(super) fn with_meta(labels: Labels, prefix: &str, meta: &Meta) -> Labels {
     labels
         .with(&format!("{prefix}_group"), meta.group())
         .with(&format!("{prefix}_kind"), meta.kind())
