@@ -17,7 +17,7 @@ use tulle_proto::trace::span::SpanKind;
 use tulle_proto::trace::trace_service_server::{TraceService, TraceServiceServer};
 use tulle_proto::trace::{ExportTraceServiceRequest, ExportTraceServiceResponse, KeyValue, Span};
 use tulle_tests::apps::{self, App};
-use tulle_tests::client::{Http1, empty};
+use tulle_tests::client::{Http1, empty, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, STRANGER, mesh};
 
@@ -222,6 +222,35 @@ fn strangers_who_may_nothing_leave_no_spans() {
             "those of the request that was permitted"
         );
         assert!(spans.sent.try_recv().is_err());
+    });
+}
+
+#[test]
+fn batches_and_the_spans_in_them_are_counted() {
+    let mesh = mesh().workload("client").its_env("TRACE_COLLECTOR_SVC_ADDR", COLLECTOR);
+    let mesh = mesh.its_env("TULLE_PROXY_TRACE_SAMPLING", "1");
+    mesh.workload("web").run(async |mesh: &Mesh| {
+        let mut spans = Spans::collect().await;
+        apps::echo(mesh, "web").await;
+        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        // A batch that is full is sent at once.
+        let batch = loop {
+            assert_eq!(client.ask(request("/")).await.unwrap().status, 200);
+            if let Ok(batch) = spans.sent.try_recv() {
+                break batch;
+            }
+        };
+        let n_spans = batch.resource_spans[0].scope_spans[0].spans.len();
+        for (name, expected) in [
+            ("opentelemetry_span_exports", n_spans as f64),
+            ("opentelemetry_span_export_requests", 1.0),
+            ("opentelemetry_span_export_streams", 1.0),
+        ] {
+            eventually(&format!("{name} is {expected}"), async || {
+                (mesh.metric("client", name, &[]).await == expected).then_some(())
+            })
+            .await;
+        }
     });
 }
 

@@ -14,6 +14,7 @@ use hyper::body::Incoming;
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use parking_lot::Mutex;
+use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tulle_tests::apps::{self, App, dripping};
@@ -569,6 +570,40 @@ fn a_body_that_has_come_is_not_cut_because_its_reader_pauses() {
         tokio::time::sleep(Duration::from_secs(1)).await; // which is what this is about
         let answer = Answer::of(rsp).await.unwrap();
         assert_eq!((answer.status.as_u16(), answer.body.len()), (200, 200_000));
+    });
+}
+
+#[test]
+fn nothing_is_tried_again_where_no_endpoint_is_left() {
+    routed(&route("HTTPRoute", TWO_MORE, "")).run(async |mesh: &Mesh| {
+        let (seen, asked, gone) = (Seen::default(), Arc::new(Notify::new()), Arc::new(Notify::new()));
+        let (tell, wait) = (asked.clone(), gone.clone());
+        let _app = server(mesh, "web", &seen, move |_| {
+            let (tell, wait) = (tell.clone(), wait.clone());
+            async move {
+                tell.notify_one();
+                wait.notified().await;
+                status(503)
+            }
+        })
+        .await;
+        let mut client = client(mesh).await;
+        let asking = tokio::spawn(async move { client.ask(get("one")).await.unwrap() });
+        asked.notified().await;
+        mesh.remove("pod-web");
+        eventually("the endpoint is gone", async || {
+            let known = mesh.metric("client", "outbound_http_balancer_p2c_endpoints", &[]);
+            (known.await == 0.0).then_some(())
+        })
+        .await;
+        gone.notify_one();
+        let answer = asking.await.unwrap();
+        assert_eq!((answer.status.as_u16(), answer.text().as_str()), (503, "hello"));
+        assert_eq!(seen.count("one"), 1);
+        for (name, expected) in [("overflow", 1.0), ("requests", 0.0)] {
+            let name = format!("outbound_http_route_retry_{name}_total");
+            assert_eq!(mesh.metric("client", &name, &[]).await, expected, "{name}");
+        }
     });
 }
 
