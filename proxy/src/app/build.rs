@@ -294,6 +294,7 @@ impl Parts<'_> {
             tracer: self.tracers[0].clone(),
             name: self.creds.id().as_str().into(),
             names: Hosts::default(),
+            authorities: (config.inbound.authority_labels == Visibility::Shown).then(Hosts::default),
             gateway,
             apps: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
         })

@@ -5,6 +5,7 @@ use std::time::{Duration, SystemTime};
 use http::{
     HeaderMap, HeaderName, Method, Request, Version,
     header::{self, HeaderValue},
+    uri::Authority,
 };
 use http_body::Body as _;
 use tulle_core::names::header as names;
@@ -20,6 +21,12 @@ pub(crate) fn get<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a H
     headers
         .iter()
         .find_map(|(other, value)| (other == name).then_some(value))
+}
+
+/// Whom a request is addressed to, by its target or its `host`.
+pub(crate) fn authority(req: &Request<Body>) -> Option<Authority> {
+    let of_header = || req.headers().get(header::HOST)?.to_str().ok()?.parse().ok();
+    req.uri().authority().cloned().or_else(of_header)
 }
 
 /// Whether there is anything that only proxies say.

@@ -2,11 +2,12 @@
 
 use std::{pin::Pin, sync::Arc};
 
-use http::{HeaderValue, Request, Response, Version};
+use http::{HeaderValue, Request, Response, Version, uri::Authority};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use tokio::{sync::oneshot, time::Instant};
 use tulle_core::{
+    addr::{Addr, NameAddr},
     drain,
     metrics::{Counter, Labels},
     names::header as names,
@@ -70,7 +71,7 @@ pub(super) enum To {
 
 /// One request, as its route counts it.
 struct Passage {
-    handles: Arc<Handles>,
+    counted: Counted,
     upload: Upload,
     /// What a profile's route gives the response, instead of the usual one.
     class: Option<Class>,
@@ -78,9 +79,13 @@ struct Passage {
 }
 
 impl Passage {
-    fn new(handles: Arc<Handles>, upload: Upload) -> Self {
+    /// Counts a permitted request that came at `started`.
+    fn begin(counted: Counted, req: &mut Request<Body>, started: Instant) -> Self {
+        let route = &counted.handles.route;
+        route.request();
+        let upload = Upload::of(req, started, &route.request_frames);
         Self {
-            handles,
+            counted,
             upload,
             class: None,
             is_over: false,
@@ -90,7 +95,7 @@ impl Passage {
     /// It brought no response.
     fn failed(&mut self, error: &Error) {
         let outcome = classify::failed(error);
-        self.handles.series.response(outcome);
+        self.counted.series().response(outcome);
         self.ended(outcome, Instant::now());
     }
 }
@@ -106,11 +111,11 @@ impl Drop for Passage {
 
 impl Ended for Passage {
     fn series(&self) -> Option<&Series> {
-        Some(&self.handles.series)
+        Some(self.counted.series())
     }
 
     fn data(&mut self, len: usize) {
-        self.handles.route.frame(len);
+        self.counted.handles.route.frame(len);
     }
 
     fn class(&self, outcome: &Outcome) -> bool {
@@ -119,7 +124,7 @@ impl Ended for Passage {
 
     fn ended(&mut self, outcome: Outcome, now: Instant) {
         self.is_over = true;
-        self.handles.route.ended(&self.upload, &outcome, now);
+        self.counted.handles.route.ended(&self.upload, &outcome, now);
     }
 }
 
@@ -134,6 +139,21 @@ pub(super) struct Handles {
     allowed: Arc<Counter>,
     series: Arc<Series>,
     route: Arc<RouteSeries>,
+    /// The series for one authority, the last that was asked for, where requests are counted by it.
+    last: Mutex<Option<(Arc<str>, Arc<Series>)>>,
+}
+
+/// What one permitted request is counted in.
+struct Counted {
+    handles: Arc<Handles>,
+    /// By its authority, where requests are counted by it.
+    named: Option<Arc<Series>>,
+}
+
+impl Counted {
+    fn series(&self) -> &Arc<Series> {
+        self.named.as_ref().unwrap_or(&self.handles.series)
+    }
 }
 
 impl HttpConnection {
@@ -164,8 +184,8 @@ impl HttpConnection {
                 req.headers_mut().remove(names::L5D_CLIENT_ID);
             }
         }
-        let handles = match self.authorize(req) {
-            Ok(handles) => handles,
+        let counted = match self.authorize(req) {
+            Ok(counted) => counted,
             Err(error) => {
                 let drawn = self.inbound.taps.draw();
                 if let Some(tapped) = drawn.and_then(|drawn| self.tap(&drawn, req, None, None)) {
@@ -174,9 +194,7 @@ impl HttpConnection {
                 return Err(error);
             }
         };
-        handles.route.request();
-        let upload = Upload::of(req, started, &handles.route.request_frames);
-        let mut passage = Passage::new(handles, upload);
+        let mut passage = Passage::begin(counted, req, started);
         let finding = self.profile(req);
         let profile = match finding {
             Some(finding) => finding.await,
@@ -187,11 +205,11 @@ impl HttpConnection {
             Box::new(routes.count(&head))
         });
         let drawn = self.inbound.taps.draw();
-        let tapped = drawn.and_then(|drawn| self.tap(&drawn, req, Some(&passage.handles), routed.as_deref()));
+        let tapped = drawn.and_then(|drawn| self.tap(&drawn, req, Some(&passage.counted.handles), routed.as_deref()));
         let tracer = self.inbound.tracer.as_ref();
         let came = trace::came(tracer, req);
         let goes = trace::goes(tracer, req);
-        let sent = self.send(app, req, upgrade, &passage.handles).await;
+        let sent = self.send(app, req, upgrade, &passage.counted.handles).await;
         trace::ended(goes, &sent);
         trace::ended(came, &sent);
         let rsp = match sent {
@@ -234,12 +252,10 @@ impl HttpConnection {
     ) -> Result<Response<Body>, Error> {
         let (own, client) = (&*self.inbound.name, self.tls.client_id().map_or("", |id| id.as_str()));
         req.headers_mut().remove(names::L5D_CLIENT_ID); // the next proxy says who we are
-        let handles = self.authorize(req)?;
+        let counted = self.authorize(req)?;
         gateway::check_loop(own, client, Some(req))?;
         gateway::mark(own, client, req);
-        handles.route.request();
-        let upload = Upload::of(req, started, &handles.route.request_frames);
-        let mut passage = Passage::new(handles, upload);
+        let mut passage = Passage::begin(counted, req, started);
         let span = trace::came(self.inbound.tracer.as_ref(), req);
         let sent = gateway.send(onward, req).await;
         trace::ended(span, &sent);
@@ -292,7 +308,7 @@ impl HttpConnection {
     }
 
     /// Finds the route, asks its authorizations, applies its filters and the rate limit.
-    fn authorize(&self, req: &mut Request<Body>) -> Result<Arc<Handles>, Error> {
+    fn authorize(&self, req: &mut Request<Body>) -> Result<Counted, Error> {
         let current = self.port.current();
         let policy = &current.policy;
         let labels = || connection_labels(self.peer.target, &self.tls, &policy.meta);
@@ -318,10 +334,12 @@ impl HttpConnection {
             tracing::info!(client = %self.peer.client.0, target = %self.peer.target, "request audited");
         }
         let handles = self.handles(&current, found.route, authorization);
-        handles.allowed.inc();
-        handles.series.request();
+        let named = self.named(&handles, req);
+        let counted = Counted { handles, named };
+        counted.handles.allowed.inc();
+        counted.series().request();
         let refused = |error: Error| {
-            handles.series.response(classify::failed(&error));
+            counted.series().response(classify::failed(&error));
             error
         };
         if !found.rule.filters.is_empty() {
@@ -335,7 +353,7 @@ impl HttpConnection {
             let limit = limit.meta.to_string();
             return Err(refused(Error::RateLimited { limit }));
         }
-        Ok(handles)
+        Ok(counted)
     }
 
     /// The series for requests that this authorization permits on this route.
@@ -372,9 +390,39 @@ impl HttpConnection {
             allowed: families.http_allow.get(&labels),
             series: families.http.series(labels),
             route: families.route(kind, &current.policy.meta, self.peer.target.port(), &route.meta),
+            last: Mutex::default(),
         });
         seen.push((current.clone(), at_route, at_authorization, handles.clone()));
         handles
+    }
+
+    /// The series for the authority of a request, where requests are counted by it.
+    fn named(&self, handles: &Handles, req: &Request<Body>) -> Option<Arc<Series>> {
+        let authorities = self.inbound.authorities.as_ref()?;
+        let authority = authorities.get(&self.authority(req)?, |name| name.into())?;
+        let mut last = handles.last.lock();
+        if let Some((of, series)) = &*last
+            && Arc::ptr_eq(of, &authority)
+        {
+            return Some(series.clone());
+        }
+        let series = handles.series.with("authority", &authority);
+        *last = Some((authority, series.clone()));
+        Some(series)
+    }
+
+    /// The name that a request is for, with its port unless that is 80: the one that the client's proxy says, or that of
+    /// the request itself.
+    fn authority(&self, req: &Request<Body>) -> Option<String> {
+        let meshed = self.client_id.as_ref();
+        let canonical = || req.headers().get(names::L5D_DST_CANONICAL)?.to_str().ok()?.parse().ok();
+        let told = || headers::authority(req).and_then(|authority| name_of(&authority));
+        let NameAddr { name, port } = meshed.and_then(|_| canonical()).or_else(told)?;
+        let name = name.trim_end_matches('.');
+        Some(match port {
+            80 => name.to_owned(),
+            _ => format!("{name}:{port}"),
+        })
     }
 
     /// Waits until the client has something under way that the policy does not permit any more.
@@ -455,6 +503,15 @@ impl HttpConnection {
         }
         headers::strip_forged(rsp.headers_mut());
         Ok(rsp)
+    }
+}
+
+/// The name in an authority; none if it is an address.
+fn name_of(authority: &Authority) -> Option<NameAddr> {
+    let port = authority.port_u16().unwrap_or(80);
+    match format!("{}:{port}", authority.host()).parse() {
+        Ok(Addr::Name(name)) => Some(name),
+        Ok(Addr::Socket(_)) | Err(_) => None,
     }
 }
 

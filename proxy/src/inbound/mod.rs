@@ -98,6 +98,8 @@ pub(crate) struct Inbound {
     pub(crate) tracer: Option<Tracer>,
     /// Names that TLS and transport headers are for, which are told apart on metrics.
     pub(crate) names: Hosts<()>,
+    /// Names that requests are for, where these are told apart on metrics.
+    pub(crate) authorities: Option<Hosts<Arc<str>>>,
     /// Who takes on what is for names of another network, if anybody.
     pub(crate) gateway: Option<Arc<dyn Gateway>>,
     /// Clients of the application, by worker and what is dialled.

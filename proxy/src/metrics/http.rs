@@ -1,6 +1,6 @@
 //! `request_total`, `response_total` and `response_latency_ms`, the families that dashboards read.
 
-use std::{sync::Arc, time::Duration};
+use std::{fmt::Display, sync::Arc, time::Duration};
 
 use http::StatusCode;
 use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
@@ -98,6 +98,11 @@ impl Families {
 }
 
 impl Series {
+    /// The series of the same labels and one more.
+    pub(crate) fn with(&self, label: &str, value: impl Display) -> Arc<Self> {
+        self.families.series(self.labels.clone().with(label, value))
+    }
+
     pub(crate) fn request(&self) {
         self.requests.inc();
     }

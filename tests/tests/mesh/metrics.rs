@@ -98,6 +98,58 @@ fn asked_for(env: &str, hosts: &[&str], test: impl AsyncFnOnce(&Mesh) + Send) {
 }
 
 #[test]
+fn requests_are_counted_by_authority_where_that_is_wanted_and_by_so_many_only() {
+    let mesh = mesh().workload("client").workload("web");
+    let mesh = mesh.its_env("INBOUND_METRICS_AUTHORITY_LABELS", "unsafe");
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let counts = async |name: &str, authority: &str, expected: f64| {
+            eventually(&format!("{name} {authority} is {expected}"), async || {
+                let labels = [r#"direction="inbound""#, authority];
+                (mesh.metric("web", name, &labels).await == expected).then_some(())
+            })
+            .await;
+        };
+        let mut client = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        let mut ask = async |host: &str, canonical: Option<&str>| {
+            let mut req = Request::get("/").header("host", host);
+            if let Some(canonical) = canonical {
+                req = req.header("l5d-dst-canonical", canonical);
+            }
+            assert_eq!(client.ask(req.body(empty()).unwrap()).await.unwrap().status, 200);
+        };
+        for (host, canonical) in [
+            ("web.test", None),
+            ("WEB.test:80", None),
+            ("other.test:8080", Some("forged.test:80")),
+            ("10.0.0.1", None),
+        ] {
+            ask(host, canonical).await;
+        }
+        let mut meshed = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let req = Request::get("/").header("host", "web.test");
+        let req = req.header("l5d-dst-canonical", "web.shop.svc.cluster.local:8080");
+        meshed.ask(req.body(empty()).unwrap()).await.unwrap();
+        for (authority, expected) in [
+            (r#"authority="web.test""#, 2.0),
+            (r#"authority="other.test:8080""#, 1.0),
+            (r#"authority="web.shop.svc.cluster.local:8080""#, 1.0),
+            ("authority=", 4.0),
+            ("", 5.0),
+        ] {
+            for name in ["request_total", "response_total", "response_latency_ms_count"] {
+                counts(name, authority, expected).await;
+            }
+        }
+        for n in 0..1000 {
+            ask(&format!("n{n}.test"), None).await;
+        }
+        counts("request_total", "authority=", 1001.0).await;
+        counts("request_total", "", 1005.0).await;
+    });
+}
+
+#[test]
 fn requests_are_counted_by_host_where_that_is_wanted() {
     let hosts = ["web.test", "WEB.test:80", "other.test"];
     asked_for("true", &hosts, async |mesh: &Mesh| {

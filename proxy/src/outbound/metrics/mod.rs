@@ -4,7 +4,7 @@ pub(crate) mod connections;
 
 use std::sync::Arc;
 
-use http::{Request, header};
+use http::Request;
 use tokio::time::Instant;
 use tulle_core::{
     addr::Addr,
@@ -12,7 +12,7 @@ use tulle_core::{
 };
 
 use crate::{
-    http::{body::Body, classify::Ended, upload::Upload},
+    http::{body::Body, classify::Ended, headers, upload::Upload},
     metrics::{
         balancers,
         failures::Failures,
@@ -210,8 +210,7 @@ impl RouteSeries {
     /// What is counted of requests for the host of `req`, where hosts are told apart.
     pub(super) fn named(self: &Arc<Self>, req: &Request<Body>) -> Option<Arc<Self>> {
         let hosts = self.hosts.as_ref()?;
-        let of_header = || req.headers().get(header::HOST)?.to_str().ok()?.parse().ok();
-        let authority = req.uri().authority().cloned().or_else(of_header)?;
+        let authority = headers::authority(req)?;
         hosts.get(authority.host(), |host| {
             Arc::new(self.families.series(self.labels.clone(), host, None))
         })
