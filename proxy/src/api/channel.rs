@@ -33,6 +33,7 @@ use tulle_core::metrics::{Counter, Histogram, Labels};
 use crate::api::attempts;
 use crate::api::dns::{DnsError, Resolver};
 use crate::api::metrics::Metrics;
+use crate::metrics::balancers::{self, Op};
 use crate::tls::client;
 use crate::tls::creds::{Alpn, Credentials};
 use crate::tls::status::{ClientTls, WhyClientPlain};
@@ -55,6 +56,8 @@ pub enum Security {
 /// How a channel connects.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Config {
+    /// What the names of its metrics begin with.
+    pub client: &'static str,
     /// TCP and TLS together, for each address.
     pub connect_timeout: Duration,
     pub backoff: Backoff,
@@ -111,6 +114,8 @@ struct ChannelMetrics {
     labels: Labels,
     requests: Arc<Counter>,
     latency: Arc<Histogram>,
+    /// The replica that there is a connection to is ready, and the others pending.
+    balancer: Arc<balancers::Series>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -143,7 +148,7 @@ impl Connector {
             wanted: Notify::new(),
             failing: AtomicBool::new(false),
             call_wait: config.call_wait,
-            metrics: ChannelMetrics::new(&self.metrics, &target),
+            metrics: ChannelMetrics::new(&self.metrics, config.client, &target),
             target,
         });
         let dialler = Dialler {
@@ -189,11 +194,14 @@ impl Channel {
 
     /// The connection, as soon as there is one that works; none when the runtime of the channel has ended.
     async fn connection(&mut self) -> Option<SendRequest<Body>> {
+        let balancer = &self.shared.metrics.balancer;
+        let mut waiting = None;
         loop {
             match &*self.connection.borrow_and_update() {
                 Connection::Ready(connection) if !connection.is_closed() => return Some(connection.clone()),
                 Connection::Ready(_) | Connection::Missing(_) => self.shared.wanted.notify_one(),
             }
+            waiting.get_or_insert_with(|| balancer.wait());
             self.connection.changed().await.ok()?;
         }
     }
@@ -248,18 +256,20 @@ impl Dialler {
     async fn dial_on_demand(&self, connection: &watch::Sender<Connection>) {
         let addr = &self.shared.target.addr;
         let mut delays = self.config.backoff.at_most(LONGEST_PAUSE).steps();
-        let failing = &self.shared.failing;
+        let (failing, balancer) = (&self.shared.failing, &self.shared.metrics.balancer);
         loop {
             self.shared.wanted.notified().await;
             let dialled_at = Instant::now();
             let reason = match self.dial().await {
-                Ok((sender, driver)) => {
+                Ok((n_addrs, (sender, driver))) => {
+                    balancer.endpoints(1, n_addrs - 1);
                     if failing.swap(false, Ordering::Relaxed) {
                         info!(%addr, "control plane is reachable again");
                     }
                     debug!(%addr, "connected to the control plane");
                     connection.send_replace(Connection::Ready(sender));
                     let ended = driver.await;
+                    balancer.endpoints(0, n_addrs);
                     debug!(%addr, ?ended, "connection to the control plane ended");
                     ended.err().map(|error| Arc::from(Causes(&error).to_string()))
                 }
@@ -281,16 +291,19 @@ impl Dialler {
         }
     }
 
-    /// Tries all addresses.
-    async fn dial(&self) -> Result<(SendRequest<Body>, Driver), ConnectError> {
+    /// Tries all addresses; also says how many there are.
+    async fn dial(&self) -> Result<(usize, (SendRequest<Body>, Driver)), ConnectError> {
         let addrs = self.addrs().await.map_err(ConnectError::Resolve)?;
+        let n_addrs = addrs.len();
+        self.shared.metrics.balancer.told(Op::Reset);
+        self.shared.metrics.balancer.endpoints(0, n_addrs);
         let connected = attempts::first(addrs, |addr| async move {
             let limit = self.config.connect_timeout;
             let connected = timeout(limit, self.connect(addr)).await;
             let connected = connected.unwrap_or(Err(ConnectError::Timeout { addr, limit }));
             connected.inspect_err(|error| debug!(%addr, %error, "control plane address failed"))
         });
-        let connected = connected.await;
+        let connected = connected.await.map(|connected| (n_addrs, connected));
         connected.map_err(|last| last.expect("a lookup that succeeds has an address"))
     }
 
@@ -366,18 +379,21 @@ fn address(req: &mut Request<Body>, shared: &Shared) -> Result<(), Status> {
 }
 
 impl ChannelMetrics {
-    fn new(families: &Metrics, target: &ControlAddr) -> Self {
+    fn new(families: &Metrics, client: &str, target: &ControlAddr) -> Self {
         let tls = match &target.security {
             Security::Loopback => ClientTls::Plain(WhyClientPlain::Loopback),
             Security::MutualTls(identity) => ClientTls::Meshed(identity.clone()),
         };
-        let labels = tls.labels(Labels::new().with("addr", &target.addr));
+        let labels = Labels::new().with("addr", &target.addr);
+        let balancer = families.balancer(client, &labels);
+        let labels = tls.labels(labels);
         let (requests, latency) = (families.requests.get(&labels), families.latency.get(&labels));
         Self {
             families: families.clone(),
             labels,
             requests,
             latency,
+            balancer,
         }
     }
 

@@ -1,6 +1,10 @@
 //! `control_*`: what we ask of the control plane and how it answers.
 
-use tulle_core::metrics::{Counter, Family, Histogram, Registry};
+use std::sync::Arc;
+
+use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
+
+use crate::metrics::balancers;
 
 /// Families shared by all channels; clones share them.
 #[derive(Clone)]
@@ -9,6 +13,7 @@ pub(crate) struct Metrics {
     pub(super) responses: Family<Counter>,
     pub(super) latency: Family<Histogram>,
     pub(super) resolutions: Family<Counter>,
+    registry: Registry,
 }
 
 impl Metrics {
@@ -28,7 +33,13 @@ impl Metrics {
                 "control_dns_resolutions_total",
                 "DNS lookups of control plane addresses.",
             ),
+            registry: registry.clone(),
         }
+    }
+
+    /// The replicas that a client has for a service, and the calls that wait for one.
+    pub(super) fn balancer(&self, client: &str, labels: &Labels) -> Arc<balancers::Series> {
+        balancers::Families::without_gate(&self.registry, client).series(labels)
     }
 }
 

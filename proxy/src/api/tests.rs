@@ -126,6 +126,7 @@ pub(crate) fn connector(creds: Credentials, registry: &Registry) -> Connector {
 
 pub(crate) fn quick() -> Config {
     Config {
+        client: "control_test",
         connect_timeout: Duration::from_secs(5),
         backoff: BACKOFF,
         call_wait: Duration::from_secs(1),
@@ -437,6 +438,59 @@ async fn what_is_known_survives_a_restart_of_the_control_plane() {
     assert_eq!(*watch.borrow(), Watched::Known((Position::First, 1)));
     let _server = Server::start(addr, Some(creds), serving(vec![Act::Send(vec![added(2)])])).await;
     becomes(&mut watch, (Position::First, 2)).await;
+}
+
+#[tokio::test]
+async fn the_replica_of_a_connection_is_counted_and_who_waits_for_one() {
+    let authority = Authority::new();
+    let (creds, registry) = (authority.credentials(CONTROL), Registry::new());
+    let service = DestinationServer::new(Scripted::play([]));
+    let server = Server::start(ANYWHERE, Some(creds.clone()), service.clone()).await;
+    let (addr, target) = (server.addr, server.target(mutual_tls()));
+    server.stop().await;
+    let mut channel = connector(authority.credentials(CLIENT), &registry).channel(target, quick());
+    let counts = async |expected: &[(&str, &str, u32)]| {
+        let lines = expected.iter().map(|(name, label, value)| {
+            let label = if label.is_empty() {
+                String::new()
+            } else {
+                format!(",{label}")
+            };
+            format!("control_test_balancer_{name}{{addr=\"{addr}\"{label}}} {value}\n")
+        });
+        let lines: Vec<_> = lines.collect();
+        let counted = async {
+            while !lines.iter().all(|line| registry.render().contains(line)) {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        let is_counted = timeout(Duration::from_secs(20), counted).await.is_ok();
+        assert!(is_counted, "{lines:?} in {}", registry.render());
+    };
+    let (ready, pending) = ("endpoint_state=\"ready\"", "endpoint_state=\"pending\"");
+    let mut waiting = channel.clone();
+    let waiting = tokio::spawn(async move { waiting.connected().await });
+    counts(&[
+        ("queue_length", "", 1),
+        ("p2c_endpoints", "", 1),
+        ("endpoints", ready, 0),
+        ("endpoints", pending, 1),
+    ])
+    .await;
+    let server = Server::start(addr, Some(creds), service).await;
+    soon(waiting).await.unwrap();
+    soon(channel.connected()).await; // which waits for nothing
+    counts(&[
+        ("queue_length", "", 0),
+        ("queue_requests_total", "", 1),
+        ("queue_latency_seconds_count", "", 1),
+        ("endpoints", ready, 1),
+        ("endpoints", pending, 0),
+    ])
+    .await;
+    server.stop().await;
+    counts(&[("endpoints", ready, 0), ("endpoints", pending, 1)]).await;
+    assert!(!registry.render().contains("_gate_"), "nobody fails for others");
 }
 
 #[tokio::test]

@@ -68,7 +68,7 @@ impl ControlPlane {
             metrics,
             runtime: runtime.clone(),
         };
-        let connect = |target: &channel::ControlAddr| {
+        let connect = |client, target: &channel::ControlAddr| {
             let direction = match channel::is_loopback(&target.addr) {
                 true => &config.inbound.direction,
                 false => &config.outbound.direction,
@@ -76,6 +76,7 @@ impl ControlPlane {
             connector.channel(
                 target.clone(),
                 channel::Config {
+                    client,
                     connect_timeout: direction.connect.timeout,
                     backoff: direction.connect.backoff,
                     call_wait: channel::CALL_WAIT,
@@ -83,7 +84,7 @@ impl ControlPlane {
             )
         };
         let destinations = Destinations::new(
-            connect(&control.destination),
+            connect("control_destination", &control.destination),
             runtime.clone(),
             api::destination::Config {
                 context_token: control.context_token.clone(),
@@ -93,7 +94,7 @@ impl ControlPlane {
             },
         );
         let policies = Policies::new(
-            connect(&control.policy),
+            connect("control_policy", &control.policy),
             runtime.clone(),
             api::policies::Config {
                 workload: control.workload.clone(),
@@ -104,10 +105,13 @@ impl ControlPlane {
         );
         Self {
             identity: match &config.identity.source {
-                Source::ControlPlane { certify, .. } => Some(connect(&certify.service)),
+                Source::ControlPlane { certify, .. } => Some(connect("control_identity", &certify.service)),
                 Source::WorkloadApi { .. } => None,
             },
-            collector: config.trace.as_ref().map(|trace| connect(&trace.collector)),
+            collector: config
+                .trace
+                .as_ref()
+                .map(|trace| connect("opentelemetry", &trace.collector)),
             destinations,
             policies,
             resolver,

@@ -1,4 +1,4 @@
-//! `outbound_*_balancer_*`: the endpoints of a service, and the requests that wait for one.
+//! `outbound_*_balancer_*` and `control_*_balancer_*`: the endpoints of a service, and the requests that wait for one.
 
 use std::{sync::Arc, time::SystemTime};
 
@@ -8,7 +8,7 @@ use tulle_core::metrics::{Counter, Family, Gauge, Histogram, Labels, Registry, S
 /// Upper bounds of waits in seconds.
 const WAITS: &[f64] = &[0.0005, 0.005, 0.05, 0.5, 1., 3.];
 
-/// The families of the balancers of one protocol.
+/// The families of balancers of one kind.
 #[derive(Clone)]
 pub(crate) struct Families {
     endpoints: Family<Gauge>,
@@ -17,6 +17,11 @@ pub(crate) struct Families {
     waiting: Family<Gauge>,
     waited: Family<Counter>,
     waits: Family<Histogram>,
+    gate: Option<GateFamilies>,
+}
+
+#[derive(Clone)]
+struct GateFamilies {
     opened: Family<Counter>,
     shut: Family<Counter>,
     opened_at: Family<Seconds>,
@@ -34,6 +39,11 @@ pub(crate) struct Series {
     waiting: Arc<Gauge>,
     waited: Arc<Counter>,
     waits: Arc<Histogram>,
+    gate: Option<GateSeries>,
+}
+
+#[derive(Debug)]
+struct GateSeries {
     opened: Arc<Counter>,
     shut: Arc<Counter>,
     opened_at: Arc<Seconds>,
@@ -64,12 +74,20 @@ pub(crate) struct Waiting<'a> {
 }
 
 impl Families {
-    /// `protocol` is the one of the names.
+    /// Of balancers for `protocol`, which keep nobody waiting where one has waited in vain.
     pub(crate) fn new(registry: &Registry, protocol: &str) -> Self {
-        let name = |name: &str| format!("outbound_{protocol}_balancer_{name}");
+        let prefix = format!("outbound_{protocol}");
+        Self {
+            gate: Some(GateFamilies::new(registry, &prefix)),
+            ..Self::without_gate(registry, &prefix)
+        }
+    }
+
+    /// Of balancers that everybody waits for; their names begin with `prefix`.
+    pub(crate) fn without_gate(registry: &Registry, prefix: &str) -> Self {
+        let name = |name: &str| format!("{prefix}_balancer_{name}");
         let counter = |of, help| registry.counter(&name(of), help);
         let gauge = |of, help| registry.gauge(&name(of), help);
-        let seconds = |of, help| registry.seconds(&name(of), help);
         Self {
             endpoints: gauge("endpoints", "Endpoints, by whether they are available"),
             known: gauge("p2c_endpoints", "Endpoints that discovery knows"),
@@ -84,6 +102,32 @@ impl Families {
                 "Seconds that they waited, whether or not in vain",
                 WAITS,
             ),
+            gate: None,
+        }
+    }
+
+    pub(crate) fn series(&self, labels: &Labels) -> Arc<Series> {
+        let endpoints = |state| self.endpoints.get(&labels.clone().with("endpoint_state", state));
+        let updates = |op| self.updates.get(&labels.clone().with("op", op));
+        Arc::new(Series {
+            ready: endpoints("ready"),
+            pending: endpoints("pending"),
+            known: self.known.get(labels),
+            updates: ["Reset", "Add", "Remove"].map(updates),
+            waiting: self.waiting.get(labels),
+            waited: self.waited.get(labels),
+            waits: self.waits.get(labels),
+            gate: self.gate.as_ref().map(|gate| gate.series(labels)),
+        })
+    }
+}
+
+impl GateFamilies {
+    fn new(registry: &Registry, prefix: &str) -> Self {
+        let name = |name: &str| format!("{prefix}_balancer_{name}");
+        let counter = |of, help| registry.counter(&name(of), help);
+        let seconds = |of, help| registry.seconds(&name(of), help);
+        Self {
             opened: counter("queue_gate_open_total", "Times that waiting began to make sense"),
             shut: counter(
                 "queue_gate_shut_total",
@@ -101,34 +145,27 @@ impl Families {
         }
     }
 
-    pub(crate) fn series(&self, labels: &Labels) -> Arc<Series> {
-        let endpoints = |state| self.endpoints.get(&labels.clone().with("endpoint_state", state));
-        let updates = |op| self.updates.get(&labels.clone().with("op", op));
-        Arc::new(Series {
-            ready: endpoints("ready"),
-            pending: endpoints("pending"),
-            known: self.known.get(labels),
-            updates: ["Reset", "Add", "Remove"].map(updates),
-            waiting: self.waiting.get(labels),
-            waited: self.waited.get(labels),
-            waits: self.waits.get(labels),
+    fn series(&self, labels: &Labels) -> GateSeries {
+        GateSeries {
             opened: self.opened.get(labels),
             shut: self.shut.get(labels),
             opened_at: self.opened_at.get(labels),
             shut_at: self.shut_at.get(labels),
             patience: self.patience.get(labels),
-        })
+        }
     }
 }
 
 impl Series {
     /// Whether both have the same labels.
     pub(crate) fn is(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.opened, &other.opened)
+        Arc::ptr_eq(&self.waited, &other.waited)
     }
 
     pub(crate) fn waits_for(&self, seconds: f64) {
-        self.patience.set(seconds);
+        if let Some(gate) = &self.gate {
+            gate.patience.set(seconds);
+        }
     }
 
     pub(crate) fn endpoints(&self, ready: usize, pending: usize) {
@@ -142,12 +179,13 @@ impl Series {
         self.updates[op as usize].inc();
     }
 
-    pub(crate) fn turned(&self, gate: Gate) {
+    pub(crate) fn turned(&self, to: Gate) {
+        let Some(gate) = &self.gate else { return };
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         let now = now.unwrap_or_default().as_secs_f64();
-        let (count, since, other) = match gate {
-            Gate::Open => (&self.opened, &self.opened_at, &self.shut_at),
-            Gate::Shut => (&self.shut, &self.shut_at, &self.opened_at),
+        let (count, since, other) = match to {
+            Gate::Open => (&gate.opened, &gate.opened_at, &gate.shut_at),
+            Gate::Shut => (&gate.shut, &gate.shut_at, &gate.opened_at),
         };
         count.inc();
         since.set(now);
