@@ -237,9 +237,17 @@ impl Error {
         }
     }
 
+    /// Whether there was no connection to send anything on.
+    pub(crate) fn is_of_dial(&self) -> bool {
+        matches!(
+            self,
+            Self::ConnectTimeout(_) | Self::Connect(_) | Self::DialFailed { .. } | Self::Tls { .. }
+        )
+    }
+
     pub(crate) fn retry(&self) -> Retry {
         match self {
-            Self::ConnectTimeout(_) | Self::Connect(_) | Self::DialFailed { .. } | Self::Tls { .. } => Retry::NeverSent,
+            error if error.is_of_dial() => Retry::NeverSent,
             Self::Closed { sent: false, .. } => Retry::NeverSent,
             Self::Closed { reused: true, .. } => Retry::IfIdempotent,
             Self::H2(error) if refused(error) => Retry::NeverSent,

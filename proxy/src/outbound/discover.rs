@@ -1,6 +1,6 @@
 //! From what was dialled or named to what is known of it: looked up once, followed while in use.
 
-use std::{collections::HashMap, sync::Arc, time::Duration};
+use std::{collections::HashMap, net::SocketAddr, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 use tokio::{runtime::Handle, sync::watch, time::Instant};
@@ -41,6 +41,9 @@ pub(crate) struct Discover {
     pub(crate) known: Mutex<HashMap<Addr, Arc<Destination>>>,
 }
 
+/// What is known of a target, and where else it is: addresses to turn to where nobody can be reached.
+pub(super) type Found = (Arc<Destination>, Vec<SocketAddr>);
+
 impl Discover {
     /// What is known of a target; waits for the first answer, but no longer than `limit` and [`MAX_WAIT`].
     ///
@@ -62,18 +65,19 @@ impl Discover {
         Ok(found)
     }
 
-    /// What is known of a name: of its service, or else of one of its addresses in DNS.
+    /// What is known of a name: of its service, or else of one of its addresses in DNS; and the others.
     ///
     /// # Errors
     /// As of [`Self::get`], or it has no address.
-    pub(super) async fn named(self: &Arc<Self>, name: NameAddr, limit: Duration) -> Result<Arc<Destination>, Error> {
+    pub(super) async fn named(self: &Arc<Self>, name: NameAddr, limit: Duration) -> Result<Found, Error> {
         let found = self.get(Addr::Name(name.clone()), limit).await?;
         if !found.snapshot().is_foreign {
-            return Ok(found);
+            return Ok((found, Vec::new()));
         }
         let look_up = |limit| self.resolver.addresses(&name.name, limit);
-        let addr = found.resolved.next(&name, look_up).await?;
-        self.get(Addr::Socket(addr), limit).await
+        let mut addrs = found.resolved.addrs(&name, look_up).await?;
+        let first = addrs.remove(0);
+        Ok((self.get(Addr::Socket(first), limit).await?, addrs))
     }
 
     fn join_or_follow(self: &Arc<Self>, target: Addr) -> Result<Arc<Destination>, Error> {

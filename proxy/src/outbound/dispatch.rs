@@ -152,7 +152,7 @@ impl Dispatch<'_> {
     pub(super) async fn run(
         &self,
         req: &mut Request<Body>,
-        upgrade: Option<oneshot::Receiver<Io>>,
+        upgrade: &mut Option<oneshot::Receiver<Io>>,
         tried: &mut Tried,
         mut limits: Option<&mut Limits>,
         counted: &mut Option<Counted>,
@@ -215,7 +215,7 @@ impl Dispatch<'_> {
                     flight.counted = counted.take();
                     let rsp = classify::observe(rsp, started, flight);
                     tried.push(endpoint);
-                    if let (Some(client), Some(upstream)) = (upgrade, upgraded) {
+                    if let (Some(client), Some(upstream)) = (upgrade.take(), upgraded) {
                         tunnel::spawn(client, upstream, self.drain, std::future::pending());
                     }
                     return Ok(rsp);

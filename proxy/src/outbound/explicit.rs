@@ -28,6 +28,7 @@ use crate::{
     outbound::{
         Connection, Outbound,
         destination::{Destination, Plan, Snapshot},
+        discover::Found,
         http::{HttpConnection, Targets},
         opaque::{self, OpaqueError},
     },
@@ -119,20 +120,34 @@ impl Outbound {
     /// # Errors
     /// It is not known, or nobody can be reached there.
     async fn reach(self: &Arc<Self>, target: Addr) -> Result<(Arc<Destination>, Option<Io>), Error> {
-        let destination = self.target(target).await?;
-        let snapshot = destination.snapshot();
-        let server = match &snapshot.plan {
-            Plan::Opaque(plan) => Some(opaque::open(plan).await.map_err(|error| answered(error, &snapshot))?),
-            // What is to be refused as bytes may be permitted as HTTP.
-            Plan::Detect { opaque: plan, .. } => match opaque::open(plan).await {
-                Ok(server) => Some(server),
-                Err(OpaqueError::Refused(_)) => None,
-                Err(error) => return Err(answered(error, &snapshot)),
-            },
-            Plan::Http1(_) | Plan::Http2(_) | Plan::Tls { .. } => None,
-        };
+        let (mut destination, others) = self.target(target).await?;
+        for addr in others {
+            match open(&destination.snapshot()).await {
+                Err(error) if error.is_of_dial() => {}
+                opened => return Ok((destination, opened?)),
+            }
+            (destination, _) = self.target(Addr::Socket(addr)).await?;
+        }
+        let server = open(&destination.snapshot()).await?;
         Ok((destination, server))
     }
+}
+
+/// A connection to an endpoint, where bytes may follow that we do not understand.
+///
+/// # Errors
+/// Nobody can be reached, or nobody may.
+async fn open(snapshot: &Snapshot) -> Result<Option<Io>, Error> {
+    let opened = match &snapshot.plan {
+        Plan::Opaque(plan) => opaque::open(plan).await.map(Some),
+        // What is to be refused as bytes may be permitted as HTTP.
+        Plan::Detect { opaque: plan, .. } => match opaque::open(plan).await {
+            Err(OpaqueError::Refused(_)) => Ok(None),
+            opened => opened.map(Some),
+        },
+        Plan::Http1(_) | Plan::Http2(_) | Plan::Tls { .. } => Ok(None),
+    };
+    opened.map_err(|error| answered(error, snapshot))
 }
 
 impl HttpConnection {
@@ -140,7 +155,7 @@ impl HttpConnection {
     ///
     /// # Errors
     /// It has no such target, or the target is not known.
-    pub(super) async fn asked(&self, req: &mut Request<Body>) -> Result<Arc<Snapshot>, Error> {
+    pub(super) async fn asked(&self, req: &mut Request<Body>) -> Result<Found, Error> {
         let Some(authority) = req.uri().authority() else {
             return Err(Error::BadRequest(
                 "this port is a proxy; expected a target such as http://web.shop.svc.cluster.local/, or CONNECT",
@@ -158,7 +173,7 @@ impl HttpConnection {
         if req.version() < http::Version::HTTP_2 {
             orig_proto::make_origin(req);
         }
-        Ok(self.outbound.target(target).await?.snapshot())
+        self.outbound.target(target).await
     }
 
     /// Connects the application with the target of CONNECT.

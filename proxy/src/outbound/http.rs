@@ -17,7 +17,8 @@ use crate::{
     outbound::{
         Outbound,
         backend::Backends,
-        destination::{Destination, HttpPlan, Plan, Router, Snapshot},
+        destination::{Destination, HttpPlan, Plan, Router},
+        discover::Found,
         dispatch::{Counted, Dispatch},
         metrics::{self, BackendSeries, Passage, RouteSeries},
         reach::Tried,
@@ -55,17 +56,51 @@ impl HttpConnection {
     /// Carries one request from the application to a backend.
     pub(super) async fn serve(&self, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
         headers::check_request(req)?;
-        let upgrade = req.body_mut().take_client();
+        let mut upgrade = req.body_mut().take_client();
         if upgrade.is_none() && req.version() <= Version::HTTP_11 {
             headers::strip_hop_by_hop(req.headers_mut());
         }
-        // One for the whole request.
-        let snapshot = match &self.targets {
-            Targets::Dialled(destination) => destination.snapshot(),
+        let (destination, others) = match &self.targets {
+            Targets::Dialled(destination) => return self.send(destination, req, &mut upgrade).await,
             Targets::Named(dialled) => Box::pin(self.named(dialled, req)).await?,
             Targets::Asked if *req.method() == Method::CONNECT => return Box::pin(self.connect(req, upgrade)).await,
             Targets::Asked => Box::pin(self.asked(req)).await?,
         };
+        match others.is_empty() {
+            true => self.send(&destination, req, &mut upgrade).await,
+            // Rare, and larger than the rest.
+            false => Box::pin(self.send_in_turns(destination, others, req, &mut upgrade)).await,
+        }
+    }
+
+    /// Sends a request to the first of several destinations where there is anybody.
+    async fn send_in_turns(
+        &self,
+        mut destination: Arc<Destination>,
+        others: Vec<SocketAddr>,
+        req: &mut Request<Body>,
+        upgrade: &mut Option<oneshot::Receiver<Io>>,
+    ) -> Result<Response<Body>, Error> {
+        for addr in others {
+            let headers = req.headers().clone();
+            match self.send(&destination, req, upgrade).await {
+                Err(error) if error.is_of_dial() => {}
+                sent => return sent,
+            }
+            *req.headers_mut() = headers; // which filters may have changed, and nothing else has been touched
+            (destination, _) = self.outbound.target(Addr::Socket(addr)).await?;
+        }
+        self.send(&destination, req, upgrade).await
+    }
+
+    /// Sends a request as what is known of its destination says.
+    async fn send(
+        &self,
+        destination: &Destination,
+        req: &mut Request<Body>,
+        upgrade: &mut Option<oneshot::Receiver<Io>>,
+    ) -> Result<Response<Body>, Error> {
+        let snapshot = destination.snapshot(); // one for the whole request
         let router = router(&snapshot.plan, req.version())?;
         let required = self.required_identity(req);
         let to = |by, backends, prefix, entered| Attempt {
@@ -119,15 +154,15 @@ impl HttpConnection {
         Ok(rsp)
     }
 
-    /// What holds for the service that the request names, or for what was dialled if it names none.
-    async fn named(&self, dialled: &Destination, req: &mut Request<Body>) -> Result<Arc<Snapshot>, Error> {
+    /// Where the service is that the request names, or what was dialled if it names none.
+    async fn named(&self, dialled: &Arc<Destination>, req: &mut Request<Body>) -> Result<Found, Error> {
         let Some(name) = req.headers_mut().remove(names::L5D_DST_OVERRIDE) else {
-            return Ok(dialled.snapshot());
+            return Ok((dialled.clone(), Vec::new()));
         };
         let name = override_target(&name).ok_or(Error::BadRequest(
             "l5d-dst-override is no DNS name, with a port or without, such as web.shop.svc.cluster.local:8080",
         ))?;
-        Ok(self.outbound.target(Addr::Name(name)).await?.snapshot())
+        self.outbound.target(Addr::Name(name)).await
     }
 
     /// The identity that the application demands, if any.
@@ -269,7 +304,7 @@ impl Attempt<'_> {
     pub(super) async fn send(
         &self,
         req: &mut Request<Body>,
-        upgrade: Option<oneshot::Receiver<Io>>,
+        upgrade: &mut Option<oneshot::Receiver<Io>>,
         tried: &mut Tried,
         limits: Option<&mut Limits>,
     ) -> Result<Response<Body>, Error> {

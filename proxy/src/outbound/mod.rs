@@ -48,7 +48,7 @@ use crate::{
     },
     outbound::{
         destination::{Destination, OpaquePlan, Plan},
-        discover::Discover,
+        discover::{Discover, Found},
         http::{HttpConnection, Targets},
         metrics::Families,
         opaque::OpaqueError,
@@ -144,12 +144,12 @@ impl Outbound {
     ///
     /// # Errors
     /// The control plane does not answer, DNS knows no address, or the target is this proxy.
-    async fn target(&self, target: Addr) -> Result<Arc<Destination>, Error> {
+    async fn target(&self, target: Addr) -> Result<Found, Error> {
         let found = match target {
             Addr::Name(name) => self.discover.named(name, self.detect_timeout).await?,
-            Addr::Socket(_) => self.discover.get(target, self.detect_timeout).await?,
+            Addr::Socket(_) => (self.discover.get(target, self.detect_timeout).await?, Vec::new()),
         };
-        match found.target {
+        match found.0.target {
             Addr::Socket(addr) if self.own.iter().any(|own| is_listener(*own, addr)) => {
                 Err(Error::Connect(ConnectError::Ourselves { addr }))
             }

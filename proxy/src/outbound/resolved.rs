@@ -33,16 +33,16 @@ struct Answer {
 }
 
 impl Resolved {
-    /// The next address of `name`; `look_up` is asked when the last answer has had its time, with how long it may take.
+    /// The addresses of `name`, beginning with another one each time; `look_up` is asked when the last answer has had its time, with how long it may take.
     /// Where that fails, the last answer goes on being used.
     ///
     /// # Errors
     /// Nobody has ever said an address.
-    pub(super) async fn next<F>(
+    pub(super) async fn addrs<F>(
         &self,
         name: &NameAddr,
         look_up: impl FnOnce(Duration) -> F,
-    ) -> Result<SocketAddr, Error>
+    ) -> Result<Vec<SocketAddr>, Error>
     where
         F: Future<Output = Result<Addresses, DnsError>>,
     {
@@ -56,7 +56,9 @@ impl Resolved {
             }
         }
         answer.next = answer.next.wrapping_add(1);
-        Ok(answer.addrs[answer.next % answer.addrs.len()])
+        let mut addrs = answer.addrs.clone();
+        addrs.rotate_left(answer.next % answer.addrs.len());
+        Ok(addrs)
     }
 }
 
@@ -135,8 +137,8 @@ mod tests {
     }
 
     async fn next(resolved: &Resolved, answer: Result<Addresses, DnsError>) -> String {
-        let next = resolved.next(&name(), |_| async { answer }).await;
-        next.map_or_else(|error| error.to_string(), |addr| addr.to_string())
+        let addrs = resolved.addrs(&name(), |_| async { answer }).await;
+        addrs.map_or_else(|error| error.to_string(), |addrs| addrs[0].to_string())
     }
 
     // Without a network there is a way to this host's own addresses only, and those are not dialled.
@@ -181,7 +183,7 @@ mod tests {
                 given = Some(limit);
                 async { answer }
             };
-            let _ = resolved.next(&name(), look_up).await;
+            let _ = resolved.addrs(&name(), look_up).await;
             given
         };
         assert_eq!(ask(missing()).await, Some(PATIENCE));

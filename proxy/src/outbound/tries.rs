@@ -105,7 +105,7 @@ impl Allowed {
         &self,
         attempt: &Attempt<'_>,
         req: &mut Request<Body>,
-        upgrade: Option<oneshot::Receiver<Io>>,
+        upgrade: &mut Option<oneshot::Receiver<Io>>,
         tally: &impl Tally,
     ) -> Result<Response<Body>, Error> {
         let start = Instant::now();
@@ -167,7 +167,7 @@ pub(super) async fn run(
         let sees_grpc = retries.is_some_and(Retries::sees_grpc);
         let mut limits = (sees_grpc || terms != Terms::default()).then(|| Limits::of(terms, req));
         tally.begun();
-        let sent = attempt.send(req, None, &mut tried, limits.as_mut()).await;
+        let sent = attempt.send(req, &mut None, &mut tried, limits.as_mut()).await;
         let (result, grpc) = match (sent, &mut limits) {
             // A client that has more to say may wait for the head before it does.
             (Ok(mut rsp), Some(limits)) if sees_grpc && limits.is_sent() => match limits.body(peek(&mut rsp)).await {

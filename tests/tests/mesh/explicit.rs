@@ -1,12 +1,13 @@
 //! Where no redirect rule can be, applications say themselves what they want to reach: curl does so in four ways.
 
 use std::fs;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
 use std::process::Stdio;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::process::Command;
+use tokio::process::{Child, Command};
 use tulle_tests::apps;
 use tulle_tests::client::{AnyBody, Http1, Http2, empty};
 use tulle_tests::eventually::eventually;
@@ -190,6 +191,66 @@ fn who_cannot_be_reached_is_told_in_the_clients_protocol() {
     });
 }
 
+/// Writes what [`dns`] says of `files.example`.
+fn write_hosts(dir: &Path, ips: &[IpAddr]) {
+    let lines: String = ips.iter().map(|ip| format!("{ip} files.example\n")).collect();
+    fs::write(dir.join("hosts"), lines).unwrap();
+}
+
+/// A DNS server at port 53.
+fn dns(dir: &Path) -> Child {
+    let hosts = dir.join("hosts");
+    let zone = format!(
+        ".:53 {{\n hosts {} {{\n ttl 1\n reload 100ms\n }}\n}}\n",
+        hosts.display()
+    );
+    fs::write(dir.join("Corefile"), zone).unwrap();
+    let mut server = Command::new(find("coredns").unwrap());
+    server.arg("-conf").arg(dir.join("Corefile"));
+    server.stdout(Stdio::null()).kill_on_drop(true).spawn().unwrap()
+}
+
+#[test]
+fn where_nobody_listens_at_an_address_of_a_name_the_next_is_tried() {
+    let mesh = explicit().dns([127, 0, 0, 1]).env("INGRESS_MODE", "true");
+    mesh.run(async |mesh: &Mesh| {
+        let [nobody, somebody] = [9, 10].map(|last| IpAddr::from([10, 66, 9, last]));
+        apps::echo_at("files", (somebody, HTTP).into()).await;
+        let dir = tempfile::tempdir().unwrap();
+        write_hosts(dir.path(), &[nobody, somebody]);
+        let _server = dns(dir.path());
+        let (http, url) = (format!("http://{PROXY}"), format!("http://files.example:{HTTP}/echo"));
+        let body = "x".repeat(100_000); // more than is kept of any request
+        let ask = async |ways: &[&str]| curl(&[ways, &["--data-binary", &body, &url]].concat()).await;
+        eventually("the name is known", async || {
+            let (said, _) = ask(&["--proxy", &http]).await;
+            said.contains("x-replica: files").then_some(())
+        })
+        .await;
+        // They begin with one address and with the other.
+        for _ in 0..2 {
+            for ways in [
+                &["--proxy", &http][..],
+                &["--proxytunnel", "--proxy", &http],
+                &["--socks5-hostname", PROXY],
+            ] {
+                for _ in 0..2 {
+                    let (said, _) = ask(ways).await;
+                    let is_answered = said.contains("x-replica: files") && said.contains(&body);
+                    assert!(is_answered, "{ways:?}: {}", &said[..said.len().min(1_000)]);
+                }
+            }
+        }
+        let mut ingress = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        for _ in 0..4 {
+            let req = http::Request::get("/").header("host", "web.test");
+            let req = req.header("l5d-dst-override", format!("files.example:{HTTP}"));
+            let answer = ingress.ask(req.body::<AnyBody>(empty()).unwrap()).await.unwrap();
+            assert_eq!(answer.header("x-replica"), "files", "{}", answer.text());
+        }
+    });
+}
+
 #[test]
 fn names_that_are_of_no_service_go_where_dns_says_and_where_it_said_once_it_is_gone() {
     // Everything in the mesh's namespace is local, and a server on loopback needs no address of its own.
@@ -203,21 +264,9 @@ fn names_that_are_of_no_service_go_where_dns_says_and_where_it_said_once_it_is_g
             apps::echo_at(name, addr).await;
         }
         let dir = tempfile::tempdir().unwrap();
-        let hosts = dir.path().join("hosts");
-        let say = |addr: SocketAddr| fs::write(&hosts, format!("{} files.example\n", addr.ip())).unwrap();
+        let say = |addr: SocketAddr| write_hosts(dir.path(), &[addr.ip()]);
         say(old);
-        let zone = format!(
-            ".:53 {{\n hosts {} {{\n ttl 1\n reload 100ms\n }}\n}}\n",
-            hosts.display()
-        );
-        fs::write(dir.path().join("Corefile"), zone).unwrap();
-        let mut server = Command::new(find("coredns").unwrap())
-            .arg("-conf")
-            .arg(dir.path().join("Corefile"))
-            .stdout(Stdio::null())
-            .kill_on_drop(true)
-            .spawn()
-            .unwrap();
+        let mut server = dns(dir.path());
         let http = format!("http://{PROXY}");
         let answers = async |expected: &str| {
             let url = format!("http://files.example:{HTTP}/");
