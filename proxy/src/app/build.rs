@@ -314,7 +314,7 @@ fn wrappers(
 ) -> Wrappers {
     Wrappers {
         access_log: access_log.cloned(),
-        admission: Admission::new(direction.max_in_flight, shortage.clone()),
+        admission: Admission::new(direction.max_in_flight, shortage.clone(), Failures::new(registry, name)),
         observe: Observe::new(registry, name),
         errors: errors(registry, name),
     }

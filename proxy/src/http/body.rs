@@ -155,6 +155,9 @@ impl Body {
 
     pub(crate) fn holding(mut self, slot: Option<Slot>) -> Self {
         self.slot = slot;
+        if http_body::Body::is_end_stream(&self) {
+            self.ended(Ok(()));
+        }
         self
     }
 
@@ -197,6 +200,9 @@ impl Body {
     fn ended(&mut self, result: Result<(), &Error>) {
         if let Some(mut observer) = self.observer.take() {
             observer.end(result);
+        }
+        if let Some(slot) = &mut self.slot {
+            slot.ended(result);
         }
     }
 
@@ -256,7 +262,8 @@ impl http_body::Body for Body {
                     }
                 }
                 // Receivers may stop asking once the end is known, so it is reported with the last frame.
-                if this.observer.is_some() && http_body::Body::is_end_stream(this) {
+                let is_watched = this.observer.is_some() || this.slot.is_some();
+                if is_watched && http_body::Body::is_end_stream(this) {
                     this.ended(Ok(()));
                 }
             }

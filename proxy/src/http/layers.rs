@@ -62,23 +62,27 @@ impl Wrappers {
 }
 
 /// Requests in flight in one direction, to the end of their responses.
-#[derive(Debug)]
 pub(crate) struct Admission {
     in_flight: AtomicUsize,
     limit: usize,
     shortage: Shortage,
+    failures: Failures,
 }
 
 /// A place among the requests in flight.
-#[derive(Debug)]
-pub(crate) struct Slot(Arc<Admission>);
+pub(crate) struct Slot {
+    admission: Arc<Admission>,
+    /// Whether it is known what has become of the request; otherwise its client has left.
+    is_over: bool,
+}
 
 impl Admission {
-    pub(crate) fn new(limit: usize, shortage: Shortage) -> Arc<Self> {
+    pub(crate) fn new(limit: usize, shortage: Shortage, failures: Failures) -> Arc<Self> {
         Arc::new(Self {
             in_flight: AtomicUsize::new(0),
             limit,
             shortage,
+            failures,
         })
     }
 
@@ -91,11 +95,24 @@ impl Admission {
         if self.is_memory_short() {
             return Err(Full::Memory);
         }
-        let slot = Slot(self.clone());
+        let mut slot = Slot {
+            admission: self.clone(),
+            is_over: false,
+        };
         if self.in_flight.fetch_add(1, Ordering::Relaxed) >= self.limit {
+            slot.is_over = true;
             Err(Full::Places)
         } else {
             Ok(slot)
+        }
+    }
+}
+
+impl Slot {
+    /// The response is complete, or failed after its head, which nobody else counts.
+    pub(crate) fn ended(&mut self, result: Result<(), &Error>) {
+        if let (Err(error), false) = (result, std::mem::replace(&mut self.is_over, true)) {
+            self.admission.failures.count(error.cause());
         }
     }
 }
@@ -109,7 +126,10 @@ enum Full {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.admission.in_flight.fetch_sub(1, Ordering::Relaxed);
+        if !self.is_over {
+            self.admission.failures.count(Error::Left.cause());
+        }
     }
 }
 
@@ -174,9 +194,17 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for AdmitFuture<F
                 _ => Error::Shed,
             }));
         };
-        let rsp = ready!(inner.poll(cx))?;
-        let slot = std::mem::replace(this.slot, Err(Full::Places)).ok();
-        Poll::Ready(Ok(rsp.map(|body| body.holding(slot))))
+        let result = ready!(inner.poll(cx));
+        let mut slot = std::mem::replace(this.slot, Err(Full::Places)).ok();
+        match result {
+            Ok(rsp) => Poll::Ready(Ok(rsp.map(|body| body.holding(slot)))),
+            Err(error) => {
+                if let Some(slot) = &mut slot {
+                    slot.is_over = true; // who answers it counts it
+                }
+                Poll::Ready(Err(error))
+            }
+        }
     }
 }
 

@@ -140,6 +140,8 @@ struct Flight {
     /// How long it asks to be left alone.
     retry_after: Option<Duration>,
     counted: Option<Counted>,
+    /// Whether the request has been nowhere else, and waited for nobody else.
+    is_only: bool,
     is_over: bool,
 }
 
@@ -157,18 +159,25 @@ impl Dispatch<'_> {
         mut limits: Option<&mut Limits>,
         counted: &mut Option<Counted>,
     ) -> Result<Response<Body>, Error> {
-        let started = self.started;
         let needs = Needs::of(req, upgrade.is_some());
         let mut copy = upgrade.is_none().then(|| Copy::of(req, replay::LIMIT));
         loop {
+            let mut at_once = tried.is_empty();
             let (endpoint, ready) = {
                 let mut reached = pin!(self.reach(tried, needs));
-                poll_fn(|cx| Limits::poll_head(&mut limits, reached.as_mut().poll(cx), cx)).await?
+                let reached = poll_fn(|cx| {
+                    let polled = Limits::poll_head(&mut limits, reached.as_mut().poll(cx), cx);
+                    at_once &= polled.is_ready();
+                    polled
+                });
+                reached.await?
             };
             let version = req.version();
             let protocol = needs.protocol(&endpoint);
             prepare(req, &endpoint, protocol)?;
-            let mut flight = Flight::start(&endpoint, started);
+            // What others took of its time is not the endpoint's.
+            let started = if at_once { self.started } else { Instant::now() };
+            let mut flight = Flight::start(&endpoint, started, at_once);
             let drawn = endpoint.taps.draw();
             let tapped = drawn.and_then(|drawn| self.tap(&drawn, req, &endpoint));
             let span = trace::goes(endpoint.tracer.as_ref(), req);
@@ -404,12 +413,13 @@ fn lines(headers: &HeaderMap) -> Vec<(HeaderName, HeaderValue)> {
 }
 
 impl Flight {
-    fn start(endpoint: &Arc<Endpoint>, started: Instant) -> Self {
+    fn start(endpoint: &Arc<Endpoint>, started: Instant, is_only: bool) -> Self {
         endpoint.series.request();
         Self {
             pending: Pending::new(endpoint.clone(), started),
             retry_after: None,
             counted: None,
+            is_only,
             is_over: false,
         }
     }
@@ -440,8 +450,8 @@ impl Flight {
         let is_its_fault = match error {
             // A pooled connection that turned out to be closed says nothing against its endpoint.
             Error::Closed { reused: true, .. } => false,
-            // How long the whole may take is for who asks to say, and others may have used it up.
-            Error::Late(Late::Request(_) | Late::Profile(_)) => false,
+            // Others may have used up what the whole may take.
+            Error::Late(Late::Request(_) | Late::Profile(_)) => self.is_only,
             error => error.side() == Side::Peer && !error.is_of_request_body(),
         };
         if !is_its_fault {

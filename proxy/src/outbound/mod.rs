@@ -34,6 +34,7 @@ use crate::{
     http::{
         client::Protocol,
         error::Error,
+        headers,
         layers::Wrappers,
         respond::{Place, Reasons},
         server::{self, Closer},
@@ -179,8 +180,11 @@ impl Outbound {
             let connection = connection.clone();
             async move {
                 let span = trace::came(connection.outbound.tracer.as_ref(), &mut req);
-                let result = connection.serve(&mut req).await;
+                let mut result = connection.serve(&mut req).await;
                 trace::ended(span, &result);
+                if let (Ok(rsp), Reasons::Kept) = (&mut result, connection.outbound.reasons) {
+                    headers::strip_forged(rsp.headers_mut()); // a peer's proxy has told us, not whoever asks
+                }
                 result
             }
         };

@@ -4,7 +4,7 @@ use std::{borrow::Cow, collections::VecDeque, ops::RangeInclusive, sync::Arc, ti
 
 use bytes::Bytes;
 use futures_util::FutureExt as _;
-use http::{HeaderMap, HeaderName, Request, Response};
+use http::{HeaderMap, HeaderName, Request, Response, StatusCode};
 use http_body_util::BodyExt as _;
 use tokio::{
     sync::oneshot,
@@ -259,21 +259,30 @@ impl After<'_> {
             }
             (Self::Statuses(_), Err(Error::FailFast(..) | Error::Late(Late::Head(_)))) => true,
             // It was sent to whom it was meant for, and has had its time.
-            (Self::Statuses(_), Err(Error::Late(_) | Error::RequireId { .. } | Error::Miscounted)) => false,
+            (_, Err(Error::Late(_) | Error::RequireId { .. } | Error::Miscounted)) => false,
             (Self::Statuses(conditions), Err(error)) if error.side() == Side::Peer => {
                 let answer = error.answer();
                 is_in(&conditions.http, answer.status.as_u16()) || (is_grpc && conditions.grpc.contains(&answer.grpc))
             }
             (Self::Failures(route), Ok(rsp)) => {
                 let grpc = grpc.or_else(|| classify::grpc_status(rsp.headers()));
-                match route.classify(rsp.status()) {
-                    Some(class) => class == Class::Failure,
-                    None => !classify::is_success(rsp.status(), grpc),
-                }
+                fails(route, rsp.status(), grpc)
             }
-            // What was safe to repeat has been repeated, and what was shed would be again.
+            (Self::Failures(route), Err(error)) if error.side() == Side::Peer => {
+                let answer = error.answer();
+                fails(route, answer.status, is_grpc.then_some(answer.grpc))
+            }
+            // What is of this side will be the same again.
             (Self::Statuses(_) | Self::Failures(_), Err(_)) => false,
         }
+    }
+}
+
+/// Whether a response is a failure by a route of a profile.
+fn fails(route: &ProfileRoute, status: StatusCode, grpc: Option<i32>) -> bool {
+    match route.classify(status) {
+        Some(class) => class == Class::Failure,
+        None => !classify::is_success(status, grpc),
     }
 }
 

@@ -116,6 +116,8 @@ fn a_client_that_leaves_says_nothing_of_an_endpoint() {
                 (mesh.metric("client", "response_total", &left).await >= 5.0).then_some(())
             })
             .await;
+            let failed = ["cause=\"client-left\"", "direction=\"outbound\""];
+            assert_eq!(mesh.metric("client", "tulle_failures_total", &failed).await, 5.0);
             let rsp = client(mesh).await.send(request("/")).await.unwrap();
             assert_eq!(rsp.status(), 200);
         });
@@ -145,6 +147,26 @@ fn an_endpoint_that_does_not_answer_in_time_is_taken_out() {
         let late = ["error=\"RESPONSE_HEADERS_TIMEOUT\""];
         let name = "outbound_http_route_backend_response_statuses_total";
         assert_eq!(mesh.metric("client", name, &late).await, 2.0);
+    });
+}
+
+#[test]
+fn an_endpoint_that_uses_up_the_time_of_whole_requests_is_taken_out() {
+    let annotations = "timeout.linkerd.io/request: 200ms, \
+        balancer.linkerd.io/failure-accrual: consecutive, \
+        balancer.linkerd.io/failure-accrual-consecutive-max-failures: '2', \
+        balancer.linkerd.io/failure-accrual-consecutive-min-penalty: 60s, \
+        balancer.linkerd.io/failure-accrual-consecutive-max-penalty: 60s";
+    accruing(annotations).run(async |mesh: &Mesh| {
+        let _silent = apps::http(mesh.listen("web-0", HTTP).await, |_| std::future::pending());
+        let good = Replica::start(mesh, "web-1", 200).await;
+        let mut client = client(mesh).await;
+        let mut n_late = 0;
+        while good.asked() < 50 {
+            n_late += usize::from(client.ask(request("/")).await.unwrap().status == 504);
+        }
+        // The first may have spent time on becoming connected, and says nothing.
+        assert!((2..=3).contains(&n_late), "{n_late}");
     });
 }
 

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -14,6 +15,7 @@ use hyper::body::Incoming;
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use parking_lot::Mutex;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -457,6 +459,48 @@ spec:
 }
 
 #[test]
+fn a_profile_retries_what_ends_without_an_answer() {
+    let profile = "\
+apiVersion: linkerd.io/v1alpha2
+kind: ServiceProfile
+metadata: {name: web.shop.svc.cluster.local, namespace: shop}
+spec:
+  routes:
+  - {name: all, condition: {pathRegex: '/.*'}, isRetryable: true}
+";
+    let mesh = mesh().workload("client").unmeshed("web").manifest("profile", profile);
+    mesh.run(async |mesh: &Mesh| {
+        let (listener, rude) = (mesh.listen("web", HTTP).await, Arc::new(AtomicUsize::new(0)));
+        let to_end = rude.clone();
+        tokio::spawn(async move {
+            loop {
+                let (mut stream, _) = listener.accept().await.unwrap();
+                let mut head = Vec::new();
+                while !head.ends_with(b"\r\n\r\n") && stream.read_buf(&mut head).await.unwrap() > 0 {}
+                if to_end.load(Ordering::Relaxed) > 0 {
+                    to_end.fetch_sub(1, Ordering::Relaxed);
+                    continue;
+                }
+                let answer = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
+                stream.write_all(answer).await.unwrap();
+            }
+        });
+        // Not to be sent twice by anybody who was not told so.
+        let post = || Request::post("/").header("host", "web.test").body(empty()).unwrap();
+        let mut client = client(mesh).await;
+        eventually("the profile is known", async || {
+            assert_eq!(client.ask(post()).await.unwrap().status, 200);
+            let all = ["rt_route=\"all\""];
+            (mesh.metric("client", "route_request_total", &all).await > 0.0).then_some(())
+        })
+        .await;
+        rude.store(2, Ordering::Relaxed);
+        assert_eq!(client.ask(post()).await.unwrap().status, 200);
+        assert_eq!(rude.load(Ordering::Relaxed), 0);
+    });
+}
+
+#[test]
 fn a_client_that_stops_reading_outlives_no_timeout() {
     routed(&route("HTTPRoute", "timeout.linkerd.io/request: 500ms", "")).run(async |mesh: &Mesh| {
         let _app = server(mesh, "web", &Seen::default(), async |_| {
@@ -476,6 +520,8 @@ fn a_client_that_stops_reading_outlives_no_timeout() {
             (mesh.metric("client", "response_total", &late).await >= 2.0).then_some(())
         })
         .await;
+        let failed = ["cause=\"deadline\"", "direction=\"outbound\""];
+        assert_eq!(mesh.metric("client", "tulle_failures_total", &failed).await, 2.0);
         drop(unread);
     });
 }
