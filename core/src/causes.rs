@@ -129,6 +129,13 @@ pub const ALL: &[Cause] = &[
         "Look for a client that stalls, or for one that does it on purpose; `TULLE_PROXY_INBOUND_HTTP1_HEAD_TIMEOUT` is the limit.",
     ),
     cause(
+        "no-extended-connect",
+        Whose::Client,
+        "501, UNIMPLEMENTED",
+        "The client asked for another protocol by an extended CONNECT of HTTP/2 (RFC 8441), and `target` has not announced that it takes such.",
+        "Let the application announce it (`SETTINGS_ENABLE_CONNECT_PROTOCOL`), or the client ask for a WebSocket by HTTP/1.1.",
+    ),
+    cause(
         "client-left",
         Whose::Client,
         "400, INVALID_ARGUMENT",

@@ -18,7 +18,7 @@ use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 use tokio::time::Instant;
 use tulle_core::{metrics::Counter, names::header as names};
 
-use crate::http::{body::Body, respond::Place};
+use crate::http::{body::Body, respond::Place, websocket};
 
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub enum Format {
@@ -53,6 +53,8 @@ pub(crate) struct Entry {
     version: Version,
     /// In which version it came to the peer, which made HTTP/2 of it.
     orig_proto: Option<HeaderValue>,
+    /// Whether it stands for one that asks for a WebSocket, and is noted down as such.
+    is_websocket: bool,
     trace_id: Option<HeaderValue>,
     content_length: Option<HeaderValue>,
     user_agent: Option<HeaderValue>,
@@ -76,16 +78,22 @@ impl AccessLog {
     /// Notes a request that has just come.
     pub(crate) fn entry(&self, req: &Request<Body>, place: &Arc<Place>) -> Box<Entry> {
         let headers = req.headers();
+        let is_websocket = websocket::is_carried(req);
         Box::new(Entry {
             log: self.clone(),
             place: place.clone(),
             began_at: OffsetDateTime::now_utc(),
             start: Instant::now(),
             worked: Duration::ZERO,
-            method: req.method().clone(),
+            method: if is_websocket {
+                Method::GET
+            } else {
+                req.method().clone()
+            },
             uri: req.uri().clone(),
             version: req.version(),
             orig_proto: headers.get(names::L5D_ORIG_PROTO).cloned(),
+            is_websocket,
             trace_id: trace_id(headers).cloned(),
             content_length: headers.get(header::CONTENT_LENGTH).cloned(),
             user_agent: headers.get(header::USER_AGENT).cloned(),
@@ -112,7 +120,10 @@ impl Entry {
 
     /// Writes the line, now that the head of the response is known; there may be none.
     pub(crate) fn answered(self, rsp: Option<&Response<Body>>) {
-        let status = rsp.map(Response::status);
+        let status = rsp.map(|rsp| match self.is_websocket && websocket::opens_stream(rsp) {
+            true => StatusCode::SWITCHING_PROTOCOLS,
+            false => rsp.status(),
+        });
         let line = match self.log.format {
             Format::Apache => self.apache(status),
             Format::Json => {
@@ -235,6 +246,18 @@ mod tests {
 
     /// The line of one request.
     fn line(format: Format, client_id: Option<&'static str>) -> String {
+        let req = Request::post("http://web.test/buy?what=tea")
+            .header("host", "web.test")
+            .header("x-request-id", "r1")
+            .header("content-length", "5")
+            .header("user-agent", "curl \"quoted\"")
+            .body(Body::empty())
+            .unwrap();
+        let rsp = Response::builder().status(201).header("content-length", "7");
+        written(format, client_id, &req, &rsp.body(Body::empty()).unwrap())
+    }
+
+    fn written(format: Format, client_id: Option<&'static str>, req: &Request<Body>, rsp: &Response<Body>) -> String {
         let sink = Sink::default();
         let log = AccessLog::start(format, sink.clone(), Arc::default()).unwrap();
         let place = Arc::new(Place {
@@ -244,16 +267,7 @@ mod tests {
             client: ([10, 0, 0, 1], 4321).into(),
             client_id: client_id.map(HeaderValue::from_static),
         });
-        let req = Request::post("http://web.test/buy?what=tea")
-            .header("host", "web.test")
-            .header("x-request-id", "r1")
-            .header("content-length", "5")
-            .header("user-agent", "curl \"quoted\"")
-            .body(Body::empty())
-            .unwrap();
-        let rsp = Response::builder().status(201).header("content-length", "7");
-        log.entry(&req, &place)
-            .answered(Some(&rsp.body(Body::empty()).unwrap()));
+        log.entry(req, &place).answered(Some(rsp));
         log.flush();
         let written = sink.0.lock().clone();
         String::from_utf8(written).unwrap()
@@ -292,6 +306,14 @@ mod tests {
         for name in ["timestamp", "total_ns", "processing_ns"] {
             assert!(line[name].is_string(), "{name}");
         }
+    }
+
+    #[test]
+    fn a_websocket_that_came_on_a_stream_is_noted_down_as_what_it_was() {
+        let asked = Request::get("/chat").header("host", "web.test");
+        let carried = websocket::carried(&asked.body(Body::empty()).unwrap()).unwrap();
+        let line = written(Format::Apache, None, &carried, &Response::new(Body::empty()));
+        assert!(line.ends_with("\"GET http://web.test/chat HTTP/1.1\" 101\n"), "{line}");
     }
 
     #[test]

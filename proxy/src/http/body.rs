@@ -12,10 +12,7 @@ use http::HeaderMap;
 use http_body::{Body as _, Frame, SizeHint};
 use tokio::sync::oneshot;
 
-use crate::{
-    http::{error::Error, h1, h2, layers::Slot, limits::Limited, replay::Keeping},
-    net::io::Io,
-};
+use crate::http::{error::Error, h1, h2, layers::Slot, limits::Limited, replay::Keeping, tunnel::Leg};
 
 /// A request or response body.
 #[derive(Default)]
@@ -24,8 +21,8 @@ pub(crate) struct Body {
     observer: Option<Box<dyn Observe>>,
     /// The place among the requests in flight, for as long as the body lives.
     slot: Option<Slot>,
-    /// Where the client's connection comes, once it has been told that its request was granted.
-    upgraded: Option<oneshot::Receiver<Io>>,
+    /// Where the client's side comes, once it has been told that its request was granted.
+    upgraded: Option<oneshot::Receiver<Leg>>,
 }
 
 #[derive(Default)]
@@ -39,6 +36,8 @@ enum Source {
     H1Request(Box<h1::server::Received>),
     /// Received from an HTTP/1 server.
     H1Response(Box<h1::client::Received>),
+    /// Nothing: the stream has been granted to another protocol, and is taken by the tunnel.
+    Stream(Option<Box<h2::stream::Stream>>),
     /// Already received, followed by the rest.
     Replayed(Box<Replayed>),
     /// Kept while it passes.
@@ -107,14 +106,19 @@ impl Body {
     }
 
     /// The body of a request that asks for another protocol.
-    pub(crate) fn upgradable(mut self, upgraded: oneshot::Receiver<Io>) -> Self {
+    pub(crate) fn upgradable(mut self, upgraded: oneshot::Receiver<Leg>) -> Self {
         self.upgraded = Some(upgraded);
         self
     }
 
-    /// Where the connection of a client that asks for another protocol comes; once.
-    pub(crate) fn take_client(&mut self) -> Option<oneshot::Receiver<Io>> {
+    /// Where the side of a client that asks for another protocol comes; once.
+    pub(crate) fn take_client(&mut self) -> Option<oneshot::Receiver<Leg>> {
         self.upgraded.take()
+    }
+
+    /// The answer that grants a stream.
+    pub(crate) fn stream(stream: h2::stream::Stream) -> Self {
+        Self::of(Source::Stream(Some(Box::new(stream))))
     }
 
     pub(crate) fn replayed(kept: VecDeque<Bytes>, rest: Self) -> Self {
@@ -132,10 +136,11 @@ impl Body {
         Self::of(Source::Limited(limited))
     }
 
-    /// The connection behind the answer to an upgrade; once.
-    pub(crate) fn take_upgraded(&mut self) -> Option<Io> {
+    /// The server's side behind the answer that grants another protocol; once.
+    pub(crate) fn take_upgraded(&mut self) -> Option<Leg> {
         match &mut self.source {
-            Source::H1Response(received) => received.take_upgraded(),
+            Source::H1Response(received) => received.take_upgraded().map(Leg::Connection),
+            Source::Stream(stream) => stream.take().map(Leg::Stream),
             _ => None,
         }
     }
@@ -208,7 +213,7 @@ impl Body {
 
     fn poll_source(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
         match &mut self.source {
-            Source::Empty => Poll::Ready(None),
+            Source::Empty | Source::Stream(_) => Poll::Ready(None),
             Source::Full(bytes) => {
                 let bytes = std::mem::take(bytes);
                 self.source = Source::Empty;
@@ -273,7 +278,7 @@ impl http_body::Body for Body {
 
     fn is_end_stream(&self) -> bool {
         match &self.source {
-            Source::Empty => true,
+            Source::Empty | Source::Stream(_) => true,
             Source::Full(_) => false,
             Source::H2(received) => received.is_end_stream(),
             Source::H1Request(received) => received.is_end_stream(),
@@ -288,7 +293,7 @@ impl http_body::Body for Body {
 
     fn size_hint(&self) -> SizeHint {
         match &self.source {
-            Source::Empty => SizeHint::with_exact(0),
+            Source::Empty | Source::Stream(_) => SizeHint::with_exact(0),
             Source::Full(bytes) => SizeHint::with_exact(bytes.len() as u64),
             Source::H2(received) => received.size_hint(),
             Source::H1Request(received) => received.size_hint(),

@@ -12,19 +12,20 @@ use std::{
     time::Duration,
 };
 
-use http::{Request, Response};
+use http::{Request, Response, Version};
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use crate::{
     http::{
         body::Body,
-        error::Error,
+        error::{Error, Retry},
         h1::{
             client::{self as http1, Exchange, Failed, NoHead},
             pool::Pool,
         },
         h2::{Params, client as http2},
+        orig_proto, websocket,
     },
     net::io::Io,
 };
@@ -44,7 +45,7 @@ pub(crate) enum Protocol {
 pub(crate) struct Client {
     addr: SocketAddr,
     connect: Connect,
-    http2: Mutex<Option<http2::Sender>>,
+    http2: Mutex<Option<http2::Shared>>,
     /// Held while dialling, so that others wait for the same connection.
     dialling: tokio::sync::Mutex<()>,
     dialled_since: Mutex<Option<Instant>>,
@@ -65,6 +66,10 @@ pub(crate) struct PoolConfig {
 pub(crate) enum Ready {
     Http1(http1::Connection, Option<Arc<Pool>>),
     Http2(http2::Sender),
+    /// For a stream that carries another protocol.
+    Stream(Box<http2::Shared>),
+    /// Who is there takes no such streams.
+    NoStream,
 }
 
 /// Whether an HTTP/1 connection may be used for other requests.
@@ -73,6 +78,9 @@ pub(crate) enum Reuse {
     Pooled,
     /// Upgrades, HTTP/1.0, and the second try after a reused connection turned out to be closed.
     OwnConnection,
+    /// What a stream of the shared connection is to carry, where the peer has said that it takes such; HTTP/1 has a connection
+    /// of its own otherwise.
+    OwnStream,
 }
 
 impl Client {
@@ -104,13 +112,24 @@ impl Client {
     /// An open connection, if there is one that this request may use.
     pub(crate) async fn open(&self, protocol: Protocol, reuse: Reuse) -> Option<Ready> {
         match (protocol, reuse) {
+            (_, Reuse::OwnStream) => Box::pin(self.open_stream()).await,
             (Protocol::Http1, Reuse::OwnConnection) => None,
             (Protocol::Http1, Reuse::Pooled) => Some(Ready::Http1(self.pool.take()?, Some(self.pool.clone()))),
             (Protocol::Http2, _) => {
-                let known = self.http2.lock().clone()?;
+                let known = self.http2.lock().as_ref()?.sender.clone();
                 known.ready().await.ok().map(Ready::Http2)
             }
         }
+    }
+
+    /// The shared connection, if there is one, and its peer takes another stream for another protocol.
+    async fn open_stream(&self) -> Option<Ready> {
+        let mut shared = self.http2.lock().clone()?;
+        if !shared.takes_stream().await {
+            return None;
+        }
+        let ready = shared.ready().await.ok()?;
+        Some(Ready::Stream(Box::new(ready)))
     }
 
     /// Whether there is a connection that any number of requests can share, as far as is known.
@@ -123,7 +142,14 @@ impl Client {
     /// # Errors
     /// Dialling or the handshake failed. Nothing of the request has been sent.
     pub(crate) async fn dial(&self, protocol: Protocol, reuse: Reuse) -> Result<Ready, Error> {
-        if protocol == Protocol::Http2 {
+        if reuse == Reuse::OwnStream {
+            self.dial_http2().await?;
+            match self.open_stream().await {
+                Some(ready) => return Ok(ready),
+                None if protocol == Protocol::Http2 => return Ok(Ready::NoStream),
+                None => {}
+            }
+        } else if protocol == Protocol::Http2 {
             return self.dial_http2().await;
         }
         let connection = http1::Connection::new((self.connect)(Protocol::Http1).await?);
@@ -159,10 +185,11 @@ impl Client {
             Err(error) => Err(error),
         };
         *self.dialled_since.lock() = None;
-        let send = dialled.inspect_err(|_| {
+        let shared = dialled.inspect_err(|_| {
             self.failed.fetch_add(1, Ordering::Relaxed);
         })?;
-        *self.http2.lock() = Some(send.clone());
+        let send = shared.sender.clone();
+        *self.http2.lock() = Some(shared);
         let ready = send.ready().await.map_err(|_| Error::Closed {
             addr: self.addr,
             reused: false,
@@ -186,6 +213,35 @@ impl Client {
                 }
             }
             Ready::Http2(send) => http2::send(send, req, self.addr).await,
+            Ready::Stream(shared) => Box::pin(self.send_extended(*shared, req)).await,
+            Ready::NoStream => Err(Error::NoStream { addr: self.addr }),
+        }
+    }
+
+    /// Asks for a stream that carries another protocol. HTTP/1 that asks for a WebSocket gets a connection of its own where the
+    /// shared one has just ended.
+    async fn send_extended(&self, shared: http2::Shared, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
+        if req.version() == Version::HTTP_2 {
+            return http2::extend(shared, std::mem::take(req), self.addr).await;
+        }
+        match http2::extend(shared, websocket::carried(req)?, self.addr).await {
+            Ok(mut rsp) => {
+                if websocket::opens_stream(&rsp) {
+                    websocket::granted(req, &mut rsp);
+                } else {
+                    orig_proto::downgrade(&mut rsp);
+                }
+                Ok(rsp)
+            }
+            Err(error) if error.retry() == Retry::No => Err(error),
+            Err(_) => {
+                let connection = http1::Connection::new((self.connect)(Protocol::Http1).await?);
+                let mut exchange = connection.send(req, self.addr, None);
+                match exchange.head().await {
+                    Ok(head) => Ok(exchange.response(head)),
+                    Err(why) => Err(exchange.failed(why).await.error),
+                }
+            }
         }
     }
 
@@ -218,7 +274,6 @@ mod tests {
     use tokio::net::{TcpListener, TcpStream};
 
     use super::*;
-    use crate::http::error::Retry;
     use crate::net::connect::ConnectError;
     use crate::net::io::Tcp;
 
@@ -268,5 +323,50 @@ mod tests {
             ConnectError::Io { addr, source }
         });
         assert_ne!(out_of_files.await.retry(), Retry::NeverSent);
+    }
+
+    /// What a server of HTTP/2 has a WebSocket, and an extended CONNECT, go by.
+    async fn ready_for(server: &h2::server::Builder) -> [Ready; 2] {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let addr = listener.local_addr().unwrap();
+        let server = server.clone();
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                let server = server.clone();
+                tokio::spawn(async move {
+                    if let Ok(mut connection) = server.handshake::<_, Bytes>(stream).await {
+                        while connection.accept().await.is_some() {}
+                    }
+                });
+            }
+        });
+        let connect: Connect =
+            Box::new(move |_| Box::pin(async move { Ok(Io::tcp(Tcp::new(TcpStream::connect(addr).await.unwrap()))) }));
+        let pool = PoolConfig {
+            idle_timeout: Duration::from_secs(1),
+            max_idle: 1,
+        };
+        let client = Client::new(addr, connect, Params::default(), pool);
+        let websocket = client.ready(Protocol::Http1, Reuse::OwnStream).await.unwrap();
+        [
+            websocket,
+            client.ready(Protocol::Http2, Reuse::OwnStream).await.unwrap(),
+        ]
+    }
+
+    #[tokio::test]
+    async fn streams_carry_other_protocols_only_where_the_peer_takes_them_and_has_room() {
+        let mut server = h2::server::Builder::new();
+        assert!(matches!(
+            ready_for(&server).await,
+            [Ready::Http1(_, None), Ready::NoStream]
+        ));
+        server.enable_connect_protocol();
+        assert!(matches!(ready_for(&server).await, [Ready::Stream(_), Ready::Stream(_)]));
+        server.max_concurrent_streams(4);
+        assert!(matches!(
+            ready_for(&server).await,
+            [Ready::Http1(_, None), Ready::NoStream]
+        ));
     }
 }

@@ -57,6 +57,8 @@ pub(crate) enum Error {
     Response(#[source] std::io::Error),
     #[error("invalid response: {0}")]
     BadResponse(&'static str),
+    #[error("{addr} takes no extended CONNECT (RFC 8441), or no more of them")]
+    NoStream { addr: SocketAddr },
     /// It was safe to send once more, but for its body.
     #[error(transparent)]
     TooLargeToRetry(Box<Self>),
@@ -156,6 +158,7 @@ pub(crate) mod grpc {
     pub(crate) const PERMISSION_DENIED: i32 = 7;
     pub(crate) const FAILED_PRECONDITION: i32 = 9;
     pub(crate) const ABORTED: i32 = 10;
+    pub(crate) const UNIMPLEMENTED: i32 = 12;
 }
 
 /// What the client is told.
@@ -200,6 +203,7 @@ impl Error {
             | Self::BadRequest(_)
             | Self::HeadTooLong { .. }
             | Self::HeadTimeout(_)
+            | Self::NoStream { .. }
             | Self::Left
             | Self::Client(_) => Side::Client,
             Self::ConnectTimeout(_)
@@ -297,6 +301,7 @@ impl Error {
                 grpc::RESOURCE_EXHAUSTED,
                 true,
             ),
+            Self::NoStream { .. } => answer(StatusCode::NOT_IMPLEMENTED, grpc::UNIMPLEMENTED, false),
             Self::HeadTimeout(_) => answer(StatusCode::REQUEST_TIMEOUT, grpc::DEADLINE_EXCEEDED, true),
             Self::RouteNotFound | Self::GatewayDomain(_) => answer(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
             Self::GatewayLoop => answer(StatusCode::LOOP_DETECTED, grpc::ABORTED, true),
@@ -349,7 +354,10 @@ impl Error {
     pub(crate) fn target(&self) -> Option<SocketAddr> {
         match self {
             Self::ConnectTimeout(error) | Self::Connect(error) => Some(error.addr()),
-            Self::DialFailed { addr } | Self::Tls { addr, .. } | Self::Closed { addr, .. } => Some(*addr),
+            Self::DialFailed { addr }
+            | Self::Tls { addr, .. }
+            | Self::Closed { addr, .. }
+            | Self::NoStream { addr } => Some(*addr),
             Self::TooLargeToRetry(error) => error.target(),
             _ => None,
         }
@@ -409,6 +417,7 @@ impl Error {
             Self::H2(_) => "stream-reset",
             Self::Response(_) | Self::BadResponse(_) | Self::Miscounted => "bad-response",
             Self::RequestBody(_) | Self::BadRequest(_) => "bad-request",
+            Self::NoStream { .. } => "no-extended-connect",
             Self::HeadTooLong { .. } => "head-too-long",
             Self::HeadTimeout(_) => "head-timeout",
             Self::Left | Self::Client(_) => "client-left",
@@ -484,6 +493,7 @@ mod tests {
             Error::BadRequest("its target"),
             Error::HeadTooLong { limit: 1 },
             Error::HeadTimeout(limit),
+            Error::NoStream { addr },
             Error::Left,
             Error::NoEndpoints,
             Error::FailFast(limit, false),

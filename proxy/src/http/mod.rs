@@ -23,3 +23,4 @@ pub(crate) mod server;
 mod spare;
 pub(crate) mod tunnel;
 pub(crate) mod upload;
+pub(crate) mod websocket;

@@ -2,18 +2,26 @@
 
 use std::cell::RefCell;
 
+use h2::ext::Protocol;
 use http::{
-    HeaderMap, Request, Response, Uri, Version,
+    HeaderMap, Method, Request, Response, StatusCode, Uri, Version,
     header::{self, HeaderValue},
     uri::{Authority, PathAndQuery, Scheme},
 };
 use tulle_core::names::header::L5D_ORIG_PROTO;
 
-use crate::http::{body::Body, error::Error, headers};
+use crate::http::{body::Body, error::Error, headers, websocket};
 
 const HTTP_11: &str = "HTTP/1.1";
 const HTTP_10: &str = "HTTP/1.0";
 const ABSOLUTE_FORM: &str = "; absolute-form";
+
+/// The HTTP/1 request that an HTTP/2 request stands for.
+pub(crate) struct Restored {
+    version: Version,
+    /// What the answer has to prove, if it asks for a WebSocket.
+    proof: Option<HeaderValue>,
+}
 
 /// Turns an HTTP/1 request into the HTTP/2 request that stands for it.
 ///
@@ -66,11 +74,11 @@ pub(crate) fn make_absolute(req: &mut Request<Body>) -> Result<(), Error> {
     Ok(())
 }
 
-/// Version of the HTTP/1 request that an HTTP/2 request stands for, after restoring it; `None` for real HTTP/2.
+/// Makes a request HTTP/1 again that was; `None` for real HTTP/2.
 ///
 /// # Errors
-/// The mark is none that a proxy sends.
-pub(crate) fn restore(req: &mut Request<Body>) -> Result<Option<Version>, Error> {
+/// The mark is none that a proxy sends, or is on what a proxy does not send.
+pub(crate) fn restore(req: &mut Request<Body>) -> Result<Option<Restored>, Error> {
     if !req.headers().contains_key(L5D_ORIG_PROTO) {
         return Ok(None);
     }
@@ -96,7 +104,16 @@ pub(crate) fn restore(req: &mut Request<Body>) -> Result<Option<Version>, Error>
     } else {
         make_origin(req);
     }
-    Ok(Some(version))
+    let mut proof = None;
+    if *req.method() == Method::CONNECT
+        && let Some(protocol) = req.extensions_mut().remove::<Protocol>()
+    {
+        if protocol.as_str() != websocket::WEBSOCKET {
+            return Err(Error::BadRequest("its :protocol is not websocket"));
+        }
+        proof = Some(websocket::restore(req));
+    }
+    Ok(Some(Restored { version, proof }))
 }
 
 /// Moves the authority from the target to `Host`, as HTTP/1 servers expect it.
@@ -140,11 +157,24 @@ fn host_of(authority: &Authority) -> Option<HeaderValue> {
 }
 
 /// Marks the response to a restored request and removes what HTTP/2 must not carry.
-pub(crate) fn mark_response(rsp: &mut Response<Body>, version: Version) {
-    let mark = if version == Version::HTTP_10 { HTTP_10 } else { HTTP_11 };
+///
+/// # Errors
+/// The application has switched to another protocol than it was asked to.
+pub(crate) fn mark_response(rsp: &mut Response<Body>, restored: &Restored) -> Result<(), Error> {
+    if rsp.status() == StatusCode::SWITCHING_PROTOCOLS
+        && let Some(proof) = &restored.proof
+    {
+        return websocket::established(rsp, proof);
+    }
+    let mark = if restored.version == Version::HTTP_10 {
+        HTTP_10
+    } else {
+        HTTP_11
+    };
     rsp.headers_mut().insert(L5D_ORIG_PROTO, HeaderValue::from_static(mark));
     strip_for_http2(rsp.headers_mut());
     *rsp.version_mut() = Version::HTTP_2;
+    Ok(())
 }
 
 /// Removes headers that are not allowed in HTTP/2.
@@ -183,7 +213,8 @@ mod tests {
             upgrade(&mut req).unwrap();
             assert_eq!(req.version(), Version::HTTP_2);
             assert_eq!(req.uri().authority().unwrap(), host);
-            assert_eq!(restore(&mut req).unwrap(), Some(version));
+            let restored = restore(&mut req).unwrap().map(|restored| restored.version);
+            assert_eq!(restored, Some(version));
             assert_eq!((req.uri(), req.version()), (original().uri(), version));
             assert_eq!(req.headers()["host"], host);
         }

@@ -20,7 +20,8 @@ use crate::{
         classify::{self, Ended},
         client::{Client, Protocol, Reuse},
         error::{Error, Retry},
-        filters, headers, orig_proto, tunnel,
+        filters, headers, orig_proto,
+        tunnel::{self, Leg},
         upload::Upload,
     },
     inbound::{
@@ -54,6 +55,8 @@ pub(super) struct HttpConnection {
     pub(super) peer: Peer,
     pub(super) tls: ServerTls,
     pub(super) port: Arc<Port>,
+    /// What the client speaks.
+    pub(super) protocol: Protocol,
     pub(super) to: To,
     /// `l5d-client-id` of every request.
     pub(super) client_id: Option<HeaderValue>,
@@ -166,8 +169,8 @@ impl HttpConnection {
             To::App(app) => app,
             To::Onward(gateway, onward) => {
                 let mut sent = Box::pin(self.go_on(&**gateway, onward, req, started)).await;
-                if let (Ok(rsp), Some(version)) = (&mut sent, restored) {
-                    orig_proto::mark_response(rsp, version);
+                if let (Ok(rsp), Some(restored)) = (&mut sent, &restored) {
+                    orig_proto::mark_response(rsp, restored)?;
                 }
                 return sent;
             }
@@ -236,8 +239,8 @@ impl HttpConnection {
             None => rsp,
         };
         let mut rsp = classify::observe(rsp, started, passage);
-        if let Some(version) = restored {
-            orig_proto::mark_response(&mut rsp, version);
+        if let Some(restored) = &restored {
+            orig_proto::mark_response(&mut rsp, restored)?;
         }
         Ok(rsp)
     }
@@ -462,7 +465,7 @@ impl HttpConnection {
         self: &Arc<Self>,
         app: &Client,
         req: &mut Request<Body>,
-        upgrade: Option<oneshot::Receiver<Io>>,
+        upgrade: Option<oneshot::Receiver<Leg>>,
         handles: &Arc<Handles>,
     ) -> Result<Response<Body>, Error> {
         let protocol = if req.version() == Version::HTTP_2 {
@@ -470,10 +473,11 @@ impl HttpConnection {
         } else {
             Protocol::Http1
         };
-        let reuse = if upgrade.is_some() || req.version() == Version::HTTP_10 {
-            Reuse::OwnConnection
-        } else {
-            Reuse::Pooled
+        let reuse = match (protocol, &upgrade) {
+            (Protocol::Http2, Some(_)) => Reuse::OwnStream,
+            (Protocol::Http1, Some(_)) => Reuse::OwnConnection,
+            (_, None) if req.version() == Version::HTTP_10 => Reuse::OwnConnection,
+            (_, None) => Reuse::Pooled,
         };
         // The client of HTTP/1 knows by itself what it may send once more.
         let again =
@@ -491,9 +495,13 @@ impl HttpConnection {
         };
         match (upgrade, rsp.body_mut().take_upgraded()) {
             (Some(client), Some(upstream)) => {
-                let (refused, handles) = (self.clone().refused(), handles.clone());
+                let (connection, handles) = (self.clone(), handles.clone());
                 let refused = async move {
-                    refused.await;
+                    match connection.protocol {
+                        Protocol::Http1 => connection.refused().await,
+                        // Its stream ends with the client's connection, which is cut for it.
+                        Protocol::Http2 => std::future::pending().await,
+                    }
                     drop(handles); // under way until then
                 };
                 tunnel::spawn(client, upstream, &self.drain, refused);

@@ -730,6 +730,7 @@ impl Connection {
             _ => To::App(inbound.app(self.worker, &peer)),
         };
         let connection = Arc::new(HttpConnection {
+            protocol,
             to,
             inbound: inbound.clone(),
             peer,

@@ -18,11 +18,11 @@ use crate::{
         limits::Limits,
         orig_proto,
         replay::{self, Kept},
-        tunnel,
+        tunnel::{self, Leg},
         upload::Upload,
+        websocket,
     },
     metrics::http::{End, Outcome, Series},
-    net::io::Io,
     outbound::{
         backend::Backend,
         endpoint::Endpoint,
@@ -120,7 +120,7 @@ pub(super) struct Needs {
     version: Version,
     /// HTTP/2 cannot stand for it: it asks for an upgrade, or names no host.
     as_it_is: bool,
-    pub(super) reuse: Reuse,
+    reuse: Reuse,
 }
 
 /// A request that can be sent again.
@@ -154,7 +154,7 @@ impl Dispatch<'_> {
     pub(super) async fn run(
         &self,
         req: &mut Request<Body>,
-        upgrade: &mut Option<oneshot::Receiver<Io>>,
+        upgrade: &mut Option<oneshot::Receiver<Leg>>,
         tried: &mut Tried,
         mut limits: Option<&mut Limits>,
         counted: &mut Option<Counted>,
@@ -289,11 +289,24 @@ impl Needs {
         let version = req.version();
         // Without a host, a server may take the whole connection to be for one site.
         let anonymous = req.uri().authority().is_none() && headers::get(req.headers(), &header::HOST).is_none();
-        let own = upgrade || version == Version::HTTP_10 || anonymous;
+        let is_http1 = version <= Version::HTTP_11;
         Self {
             version,
-            as_it_is: upgrade || (anonymous && version <= Version::HTTP_11),
-            reuse: if own { Reuse::OwnConnection } else { Reuse::Pooled },
+            as_it_is: (upgrade || anonymous) && is_http1,
+            reuse: match upgrade {
+                true if !is_http1 || (!anonymous && websocket::can_be_carried(req)) => Reuse::OwnStream,
+                false if version != Version::HTTP_10 && !anonymous => Reuse::Pooled,
+                _ => Reuse::OwnConnection,
+            },
+        }
+    }
+
+    /// What of a connection to this endpoint is the request's own.
+    pub(super) fn reuse(&self, endpoint: &Endpoint) -> Reuse {
+        match self.reuse {
+            // Nobody else makes HTTP/1 of it again.
+            Reuse::OwnStream if self.as_it_is && !endpoint.restores_http1() => Reuse::OwnConnection,
+            reuse => reuse,
         }
     }
 

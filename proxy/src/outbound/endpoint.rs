@@ -136,6 +136,11 @@ impl Endpoint {
         }
     }
 
+    /// Whether there is a proxy that makes HTTP/1 again of what travels as HTTP/2.
+    pub(super) fn restores_http1(&self) -> bool {
+        self.spec.hint == ProtocolHint::H2 && self.identity().is_some()
+    }
+
     /// Who is there; `None` where nobody proves it.
     pub(super) fn identity(&self) -> Option<&Identity> {
         match &self.tls {

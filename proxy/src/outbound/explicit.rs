@@ -18,7 +18,7 @@ use tulle_core::{
 };
 
 use crate::{
-    http::{body::Body, client::Protocol, error::Error, orig_proto},
+    http::{body::Body, client::Protocol, error::Error, orig_proto, tunnel::Leg},
     net::{
         copy::Carrying,
         detect::{self, Look, Verdict},
@@ -183,7 +183,7 @@ impl HttpConnection {
     pub(super) async fn connect(
         &self,
         req: &mut Request<Body>,
-        client: Option<oneshot::Receiver<Io>>,
+        client: Option<oneshot::Receiver<Leg>>,
     ) -> Result<Response<Body>, Error> {
         let client = client.ok_or(Error::BadRequest("CONNECT is for HTTP/1.1 here"))?;
         let target = req.uri().authority().map(|authority| authority.as_str().parse());
@@ -201,11 +201,11 @@ impl HttpConnection {
 }
 
 /// Serves what follows a CONNECT, once the HTTP server lets go of it.
-fn tunnel(connection: Connection, client: oneshot::Receiver<Io>, server: Option<Io>) {
+fn tunnel(connection: Connection, client: oneshot::Receiver<Leg>, server: Option<Io>) {
     let guard = connection.drain.guard();
     tokio::spawn(async move {
         let _guard = guard;
-        if let Ok(io) = client.await
+        if let Ok(Leg::Connection(io)) = client.await
             && let Some(carrying) = connection.serve(io, server).await
         {
             carrying.await;

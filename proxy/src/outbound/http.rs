@@ -12,8 +12,7 @@ use tulle_core::{
 };
 
 use crate::{
-    http::{body::Body, classify, error::Error, filters, headers, limits::Limits, upload::Upload},
-    net::io::Io,
+    http::{body::Body, classify, error::Error, filters, headers, limits::Limits, tunnel::Leg, upload::Upload},
     outbound::{
         Outbound,
         backend::Backends,
@@ -63,7 +62,10 @@ impl HttpConnection {
         let (destination, others) = match &self.targets {
             Targets::Dialled(destination) => return self.send(destination, req, &mut upgrade).await,
             Targets::Named(dialled) => Box::pin(self.named(dialled, req)).await?,
-            Targets::Asked if *req.method() == Method::CONNECT => return Box::pin(self.connect(req, upgrade)).await,
+            // That of RFC 8441 has a scheme and a path, and is no other request to a proxy than the rest.
+            Targets::Asked if *req.method() == Method::CONNECT && req.uri().scheme().is_none() => {
+                return Box::pin(self.connect(req, upgrade)).await;
+            }
             Targets::Asked => Box::pin(self.asked(req)).await?,
         };
         match others.is_empty() {
@@ -79,7 +81,7 @@ impl HttpConnection {
         mut destination: Arc<Destination>,
         others: Vec<SocketAddr>,
         req: &mut Request<Body>,
-        upgrade: &mut Option<oneshot::Receiver<Io>>,
+        upgrade: &mut Option<oneshot::Receiver<Leg>>,
     ) -> Result<Response<Body>, Error> {
         for addr in others {
             let headers = req.headers().clone();
@@ -98,7 +100,7 @@ impl HttpConnection {
         &self,
         destination: &Destination,
         req: &mut Request<Body>,
-        upgrade: &mut Option<oneshot::Receiver<Io>>,
+        upgrade: &mut Option<oneshot::Receiver<Leg>>,
     ) -> Result<Response<Body>, Error> {
         let snapshot = destination.snapshot(); // one for the whole request
         let router = router(&snapshot.plan, req.version())?;
@@ -304,7 +306,7 @@ impl Attempt<'_> {
     pub(super) async fn send(
         &self,
         req: &mut Request<Body>,
-        upgrade: &mut Option<oneshot::Receiver<Io>>,
+        upgrade: &mut Option<oneshot::Receiver<Leg>>,
         tried: &mut Tried,
         limits: Option<&mut Limits>,
     ) -> Result<Response<Body>, Error> {

@@ -62,7 +62,7 @@ impl Dispatch<'_> {
             });
         }
         let client = endpoint.client(self.worker);
-        let ready = client.open(needs.protocol(endpoint), needs.reuse).await;
+        let ready = client.open(needs.protocol(endpoint), needs.reuse(endpoint)).await;
         if ready.is_some() {
             endpoint.breaker().connected();
         }
@@ -141,7 +141,7 @@ fn start(dials: &mut SmallVec<[Dial; MAX_TRIES]>, endpoint: Arc<Endpoint>, worke
     let dialled = endpoint.clone();
     tokio::spawn(async move {
         let client = dialled.client(worker);
-        let ready = client.dial(needs.protocol(&dialled), needs.reuse).await;
+        let ready = client.dial(needs.protocol(&dialled), needs.reuse(&dialled)).await;
         match &ready {
             Ok(_) => dialled.breaker().connected(),
             Err(error) => {

@@ -25,8 +25,8 @@ use crate::{
         headers,
         limits::{Limits, Terms},
         replay,
+        tunnel::Leg,
     },
-    net::io::Io,
     outbound::{dispatch::Copy, http::Attempt, reach::Tried},
     policy::{
         client::{HintedBackoff, HttpTarget, RequestOverrides, Retry, RetryConditions, Timeouts},
@@ -105,7 +105,7 @@ impl Allowed {
         &self,
         attempt: &Attempt<'_>,
         req: &mut Request<Body>,
-        upgrade: &mut Option<oneshot::Receiver<Io>>,
+        upgrade: &mut Option<oneshot::Receiver<Leg>>,
         tally: &impl Tally,
     ) -> Result<Response<Body>, Error> {
         let start = Instant::now();

@@ -1,6 +1,11 @@
-//! WebSocket between a client and a server of a library, through both sidecars.
+//! WebSocket between a client and a server of a library, through both sidecars, and other protocols by extended CONNECT.
 
+use bytes::Bytes;
+use futures_util::future::join_all;
 use futures_util::{SinkExt as _, StreamExt as _};
+use h2::ext::Protocol;
+use http::{Method, Request, Response};
+use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio_tungstenite::tungstenite::protocol::frame::Frame;
 use tokio_tungstenite::tungstenite::protocol::frame::coding::{CloseCode, Data, OpCode};
@@ -8,7 +13,9 @@ use tokio_tungstenite::tungstenite::protocol::{CloseFrame, WebSocketConfig};
 use tokio_tungstenite::tungstenite::{Error, Message};
 use tokio_tungstenite::{WebSocketStream, accept_async_with_config, client_async_with_config};
 use tulle_tests::apps::{self, App};
-use tulle_tests::mesh::{Builder, HTTP, Mesh, mesh};
+use tulle_tests::client::{full, read_until};
+use tulle_tests::eventually::eventually;
+use tulle_tests::mesh::{Builder, HTTP, Mesh, STRANGER, mesh};
 
 type Socket = WebSocketStream<TcpStream>;
 
@@ -167,5 +174,221 @@ fn a_side_that_breaks_off_is_not_taken_for_one_that_has_said_the_end() {
             matches!(broken, Some(Err(Error::Protocol(_) | Error::Io(_)))),
             "{broken:?}"
         );
+    });
+}
+
+/// Connections that the proxy of `web` has accepted from others.
+async fn connections(mesh: &Mesh) -> f64 {
+    let of_peers = [r#"direction="inbound""#, r#"peer="src""#, r#"tls="true""#];
+    mesh.metric("web", "tcp_open_total", &of_peers).await
+}
+
+#[test]
+fn sockets_share_one_connection_between_the_sidecars() {
+    meshed().run(async |mesh: &Mesh| {
+        let _app = server(mesh, echo).await;
+        let sockets = join_all((0..20).map(|_| connect(mesh))).await;
+        let all = sockets.into_iter().zip(0..).map(|(mut socket, n)| async move {
+            let message = Message::binary(vec![n; 1 << 20]);
+            for _ in 0..2 {
+                socket.send(message.clone()).await.unwrap();
+                assert!(next(&mut socket).await == message, "{n}");
+            }
+        });
+        join_all(all).await;
+        assert_eq!(connections(mesh).await, 1.);
+        let to_app = [r#"direction="inbound""#, r#"peer="dst""#];
+        assert_eq!(mesh.metric("web", "tcp_open_total", &to_app).await, 20.);
+        for workload in ["client", "web"] {
+            let switched = [r#"status_code="101""#];
+            assert_eq!(
+                mesh.metric(workload, "response_total", &switched).await,
+                20.,
+                "{workload}"
+            );
+        }
+    });
+}
+
+#[test]
+fn sockets_have_connections_of_their_own_where_peers_share_none() {
+    let stays = meshed().flag("--enable-h2-upgrade=false");
+    stays.run(async |mesh: &Mesh| {
+        let _app = server(mesh, echo).await;
+        for mut socket in join_all((0..3).map(|_| connect(mesh))).await {
+            socket.send(Message::text("hello")).await.unwrap();
+            assert_eq!(next(&mut socket).await, Message::text("hello"));
+        }
+        assert_eq!(connections(mesh).await, 3.);
+    });
+}
+
+const ASKED: &str = "GET /chat?a=b HTTP/1.1\r\nhost: web.test\r\nconnection: keep-alive, Upgrade\r\nupgrade: websocket\r\n\
+                     sec-websocket-version: 13\r\nsec-websocket-protocol: chat\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n";
+
+/// What a client hears whose request for a WebSocket `app` answers so.
+async fn answered(mesh: &Mesh, end: &'static str, answer: &'static str) -> String {
+    let app = apps::raw(mesh.listen("web", HTTP).await, move |mut stream| async move {
+        let head = read_until(&mut stream, "\r\n\r\n").await;
+        assert!(head.starts_with("GET /chat?a=b HTTP/1.1\r\n"), "{head}");
+        for line in [
+            "host: web.test",
+            "connection: Upgrade",
+            "upgrade: websocket",
+            "sec-websocket-protocol: chat",
+        ] {
+            assert!(head.contains(&format!("\r\n{line}\r\n")), "{line}: {head}");
+        }
+        assert!(
+            !head.contains("dGhlIHNhbXBsZSBub25jZQ=="),
+            "the handshake with it is the proxies': {head}"
+        );
+        stream.write_all(answer.as_bytes()).await.unwrap();
+    });
+    let mut client = mesh.dial("client", mesh.service("web", HTTP)).await;
+    client.write_all(ASKED.as_bytes()).await.unwrap();
+    let said = read_until(&mut client, end).await;
+    app.kill().await;
+    said
+}
+
+#[test]
+fn an_application_s_refusal_is_passed_on_as_it_is() {
+    meshed().run(async |mesh: &Mesh| {
+        let forbidden = "HTTP/1.1 403 Forbidden\r\nx-why: because\r\ncontent-length: 2\r\n\r\nno";
+        let said = answered(mesh, "\r\n\r\nno", forbidden).await;
+        assert!(said.starts_with("HTTP/1.1 403 Forbidden\r\n"), "{said}");
+        assert!(said.contains("x-why: because\r\n") && !said.contains("l5d-"), "{said}");
+        // Who takes no notice of the upgrade answers the request.
+        let said = answered(
+            mesh,
+            "\r\n\r\na page",
+            "HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\na page",
+        )
+        .await;
+        assert!(
+            said.starts_with("HTTP/1.1 200 OK\r\n") && !said.contains("upgrade"),
+            "{said}"
+        );
+        assert_eq!(connections(mesh).await, 1.);
+    });
+}
+
+#[test]
+fn an_application_that_switches_to_something_else_is_not_believed() {
+    let other = "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: other\r\n\r\n";
+    let forged = "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket\r\n\
+                  sec-websocket-accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n";
+    meshed().run(async |mesh: &Mesh| {
+        for answer in [other, forged] {
+            let said = answered(mesh, "\r\n\r\n", answer).await;
+            assert!(said.starts_with("HTTP/1.1 502 "), "{said}");
+            assert!(
+                said.contains("l5d-proxy-cause: bad-response; direction=inbound; "),
+                "{said}"
+            );
+        }
+    });
+}
+
+#[test]
+fn a_policy_that_turns_cuts_sockets() {
+    let deny = "\
+apiVersion: policy.linkerd.io/v1beta3
+kind: Server
+metadata: {name: web, namespace: shop}
+spec: {podSelector: {}, port: 8080, accessPolicy: deny}
+";
+    meshed().run(async |mesh: &Mesh| {
+        let _app = server(mesh, echo).await;
+        let mut socket = connect(mesh).await;
+        mesh.write("deny", deny);
+        assert!(socket.next().await.is_none_or(|end| end.is_err()), "it is cut");
+        assert_eq!(mesh.metric("web", "inbound_tcp_authz_terminate_total", &[]).await, 1.);
+    });
+}
+
+/// An application that gives back what comes by extended CONNECT, and says so.
+async fn extended(mesh: &Mesh) -> App {
+    apps::raw(mesh.listen("web", HTTP).await, |stream| async move {
+        let mut connection = h2::server::Builder::new()
+            .enable_connect_protocol()
+            .handshake(stream)
+            .await
+            .unwrap();
+        while let Some(Ok((req, mut respond))) = connection.accept().await {
+            tokio::spawn(async move {
+                let protocol = req
+                    .extensions()
+                    .get::<Protocol>()
+                    .map(|protocol| protocol.as_str().to_owned());
+                assert_eq!((protocol.as_deref(), req.uri().path()), (Some("chat"), "/room"));
+                let mut send = respond.send_response(Response::new(()), false).unwrap();
+                let mut received = req.into_body();
+                while let Some(data) = received.data().await {
+                    let data = data.unwrap();
+                    received.flow_control().release_capacity(data.len()).unwrap();
+                    send.send_data(data, false).unwrap();
+                }
+                send.send_data(Bytes::new(), true).unwrap();
+            });
+        }
+    })
+}
+
+/// The answer to an extended CONNECT, by which 1 MiB goes there and comes back where it is granted.
+async fn ask_extended(stream: TcpStream) -> Response<()> {
+    let (send, connection) = h2::client::handshake(stream).await.unwrap();
+    tokio::spawn(connection);
+    eventually("the proxy announces it", async || {
+        send.is_extended_connect_protocol_enabled().then_some(())
+    })
+    .await;
+    let req = Request::builder().method(Method::CONNECT).uri("http://web.test/room");
+    let req = req.extension(Protocol::from_static("chat")).body(()).unwrap();
+    let (rsp, mut body) = send.ready().await.unwrap().send_request(req, false).unwrap();
+    let (head, mut received) = rsp.await.unwrap().into_parts();
+    if head.status.is_success() {
+        let sent = Bytes::from_iter((0..1 << 20).map(|n: u32| (n % 251) as u8));
+        body.send_data(sent.clone(), true).unwrap();
+        let mut got = Vec::new();
+        while let Some(data) = received.data().await {
+            let data = data.unwrap();
+            received.flow_control().release_capacity(data.len()).unwrap();
+            got.extend_from_slice(&data);
+        }
+        assert!(got == sent, "{} bytes", got.len());
+    }
+    Response::from_parts(head, ())
+}
+
+#[test]
+fn an_extended_connect_passes_where_the_application_takes_it() {
+    meshed().run(async |mesh: &Mesh| {
+        let _app = extended(mesh).await;
+        for _ in 0..3 {
+            let rsp = ask_extended(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+            assert_eq!(rsp.status(), 200);
+        }
+        let rsp = ask_extended(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        assert_eq!(rsp.status(), 200);
+        assert_eq!(connections(mesh).await, 1.);
+    });
+}
+
+#[test]
+fn an_extended_connect_is_refused_where_the_application_has_not_announced_it() {
+    meshed().unmeshed("legacy").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "legacy").await;
+        let _app = apps::http(mesh.listen("web", HTTP).await, |_| async { Response::new(full("ok")) });
+        for (app, direction) in [("web", "inbound"), ("legacy", "outbound")] {
+            let rsp = ask_extended(mesh.dial("client", mesh.service(app, HTTP)).await).await;
+            let cause = rsp.headers()["l5d-proxy-cause"].to_str().unwrap();
+            assert_eq!(rsp.status(), 501, "{cause}");
+            assert!(
+                cause.starts_with(&format!("no-extended-connect; direction={direction}; ")),
+                "{cause}"
+            );
+        }
     });
 }

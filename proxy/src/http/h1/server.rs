@@ -39,6 +39,7 @@ use crate::{
         headers, interim,
         layers::Rescued,
         linger,
+        tunnel::Leg,
     },
     net::io::Io,
 };
@@ -93,7 +94,7 @@ enum End {
     Refused(Error),
     Failed(Error),
     /// The connection goes to who asked for it.
-    Upgraded(oneshot::Sender<Io>),
+    Upgraded(oneshot::Sender<Leg>),
 }
 
 /// Serves one connection until it ends, gracefully once `drain` is signaled.
@@ -156,7 +157,7 @@ where
                 if let Some(connection) = Arc::into_inner(connection) {
                     let Connection { io, inbox, .. } = connection.into_inner();
                     // Whoever joins the two ends may be gone.
-                    let _ = client.send(io.unread(inbox));
+                    let _ = client.send(Leg::Connection(io.unread(inbox)));
                 }
                 Ok(())
             }
@@ -180,7 +181,7 @@ struct Asked {
     method: Method,
     keep_alive: bool,
     /// Who gets the connection if it is upgraded.
-    upgrade: Option<oneshot::Sender<Io>>,
+    upgrade: Option<oneshot::Sender<Leg>>,
 }
 
 impl Asked {
@@ -310,7 +311,7 @@ fn with_body(
     connection: &Shared,
     framing: Framing,
     expects: bool,
-) -> (Request<Body>, Option<oneshot::Sender<Io>>) {
+) -> (Request<Body>, Option<oneshot::Sender<Leg>>) {
     if matches!(framing, Framing::None | Framing::Length(0)) {
         let request = request.map(|()| Body::empty());
         if !headers::wants_upgrade(&request) {

@@ -4,7 +4,9 @@ use std::{
     future::{Future, poll_fn},
     net::SocketAddr,
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll},
+    time::Duration,
 };
 
 use bytes::Bytes;
@@ -14,6 +16,7 @@ use h2::{
 };
 use http::{Request, Response};
 use http_body::Body as _;
+use tokio::{sync::watch, time::timeout};
 
 use crate::{
     http::{
@@ -23,10 +26,11 @@ use crate::{
             From, KeepAlive, Params, Received,
             batch::{Batch, Batched, batched},
             send::Sending,
+            stream::Stream,
             unanswered,
             windows::{Member, Windows},
         },
-        headers, interim,
+        headers, interim, websocket,
     },
     net::io::Io,
 };
@@ -49,16 +53,50 @@ impl Sender {
     }
 }
 
+/// A connection for requests, and for streams that carry other protocols.
+#[derive(Clone)]
+pub(crate) struct Shared {
+    pub(crate) sender: Sender,
+    /// Whether the peer's settings have come.
+    told: watch::Receiver<bool>,
+    /// Held by each stream that carries another protocol.
+    streams: Arc<()>,
+}
+
+impl Shared {
+    /// Whether the peer takes another stream for another protocol, as its settings say. These are waited for, but not for long.
+    pub(crate) async fn takes_stream(&mut self) -> bool {
+        let told = async { self.told.wait_for(|told| *told).await.is_ok() };
+        let told = timeout(SETTINGS_TIMEOUT, told).await;
+        let send = &self.sender.send;
+        // They last, and must not keep requests from theirs.
+        let has_room = Arc::strong_count(&self.streams) < send.current_max_send_streams() / 2;
+        told == Ok(true) && has_room && send.is_extended_connect_protocol_enabled()
+    }
+
+    /// As [`Sender::ready`].
+    pub(crate) async fn ready(self) -> Result<Self, h2::Error> {
+        let sender = self.sender.ready().await?;
+        Ok(Self { sender, ..self })
+    }
+}
+
+/// How long the settings of a peer may take that has accepted a connection.
+const SETTINGS_TIMEOUT: Duration = Duration::from_secs(1);
+/// How many streams a peer permits that has not said how many: more than any can say.
+const UNTOLD: usize = usize::MAX - 1;
+
 /// Opens an HTTP/2 connection on `io`. A task drives it until every handle is gone.
 ///
 /// # Errors
 /// The connection broke before our settings were written.
-pub(crate) async fn connect(io: Io, params: &Params) -> Result<Sender, Error> {
+pub(crate) async fn connect(io: Io, params: &Params) -> Result<Shared, Error> {
     let mut builder = client::Builder::new();
     builder
         .initial_window_size(params.stream_window)
         .initial_connection_window_size(params.connection_window)
         .max_header_list_size(params.max_header_list)
+        .initial_max_send_streams(UNTOLD)
         .enable_push(false);
     if let Some(size) = params.max_frame_size {
         builder.max_frame_size(size);
@@ -73,8 +111,13 @@ pub(crate) async fn connect(io: Io, params: &Params) -> Result<Sender, Error> {
     let (send, connection) = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
     let windows = Windows::new(params);
     let member = windows.member();
-    tokio::spawn(drive(connection, batch, windows, params.keep_alive));
-    Ok(Sender { send, member })
+    let (tell, told) = watch::channel(false);
+    tokio::spawn(drive(connection, batch, windows, params.keep_alive, tell));
+    Ok(Shared {
+        sender: Sender { send, member },
+        told,
+        streams: Arc::default(),
+    })
 }
 
 /// Moves frames until the connection ends, or its peer stops answering pings.
@@ -83,7 +126,9 @@ async fn drive(
     batch: Batch,
     mut windows: Windows,
     keep_alive: Option<KeepAlive>,
+    tell: watch::Sender<bool>,
 ) {
+    let mut tell = Some(tell);
     let pings = connection.ping_pong();
     let moving = poll_fn(|cx| {
         batch.poll(cx, |cx| {
@@ -92,7 +137,14 @@ async fn drive(
                 connection.set_target_window_size(sizes.connection);
                 Ok::<_, h2::Error>(())
             });
-            Pin::new(&mut connection).poll(cx)
+            let polled = Pin::new(&mut connection).poll(cx);
+            if tell.is_some()
+                && connection.max_concurrent_send_streams() != UNTOLD
+                && let Some(tell) = tell.take()
+            {
+                tell.send_replace(true);
+            }
+            polled
         })
     });
     tokio::select! {
@@ -145,15 +197,43 @@ pub(crate) async fn send(
         head
     };
     let response = head.map_err(|error| lost(error, addr))?;
+    Ok(received(response, member))
+}
+
+/// Asks for a stream that carries another protocol, and waits for the response head, which may be another answer.
+///
+/// # Errors
+/// The stream was refused or reset, or the connection broke.
+pub(crate) async fn extend(
+    Shared { sender, streams, .. }: Shared,
+    req: Request<Body>,
+    addr: SocketAddr,
+) -> Result<Response<Body>, Error> {
+    let Sender { mut send, member } = sender;
+    let asked = send.send_request(req.map(drop), false);
+    let (mut response, mut stream) = asked.map_err(|error| lost(error, addr))?;
+    let mut n_interims = 0;
+    let head = poll_fn(|cx| poll_head(cx, &mut response, &mut n_interims)).await;
+    let response = head.map_err(|error| lost(error, addr))?;
+    if websocket::opens_stream(&response) {
+        return Ok(response.map(|received| Body::stream(Stream::new(stream, received, member).counted(streams))));
+    }
+    // Who has answered may not want it any more.
+    let _ = stream.send_data(Bytes::new(), true);
+    Ok(received(response, member))
+}
+
+/// A response with its body.
+fn received(response: Response<RecvStream>, member: Member) -> Response<Body> {
     let left = headers::content_length(response.headers());
-    Ok(response.map(|stream| {
+    response.map(|stream| {
         Body::from(Received {
             stream,
             from: From::Server,
             left,
             _member: member,
         })
-    }))
+    })
 }
 
 /// Waits for the final response; interim ones are passed on.

@@ -4,6 +4,7 @@ mod batch;
 pub(crate) mod client;
 mod send;
 pub(crate) mod server;
+pub(crate) mod stream;
 mod windows;
 
 use std::{

@@ -10,15 +10,16 @@ use std::{
 
 use bytes::{Bytes, BytesMut};
 use h2::{
-    Reason, RecvStream,
+    Reason, RecvStream, SendStream,
+    ext::Protocol,
     server::{self, SendResponse},
 };
-use http::{Request, Response, Version};
+use http::{Method, Request, Response, Version};
 use http_body::Body as _;
 use parking_lot::Mutex;
 use tokio::{
     io::AsyncReadExt as _,
-    sync::Notify,
+    sync::{Notify, oneshot},
     time::{Instant, interval_at, sleep},
 };
 use tower::Service;
@@ -32,6 +33,7 @@ use crate::{
             From, Params, Received,
             batch::batched,
             send::{self, Sending},
+            stream::Stream,
             unanswered,
             windows::{Member, Windows},
         },
@@ -39,6 +41,7 @@ use crate::{
         layers::Rescued,
         linger,
         server::Closer,
+        tunnel::Leg,
     },
     net::io::Io,
 };
@@ -62,7 +65,8 @@ where
     builder
         .initial_window_size(params.stream_window)
         .initial_connection_window_size(params.connection_window)
-        .max_header_list_size(params.max_header_list);
+        .max_header_list_size(params.max_header_list)
+        .enable_connect_protocol();
     if let Some(streams) = params.max_concurrent_streams {
         builder.max_concurrent_streams(streams);
     }
@@ -145,7 +149,31 @@ async fn asked_to_end(closer: &Closer, drain: &drain::Watch) {
 }
 
 /// A request, and where its response goes.
-type Job = (Request<Body>, SendResponse<Bytes>);
+struct Job {
+    req: Request<Body>,
+    respond: SendResponse<Bytes>,
+    extended: Option<Box<Extended>>,
+}
+
+/// A stream that is to carry another protocol (RFC 8441), if it is granted to it.
+struct Extended {
+    received: RecvStream,
+    member: Member,
+    /// Who gets it then.
+    client: oneshot::Sender<Leg>,
+}
+
+impl Extended {
+    /// Whether somebody waits to join it with something.
+    fn is_awaited(&self) -> bool {
+        !self.client.is_closed()
+    }
+
+    fn grant(self, send: SendStream<Bytes>) {
+        let stream = Stream::new(send, self.received, self.member);
+        let _ = self.client.send(Leg::Stream(Box::new(stream))); // or it is reset
+    }
+}
 
 /// Tasks that answer the requests of one connection.
 ///
@@ -197,16 +225,28 @@ where
 
     fn take(&self, req: Request<RecvStream>, respond: SendResponse<Bytes>) {
         let left = headers::content_length(req.headers());
+        let is_extended = *req.method() == Method::CONNECT && req.extensions().get::<Protocol>().is_some();
+        let member = || self.member.clone();
+        let mut extended = None;
         let req = req.map(|stream| match stream.is_end_stream() {
+            _ if is_extended => {
+                let (client, upgraded) = oneshot::channel();
+                extended = Some(Box::new(Extended {
+                    received: stream,
+                    member: member(),
+                    client,
+                }));
+                Body::empty().upgradable(upgraded)
+            }
             true => Body::empty(),
             false => Body::from(Received {
                 stream,
                 from: From::Client,
                 left,
-                _member: self.member.clone(),
+                _member: member(),
             }),
         });
-        let job = (req, respond);
+        let job = Job { req, respond, extended };
         let desk = {
             let mut waiting = self.waiting.lock();
             let desk = waiting.desks.pop();
@@ -269,10 +309,15 @@ where
 }
 
 /// Answers one request, unless its client takes it back.
-async fn answer<S>(service: &mut Rescued<S>, (req, mut respond): Job)
+async fn answer<S>(service: &mut Rescued<S>, job: Job)
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
 {
+    let Job {
+        req,
+        mut respond,
+        extended,
+    } = job;
     // Many clients that reset what they ask for should cost nobody else anything.
     if poll_fn(|cx| Poll::Ready(respond.poll_reset(cx).is_ready())).await {
         return;
@@ -299,14 +344,19 @@ where
         Some(Err(error)) => return respond.send_reset(send::reason(&error, Reason::INTERNAL_ERROR)),
     };
     let (parts, body) = rsp.into_parts();
-    let ended = body.is_end_stream();
+    let granted = extended.filter(|extended| parts.status.is_success() && extended.is_awaited());
+    let ended = body.is_end_stream() && granted.is_none();
     let of_grpc = headers::is_grpc(Version::HTTP_2, &parts.headers);
-    match respond.send_response(Response::from_parts(parts, ()), ended) {
-        Ok(_) if ended => {}
-        Ok(stream) => Sending::new(body, stream).of_grpc(of_grpc).rest().await,
+    let stream = match respond.send_response(Response::from_parts(parts, ()), ended) {
+        Ok(stream) => stream,
         Err(error) => {
             tracing::debug!(%error, "a response was not sent");
-            respond.send_reset(Reason::INTERNAL_ERROR);
+            return respond.send_reset(Reason::INTERNAL_ERROR);
         }
+    };
+    match granted {
+        Some(extended) => extended.grant(stream),
+        None if ended => {}
+        None => Sending::new(body, stream).of_grpc(of_grpc).rest().await,
     }
 }
