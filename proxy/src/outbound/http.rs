@@ -49,6 +49,8 @@ pub(super) enum Targets {
     Named(Arc<Destination>),
     /// Where each of them says, as to a proxy.
     Asked,
+    /// To what was dialled, of which nobody has said anything.
+    Undiscovered(Addr),
 }
 
 impl HttpConnection {
@@ -67,6 +69,7 @@ impl HttpConnection {
                 return Box::pin(self.connect(req, upgrade)).await;
             }
             Targets::Asked => Box::pin(self.asked(req)).await?,
+            Targets::Undiscovered(target) => return Err(Error::Undiscovered(target.clone())),
         };
         match others.is_empty() {
             true => self.send(&destination, req, &mut upgrade).await,

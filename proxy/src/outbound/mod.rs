@@ -114,8 +114,9 @@ impl Outbound {
         let destination = match self.discover.get(dst.clone(), self.detect_timeout).await {
             Ok(destination) => destination,
             Err(error) => {
-                self.families.tcp_failed(&dst, "discovery timeout", error.cause());
                 tracing::info!(%dst, %error, "connection refused");
+                // Rare, and no reason for what goes on to be larger.
+                Box::pin(self.refuse(worker, stream, client, dst, &error, drain)).await;
                 return None;
             }
         };
@@ -123,6 +124,33 @@ impl Outbound {
         self.connection(worker, client, destination, drain)
             .serve(io, None)
             .await
+    }
+
+    /// Ends a connection of whose target nobody says anything; clients of HTTP are told why.
+    async fn refuse(
+        self: Arc<Self>,
+        worker: usize,
+        stream: TcpStream,
+        client: ClientAddr,
+        dst: Addr,
+        error: &Error,
+        drain: drain::Watch,
+    ) {
+        let (mut io, mut seen) = (Io::tcp(Tcp::new(stream)), BytesMut::new());
+        let protocol = match detect::look(&mut io, &mut seen, PATIENCE).await {
+            Ok(Look::Seen(Verdict::Http1)) => Protocol::Http1,
+            Ok(Look::Seen(Verdict::Http2)) => Protocol::Http2,
+            _ => return self.families.tcp_failed(&dst, "discovery timeout", error.cause()),
+        };
+        let connection = HttpConnection {
+            outbound: self.clone(),
+            worker,
+            client: client.0,
+            targets: Targets::Undiscovered(dst.clone()),
+            drain: drain.clone(),
+        };
+        self.http(io.unread(seen.freeze()), protocol, connection, &dst, &drain)
+            .await;
     }
 
     fn connection(
@@ -357,6 +385,9 @@ impl Connection {
         outbound.http(io, protocol, connection, self.dst(), &self.drain)
     }
 }
+
+/// How long a client may still take for its first bytes, when all the time to find out about its target is over.
+const PATIENCE: Duration = Duration::from_millis(100);
 
 /// Whether a connection to `dst` would come back to the listener at `own`.
 fn is_listener(own: SocketAddr, dst: SocketAddr) -> bool {

@@ -2,12 +2,15 @@
 
 use std::time::Duration;
 
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpListener;
 use tokio::time::{interval, timeout};
 use tulle_tests::apps;
-use tulle_tests::client::{Http1, request};
+use tulle_tests::client::{Http1, Http2, request, request2};
 use tulle_tests::eventually::eventually;
 use tulle_tests::load::load;
-use tulle_tests::mesh::{HTTP, Mesh, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, TCP, mesh};
+use tulle_tests::policies;
 
 #[test]
 fn traffic_goes_on_without_the_control_plane_and_follows_it_when_it_is_back() {
@@ -106,4 +109,33 @@ spec: {podSelector: {}, port: 8080, accessPolicy: deny}
                 assert_eq!(mesh.get("client", dst, "/").await.status, 403);
             }
         });
+}
+
+#[test]
+fn http_is_answered_where_the_control_plane_is_connected_and_silent() {
+    let mesh = mesh()
+        .workload("client")
+        .its_env("POLICY_SVC_ADDR", policies::ADDR)
+        .its_env("OUTBOUND_DETECT_TIMEOUT", "300ms")
+        .workload("web");
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let _silent = TcpListener::bind(policies::ADDR).await.unwrap();
+        let dst = mesh.service("web", HTTP);
+        let mut http1 = Http1::over(mesh.dial("client", dst).await).await;
+        let mut http2 = Http2::over(mesh.dial("client", dst).await).await;
+        for answer in [http1.ask(request("/")).await, http2.ask(request2("/")).await] {
+            let answer = answer.unwrap();
+            assert_eq!((answer.status.as_u16(), answer.cause()), (503, "discovery-timeout"));
+        }
+        eventually("the connections are closed", async || {
+            (!http1.is_open() && !http2.is_open()).then_some(())
+        })
+        .await;
+        let mut bytes = mesh.dial("client", mesh.service("web", TCP)).await;
+        bytes.write_all(b"not HTTP, and long enough to know\n").await.unwrap();
+        assert!(matches!(bytes.read(&mut [0]).await, Ok(0) | Err(_)));
+        let cause = ["direction=\"outbound\"", "cause=\"discovery-timeout\""];
+        assert_eq!(mesh.metric("client", "tulle_failures_total", &cause).await, 3.);
+    });
 }
