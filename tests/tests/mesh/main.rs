@@ -11,6 +11,7 @@ mod control_plane;
 mod counts;
 mod dashboards;
 mod debug;
+mod direct;
 mod drain;
 mod edges;
 mod explicit;

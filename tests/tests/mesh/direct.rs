@@ -1,0 +1,141 @@
+//! Transport headers at a proxy's own port: those that are whole, however they come, and those that never will be.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, RootCertStore};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tulle_control::trust;
+use tulle_core::names::port;
+use tulle_tests::apps;
+use tulle_tests::eventually::eventually;
+use tulle_tests::mesh::{HTTP, Mesh, identity, mesh};
+
+/// A connection with the identity of a peer to the own port of the proxy of `web`.
+async fn connect(mesh: &Mesh) -> TlsStream<TcpStream> {
+    let mut roots = RootCertStore::empty();
+    let anchors = CertificateDer::pem_slice_iter(mesh.files().anchors.as_bytes());
+    roots.add_parsable_certificates(anchors.map(Result::unwrap));
+    let svid = trust::create_svid("spiffe://a.test/peer", trust::ISSUER_LIFETIME, &mesh.files().anchor).unwrap();
+    let chain = svid.chain.into_iter().map(CertificateDer::from).collect();
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let mut config = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_client_auth_cert(chain, PrivateKeyDer::try_from(svid.key).unwrap())
+        .unwrap();
+    config.alpn_protocols = vec![b"transport.l5d.io/v1".into()];
+    let name = ServerName::try_from(identity("web")).unwrap();
+    let stream = TcpStream::connect((mesh.ip("web"), port::INBOUND)).await.unwrap();
+    TlsConnector::from(Arc::new(config))
+        .connect(name, stream)
+        .await
+        .unwrap()
+}
+
+/// What comes before the connection ends, by an end or a reset.
+async fn rest(stream: &mut TlsStream<TcpStream>) -> String {
+    let mut read = Vec::new();
+    let _ = stream.read_to_end(&mut read).await;
+    String::from_utf8(read).unwrap()
+}
+
+/// A header with a message of these bytes, which says to have so many.
+fn header(length: usize, message: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(length).unwrap().to_be_bytes();
+    [b"transport.l5d.io/v1\r\n\r\n", &length[..], message].concat()
+}
+
+/// Field 1, the port, as a message: of two bytes that hold seven bits each.
+fn to(port: u16) -> [u8; 3] {
+    assert!((1 << 7..1 << 14).contains(&port));
+    [1 << 3, (port & 0x7f) as u8 | 0x80, (port >> 7) as u8]
+}
+
+const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n\r\n";
+
+#[test]
+fn a_header_may_come_byte_by_byte() {
+    mesh().workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let mut peer = connect(mesh).await;
+        for byte in header(3, &to(HTTP)).into_iter().chain(REQUEST.iter().copied()) {
+            peer.write_u8(byte).await.unwrap();
+            peer.flush().await.unwrap();
+        }
+        let said = rest(&mut peer).await;
+        assert!(
+            said.starts_with("HTTP/1.1 200 OK\r\n") && said.ends_with("web\n"),
+            "{said}"
+        );
+        let of_port = ["target_port=\"8080\""];
+        let header = "inbound_tcp_transport_header_connections_total";
+        assert_eq!(mesh.metric("web", header, &of_port).await, 1.);
+    });
+}
+
+#[test]
+fn headers_that_are_none_end_their_connections() {
+    mesh().workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let whole = header(3, &to(HTTP));
+        let wrong = [
+            REQUEST.to_vec(),
+            header((64 << 10) + 1, &[0; 100]), // longer than any may be, and not waited for
+            header(u32::MAX as usize, &[]),
+            header(3, &[0xff; 3]),             // no message
+            header(2, &[1 << 3, 0]),           // to port 0
+            whole[..whole.len() - 1].to_vec(), // and nothing more
+        ];
+        for (wrong, n) in wrong.into_iter().zip(1..) {
+            let mut peer = connect(mesh).await;
+            peer.write_all(&wrong).await.unwrap();
+            if whole.starts_with(&wrong) {
+                peer.shutdown().await.unwrap();
+            }
+            assert_eq!(rest(&mut peer).await, "", "{wrong:?}");
+            eventually("it is counted", async || {
+                let cause = ["cause=\"bad-transport-header\""];
+                (mesh.metric("web", "tulle_failures_total", &cause).await == f64::from(n)).then_some(())
+            })
+            .await;
+        }
+        let error = ["error=\"transport header\""];
+        assert_eq!(mesh.metric("web", "inbound_tcp_errors_total", &error).await, 6.);
+    });
+}
+
+#[test]
+fn a_header_is_not_waited_for_longer_than_a_handshake() {
+    let mesh = mesh().workload("web").its_env("INBOUND_DETECT_TIMEOUT", "500ms");
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let whole = header(3, &to(HTTP));
+        let mut silent = connect(mesh).await;
+        let mut slow = connect(mesh).await;
+        // Each byte may come in time, and the whole too late.
+        let mut pace = tokio::time::interval(Duration::from_millis(100));
+        for byte in &whole[..whole.len() - 1] {
+            pace.tick().await;
+            if slow.write_u8(*byte).await.is_err() || slow.flush().await.is_err() {
+                break;
+            }
+        }
+        for late in [&mut silent, &mut slow] {
+            assert_eq!(rest(late).await, "");
+        }
+        let cause = ["cause=\"detect-timeout\""];
+        eventually("they are counted", async || {
+            (mesh.metric("web", "tulle_failures_total", &cause).await == 2.).then_some(())
+        })
+        .await;
+        let error = ["error=\"transport header timeout\""];
+        assert_eq!(mesh.metric("web", "inbound_tcp_errors_total", &error).await, 2.);
+    });
+}
