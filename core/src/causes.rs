@@ -118,7 +118,7 @@ pub const ALL: &[Cause] = &[
         "head-too-long",
         Whose::Client,
         "431, RESOURCE_EXHAUSTED",
-        "Request line and headers are longer than 64 KiB, or have more than 4096 lines.",
+        "Request line and headers are longer than 64 KiB, or have more than 4096 lines; in HTTP/2 their list is longer than 256 KiB, each header with 32 bytes more than its name and value have. Who sends twice as much in HTTP/2 is told 431 and nothing else, or loses the connection, and is not counted.",
         "Send fewer cookies and headers, or raise `TULLE_PROXY_INBOUND_HTTP1_MAX_HEAD_SIZE` or its outbound twin.",
     ),
     cause(

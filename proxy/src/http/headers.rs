@@ -146,6 +146,18 @@ pub(crate) fn check_request(req: &Request<Body>) -> Result<(), Error> {
     Ok(())
 }
 
+/// What a request's head counts as in HTTP/2 (RFC 9113, section 10.5.1), its method and scheme aside.
+pub(crate) fn list_size<B>(req: &Request<B>) -> usize {
+    const EACH: usize = 32;
+    let target = req.uri().authority().map_or(0, |authority| authority.as_str().len())
+        + req.uri().path_and_query().map_or(0, |path| path.as_str().len());
+    let lines = req
+        .headers()
+        .iter()
+        .map(|(name, value)| name.as_str().len() + value.len() + EACH);
+    target + lines.sum::<usize>()
+}
+
 /// The length that the headers tell.
 pub(crate) fn content_length(headers: &HeaderMap) -> Option<u64> {
     number(headers.get(header::CONTENT_LENGTH)?.as_bytes())

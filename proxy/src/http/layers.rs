@@ -442,11 +442,11 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> RescueFuture<F> {
 }
 
 impl<S> Rescued<S> {
-    /// The response to a request that could not be read.
-    pub(crate) fn refuse(&self, error: &Error) -> Response<Body> {
+    /// The response to a request that could not be read, or is not to be.
+    pub(crate) fn refuse(&self, error: &Error, asker: Asker) -> Response<Body> {
         self.rescuer.count(error);
         self.rescuer.totals.requests.inc();
-        self.rescuer.answer(error, Asker::unknown())
+        self.rescuer.answer(error, asker)
     }
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::future::join_all;
 use futures_util::stream;
-use http::{Request, Response, StatusCode, Version};
+use http::{HeaderName, Request, Response, StatusCode, Version};
 use http_body::Frame;
 use http_body_util::StreamBody;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -16,7 +16,7 @@ use tokio::net::TcpStream;
 use tulle_tests::apps;
 use tulle_tests::client::{Http1, Http2, any, full, request, request2};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{HTTP, Mesh, mesh, pair};
+use tulle_tests::mesh::{HTTP, Mesh, STRANGER, mesh, pair};
 
 /// A client and a workload without an application yet.
 fn bare(test: impl AsyncFnOnce(&Mesh) + Send) {
@@ -55,6 +55,42 @@ fn two_hundred_streams_share_a_connection() {
             }
         }));
         answers.await;
+    });
+}
+
+#[test]
+fn long_heads_of_http2_pass_and_longer_ones_are_told_so() {
+    bare(async |mesh: &Mesh| {
+        let _app = apps::raw(mesh.listen("web", HTTP).await, |stream| async move {
+            let mut connection = h2::server::handshake(stream).await.unwrap();
+            while let Some(Ok((_, mut respond))) = connection.accept().await {
+                respond.send_response(Response::new(()), true).unwrap();
+            }
+        });
+        let of_peer = Http2::over(http(mesh).await).await;
+        let of_stranger = Http2::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        for (mut client, cause) in [(of_peer, Some("head-too-long")), (of_stranger, None)] {
+            for (n_lines, status) in [(25, 200), (35, 431), (1, 200)] {
+                let mut req = request2("/");
+                for n in 0..n_lines {
+                    let name = HeaderName::try_from(format!("x-line-{n}")).unwrap();
+                    req.headers_mut().insert(name, "b".repeat(8000).try_into().unwrap());
+                }
+                let answer = client.ask(req).await.unwrap();
+                assert_eq!(answer.status, status, "{n_lines} lines");
+                if status == 431 {
+                    assert_eq!(answer.headers.get("l5d-proxy-cause").map(|_| answer.cause()), cause);
+                }
+            }
+        }
+        for (workload, direction) in [("client", "outbound"), ("web", "inbound")] {
+            let cause = ["cause=\"head-too-long\"", &format!("direction=\"{direction}\"")];
+            assert_eq!(
+                mesh.metric(workload, "tulle_failures_total", &cause).await,
+                1.,
+                "{direction}"
+            );
+        }
     });
 }
 

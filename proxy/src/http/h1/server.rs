@@ -39,6 +39,7 @@ use crate::{
         headers, interim,
         layers::Rescued,
         linger,
+        respond::Asker,
         tunnel::Leg,
     },
     net::io::Io,
@@ -150,7 +151,7 @@ where
         };
         match end {
             End::Quiet => close(connection).await,
-            End::Refused(error) => refuse(connection, service.refuse(&error)).await,
+            End::Refused(error) => refuse(connection, service.refuse(&error, Asker::unknown())).await,
             End::Failed(error) => Err(error),
             End::Upgraded(client) => {
                 // There was no body, so nobody else has a hold on it.

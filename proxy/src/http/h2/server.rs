@@ -40,6 +40,7 @@ use crate::{
         headers, interim,
         layers::Rescued,
         linger,
+        respond::Asker,
         server::Closer,
         tunnel::Leg,
     },
@@ -65,7 +66,8 @@ where
     builder
         .initial_window_size(params.stream_window)
         .initial_connection_window_size(params.connection_window)
-        .max_header_list_size(params.max_header_list)
+        // Who sends more hears of it without a reason, or loses the connection.
+        .max_header_list_size(params.max_header_list.saturating_mul(2))
         .enable_connect_protocol();
     if let Some(streams) = params.max_concurrent_streams {
         builder.max_concurrent_streams(streams);
@@ -87,7 +89,7 @@ where
     let (io, batch) = batched(io);
     let mut connection = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
     let mut windows = Windows::new(params);
-    let clerks = Clerks::new(service, windows.member());
+    let clerks = Clerks::new(service, windows.member(), params.max_header_list as usize);
     let mut silent = pin!(unanswered(params.keep_alive, connection.ping_pong()));
     let mut ending = pin!(asked_to_end(&closer, drain));
     let mut is_ending = false;
@@ -182,6 +184,8 @@ impl Extended {
 struct Clerks<S> {
     service: Rescued<S>,
     member: Member,
+    /// Longest header list that is served.
+    max_list: usize,
     waiting: Arc<Mutex<Waiting>>,
 }
 
@@ -210,7 +214,7 @@ where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error> + Clone + Send + 'static,
     S::Future: Send,
 {
-    fn new(service: Rescued<S>, member: Member) -> Self {
+    fn new(service: Rescued<S>, member: Member, max_list: usize) -> Self {
         let waiting = Waiting {
             desks: Vec::new(),
             spare: 0,
@@ -219,6 +223,7 @@ where
         Self {
             service,
             member,
+            max_list,
             waiting: Arc::new(Mutex::new(waiting)),
         }
     }
@@ -261,7 +266,8 @@ where
                 job: Mutex::new(Some(job)),
                 called: Notify::new(),
             };
-            tokio::spawn(work(self.service.clone(), Arc::new(desk), self.waiting.clone()));
+            let (service, waiting) = (self.service.clone(), self.waiting.clone());
+            tokio::spawn(work(service, self.max_list, Arc::new(desk), waiting));
         }
     }
 }
@@ -289,14 +295,17 @@ impl<S> Drop for Clerks<S> {
 }
 
 /// Answers one request after the other.
-async fn work<S>(mut service: Rescued<S>, desk: Arc<Desk>, waiting: Arc<Mutex<Waiting>>)
+async fn work<S>(mut service: Rescued<S>, max_list: usize, desk: Arc<Desk>, waiting: Arc<Mutex<Waiting>>)
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
 {
     loop {
         let job = desk.job.lock().take();
         let Some(job) = job else { return };
-        answer(&mut service, job).await;
+        match headers::list_size(&job.req) > max_list {
+            true => refuse(&service, max_list, job),
+            false => answer(&mut service, job).await,
+        }
         {
             let mut waiting = waiting.lock();
             if waiting.closed || waiting.desks.len() >= WAITING {
@@ -305,6 +314,17 @@ where
             waiting.desks.push(desk.clone());
         }
         desk.called.notified().await;
+    }
+}
+
+/// Tells a client that the head of its request is too long.
+#[cold]
+fn refuse<S>(service: &Rescued<S>, limit: usize, mut job: Job) {
+    let (head, _) = service
+        .refuse(&Error::HeadTooLong { limit }, Asker::of(&job.req))
+        .into_parts();
+    if let Err(error) = job.respond.send_response(Response::from_parts(head, ()), true) {
+        tracing::debug!(%error, "a refusal was not sent");
     }
 }
 
