@@ -223,6 +223,15 @@ spec: {podSelector: {matchLabels: {app: web}}, port: 8080, accessPolicy: all-una
     mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
         let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        eventually("both sides know their routes", async || {
+            assert_eq!(client.ask(request("/")).await.unwrap().status, 200);
+            let counted = async |workload, name, route: &str| mesh.metric(workload, name, &[route]).await > 0.0;
+            let outbound = "outbound_http_route_backend_requests_total";
+            (counted("client", outbound, "route_name=\"all\"").await
+                && counted("web", "inbound_http_requests_total", "route_name=\"in\"").await)
+                .then_some(())
+        })
+        .await;
         let mut outbound = observe(mesh, "client", by_route("route_name", "headers"))
             .await
             .unwrap();
