@@ -211,7 +211,9 @@ impl Dispatch<'_> {
             match (again, sent) {
                 (None, Ok(mut rsp)) => {
                     flight.judge(&rsp);
-                    finish(&mut rsp, protocol, version, endpoint.identity().is_some());
+                    // Of several endpoints, one says nothing of a connection to all of them.
+                    let may_end = endpoint.identity().is_some() && matches!(self.backend, Backend::Forward(_));
+                    finish(&mut rsp, protocol, version, may_end);
                     let upgraded = rsp.body_mut().take_upgraded();
                     if upgraded.is_some() && upgrade.is_none() {
                         let error = Error::BadResponse("it switched protocols unasked");
@@ -340,8 +342,9 @@ fn prepare(req: &mut Request<Body>, endpoint: &Endpoint, protocol: Protocol) -> 
 
 /// Takes out of a response what only proxies should see.
 ///
-/// `by_proxy` says whether a proxy can have sent it.
-fn finish(rsp: &mut Response<Body>, protocol: Protocol, asked: Version, by_proxy: bool) {
+/// `may_end` says whether it may ask for the end of the application's connection: that is for a proxy to say which stands for
+/// all that is behind it.
+fn finish(rsp: &mut Response<Body>, protocol: Protocol, asked: Version, may_end: bool) {
     let upgraded = asked != Version::HTTP_2 && protocol == Protocol::Http2;
     if upgraded {
         orig_proto::downgrade(rsp);
@@ -352,7 +355,7 @@ fn finish(rsp: &mut Response<Body>, protocol: Protocol, asked: Version, by_proxy
     if let Some(error) = words.error {
         tracing::debug!(status = %rsp.status(), ?error, "peer's proxy answered");
     }
-    if words.close && by_proxy && asked <= Version::HTTP_11 && !upgraded {
+    if words.close && may_end && asked <= Version::HTTP_11 && !upgraded {
         rsp.headers_mut()
             .insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
@@ -528,7 +531,7 @@ mod tests {
 
     #[test]
     fn a_connection_closes_where_a_proxy_says_so() {
-        for (protocol, version, by_proxy, closes) in [
+        for (protocol, version, may_end, closes) in [
             (Protocol::Http1, Version::HTTP_11, true, true),
             (Protocol::Http2, Version::HTTP_2, true, false), // which has other means
             (Protocol::Http2, Version::HTTP_11, true, false), // its connection is another's too
@@ -536,7 +539,7 @@ mod tests {
         ] {
             let rsp = Response::builder().header("l5d-proxy-connection", "close");
             let mut rsp = rsp.body(Body::empty()).unwrap();
-            finish(&mut rsp, protocol, version, by_proxy);
+            finish(&mut rsp, protocol, version, may_end);
             assert_eq!(
                 rsp.headers().contains_key("connection"),
                 closes,
