@@ -17,6 +17,7 @@ mod edges;
 mod explicit;
 mod failure;
 mod http1;
+mod http2;
 mod identity;
 mod ingress;
 mod invalid_policy;

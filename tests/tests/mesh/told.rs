@@ -502,6 +502,29 @@ fn an_endpoint_with_an_authority_is_asked_by_it() {
     });
 }
 
+#[test]
+fn a_stream_that_an_endpoint_resets_is_a_bad_gateway_for_http_1() {
+    told(async |mesh: &Mesh, policies: &Policies| {
+        let _app = apps::raw(mesh.listen("legacy", HTTP).await, |stream| async move {
+            let mut connection = h2::server::handshake(stream).await.unwrap();
+            while let Some(Ok((_, mut respond))) = connection.accept().await {
+                respond.send_reset(h2::Reason::INADEQUATE_SECURITY);
+            }
+        });
+        let upgrading = WeightedAddr {
+            protocol_hint: Some(ProtocolHint {
+                protocol: Some(protocol_hint::Protocol::H2(Default::default())),
+                opaque_transport: None,
+            }),
+            ..endpoint((mesh.ip("legacy"), HTTP).into())
+        };
+        policies.say_of_destinations(Ok(http1(rule(forward(upgrading)))));
+        let answer = mesh.get("client", DIALLED, "/").await;
+        let told = (answer.status.as_u16(), answer.cause(), answer.header("connection"));
+        assert_eq!(told, (502, "stream-reset", "close"));
+    });
+}
+
 /// `client` sends all to the own port of the proxy of `web`, with a transport header; `web` is a gateway to these names.
 fn direct(suffixes: &str, test: impl AsyncFnOnce(&Mesh, &Policies, WeightedAddr) + Send) {
     let mesh = mesh()

@@ -1,0 +1,312 @@
+//! HTTP/2 frame by frame: what the environment asks of servers, and streams that are reset.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use futures_util::future::join_all;
+use h2::Reason;
+use http::Response;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::sync::Notify;
+use tulle_tests::apps;
+use tulle_tests::client::{Http2, request2};
+use tulle_tests::mesh::{HTTP, Mesh, STRANGER, mesh};
+
+const DATA: u8 = 0;
+const HEADERS: u8 = 1;
+const RST_STREAM: u8 = 3;
+const SETTINGS: u8 = 4;
+const PING: u8 = 6;
+const GOAWAY: u8 = 7;
+const WINDOW_UPDATE: u8 = 8;
+const ACK: u8 = 1;
+const END_STREAM: u8 = 1;
+const END_HEADERS: u8 = 4;
+
+struct Frame {
+    kind: u8,
+    flags: u8,
+    stream: u32,
+    payload: Vec<u8>,
+}
+
+impl Frame {
+    fn new(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Self {
+        let payload = payload.to_vec();
+        Self {
+            kind,
+            flags,
+            stream,
+            payload,
+        }
+    }
+
+    /// A request without an end yet; what HPACK has no number for is literal.
+    fn request(stream: u32, path: &str) -> Self {
+        let mut head = vec![0x82, 0x86]; // GET, http
+        for (name, value) in [(0x04, path), (0x01, "web.test")] {
+            head.extend([name, u8::try_from(value.len()).unwrap()]);
+            head.extend(value.as_bytes());
+        }
+        Self::new(HEADERS, END_HEADERS, stream, &head)
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let mut bytes = u32::try_from(self.payload.len()).unwrap().to_be_bytes()[1..].to_vec();
+        bytes.extend([self.kind, self.flags]);
+        bytes.extend(self.stream.to_be_bytes());
+        bytes.extend(&self.payload);
+        bytes
+    }
+
+    /// The number that begins so far into the payload.
+    fn number(&self, at: usize) -> u32 {
+        u32::from_be_bytes(self.payload[at..at + 4].try_into().unwrap())
+    }
+
+    /// The settings that it tells, by their numbers in RFC 9113, section 6.5.2.
+    fn settings(&self) -> BTreeMap<u8, u32> {
+        let setting = |bytes: &[u8]| (bytes[1], u32::from_be_bytes(bytes[2..].try_into().unwrap()));
+        self.payload.chunks(6).map(setting).collect()
+    }
+}
+
+/// A connection, its frames as they are.
+struct Frames(TcpStream);
+
+impl Frames {
+    async fn over(mut stream: TcpStream) -> Self {
+        stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+        let mut frames = Self(stream);
+        frames.send([Frame::new(SETTINGS, 0, 0, b"")]).await;
+        frames
+    }
+
+    /// Sends them in one packet, if they fit.
+    async fn send(&mut self, frames: impl IntoIterator<Item = Frame>) {
+        let bytes: Vec<u8> = frames.into_iter().flat_map(|frame| frame.bytes()).collect();
+        self.0.write_all(&bytes).await.unwrap();
+    }
+
+    /// The next frame, unless the connection has ended.
+    async fn next(&mut self) -> Option<Frame> {
+        let mut head = [0; 9];
+        self.0.read_exact(&mut head).await.ok()?;
+        let mut payload = vec![0; usize::from(head[0]) << 16 | usize::from(head[1]) << 8 | usize::from(head[2])];
+        self.0.read_exact(&mut payload).await.ok()?;
+        let stream = u32::from_be_bytes(head[5..].try_into().unwrap());
+        Some(Frame::new(head[3], head[4], stream, &payload))
+    }
+
+    /// The next frame of a kind; others are passed over.
+    async fn next_of(&mut self, kind: u8) -> Frame {
+        loop {
+            let frame = self.next().await.expect("the connection is open");
+            assert!(
+                frame.kind != GOAWAY || kind == GOAWAY,
+                "told to go: {:?}",
+                frame.payload
+            );
+            if frame.kind == kind {
+                return frame;
+            }
+        }
+    }
+
+    /// Returns when all that was sent has been taken.
+    async fn settled(&mut self) {
+        self.send([Frame::new(PING, 0, 0, b"settled?")]).await;
+        let pong = self.next_of(PING).await;
+        assert_eq!((pong.flags, &pong.payload[..]), (ACK, &b"settled?"[..]));
+    }
+
+    /// Why the other side ends the connection.
+    async fn ended(&mut self) -> Reason {
+        self.next_of(GOAWAY).await.number(4).into()
+    }
+}
+
+/// A client and the echo server `web`, whose proxies serve HTTP/2 by these variables, and a connection to the proxy of each.
+fn serving(settings: &[(&str, &str)], test: impl AsyncFnOnce(&Mesh, [TcpStream; 2]) + Send) {
+    let mut mesh = mesh().workload("client").workload("web");
+    for (name, value) in settings {
+        for direction in ["INBOUND", "OUTBOUND"] {
+            mesh = mesh.env(&format!("{direction}_SERVER_HTTP2_{name}"), value);
+        }
+    }
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let outbound = mesh.dial("client", mesh.service("web", HTTP)).await;
+        let inbound = mesh.arrive(STRANGER, "web", HTTP).await;
+        test(mesh, [outbound, inbound]).await;
+    });
+}
+
+#[test]
+fn settings_of_the_environment_are_told_and_kept_to() {
+    let settings = [
+        ("MAX_CONCURRENT_STREAMS", "2"),
+        ("INITIAL_STREAM_WINDOW_SIZE", "70000"),
+        ("INITIAL_CONNECTION_WINDOW_SIZE", "200000"),
+        ("MAX_FRAME_SIZE", "20000"),
+        ("MAX_HEADER_LIST_SIZE", "5000"),
+    ];
+    serving(&settings, async |mesh: &Mesh, connections| {
+        for stream in connections {
+            let mut client = Frames::over(stream).await;
+            let told = client.next_of(SETTINGS).await.settings();
+            for (setting, value) in [(3, 2), (4, 70_000), (5, 20_000), (6, 5_000)] {
+                assert_eq!(told.get(&setting), Some(&value), "{told:?}");
+            }
+            let window = client.next_of(WINDOW_UPDATE).await;
+            assert_eq!((window.stream, window.number(0)), (0, 200_000 - 65_535));
+
+            client.send([1, 3].map(|stream| Frame::request(stream, "/echo"))).await;
+            client.settled().await;
+            client.send([Frame::request(5, "/echo")]).await;
+            let refused = client.next_of(RST_STREAM).await;
+            assert_eq!((refused.stream, refused.number(0)), (5, Reason::REFUSED_STREAM.into()));
+
+            client.send([Frame::new(DATA, 0, 1, &[b'x'; 20_000])]).await;
+            client.settled().await;
+            client.send([Frame::new(DATA, 0, 1, &[b'x'; 20_001])]).await;
+            assert_eq!(client.ended().await, Reason::FRAME_SIZE_ERROR);
+        }
+        for stream in [
+            mesh.dial("client", mesh.service("web", HTTP)).await,
+            mesh.arrive(STRANGER, "web", HTTP).await,
+        ] {
+            let mut client = Http2::over(stream).await;
+            for (length, status) in [(4_000, 200), (5_000, 431)] {
+                let mut req = request2("/");
+                req.headers_mut().insert("x-long", "x".repeat(length).parse().unwrap());
+                assert_eq!(client.ask(req).await.unwrap().status, status, "{length}");
+            }
+        }
+    });
+}
+
+#[test]
+fn streams_that_are_reset_before_anybody_takes_them_are_bounded() {
+    let settings = [("MAX_PENDING_ACCEPT_RESET_STREAMS", "3")];
+    serving(&settings, async |_: &Mesh, connections| {
+        for stream in connections {
+            let mut client = Frames::over(stream).await;
+            let mut streams = (1..).step_by(2);
+            let mut hasty = |n| {
+                let cancel = u32::from(Reason::CANCEL).to_be_bytes();
+                let of_one = move |stream| {
+                    let reset = Frame::new(RST_STREAM, 0, stream, &cancel);
+                    [Frame::request(stream, "/"), reset]
+                };
+                streams.by_ref().take(n).flat_map(of_one).collect::<Vec<_>>()
+            };
+            for _ in 0..3 {
+                client.send(hasty(3)).await;
+                client.settled().await;
+            }
+            client.send(hasty(10)).await;
+            assert_eq!(client.ended().await, Reason::ENHANCE_YOUR_CALM);
+        }
+    });
+}
+
+#[test]
+fn a_client_that_answers_no_pings_is_left() {
+    let settings = [("KEEP_ALIVE_INTERVAL", "200ms"), ("KEEP_ALIVE_TIMEOUT", "300ms")];
+    serving(&settings, async |_: &Mesh, connections| {
+        let clients = connections.map(|stream| async {
+            let mut client = Frames::over(stream).await;
+            // For longer than it would be waited for.
+            for _ in 0..3 {
+                let ping = client.next_of(PING).await;
+                assert_eq!(ping.flags, 0);
+                client.send([Frame::new(PING, ACK, 0, &ping.payload)]).await;
+            }
+            client.next_of(PING).await;
+            while client.next().await.is_some() {}
+        });
+        join_all(clients).await;
+    });
+}
+
+#[test]
+fn what_waits_to_be_sent_on_a_stream_is_bounded() {
+    let settings = [("MAX_SEND_BUF_SIZE", "1000")];
+    serving(&settings, async |_: &Mesh, connections| {
+        for stream in connections {
+            let mut client = Frames::over(stream).await;
+            let ask = Frame {
+                flags: END_HEADERS | END_STREAM,
+                ..Frame::request(1, "/bytes/20000")
+            };
+            client.send([ask]).await;
+            let mut n = 0;
+            loop {
+                let data = client.next_of(DATA).await;
+                // Each is what had room.
+                assert!(data.payload.len() <= 1000, "{} at once", data.payload.len());
+                n += data.payload.len();
+                if data.flags & END_STREAM != 0 {
+                    break;
+                }
+            }
+            assert_eq!(n, 20_000);
+        }
+    });
+}
+
+/// Means nothing to anybody on the way.
+const REASON: u32 = 0x7e57;
+
+#[test]
+fn a_stream_that_is_reset_is_reset_for_its_client_as_it_was() {
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        let begun = Arc::new(Notify::new());
+        let reset = begun.clone();
+        let _app = apps::raw(mesh.listen("web", HTTP).await, move |stream| {
+            let reset = reset.clone();
+            async move {
+                let mut connection = h2::server::handshake(stream).await.unwrap();
+                while let Some(Ok((req, mut respond))) = connection.accept().await {
+                    if req.uri().path() == "/at-once" {
+                        respond.send_reset(REASON.into());
+                        continue;
+                    }
+                    let reset = reset.clone();
+                    tokio::spawn(async move {
+                        let mut body = respond.send_response(Response::new(()), false).unwrap();
+                        body.send_data("begun".into(), false).unwrap();
+                        reset.notified().await;
+                        body.send_reset(REASON.into());
+                    });
+                }
+            }
+        });
+        for stream in [
+            mesh.dial("client", mesh.service("web", HTTP)).await,
+            mesh.arrive(STRANGER, "web", HTTP).await,
+        ] {
+            let (mut client, connection) = h2::client::handshake(stream).await.unwrap();
+            tokio::spawn(connection);
+            let mut send = |path| client.send_request(request2(path).map(drop), true).unwrap().0;
+            let error = send("/at-once").await.unwrap_err();
+            assert_eq!(
+                (error.is_reset(), error.reason()),
+                (true, Some(REASON.into())),
+                "{error}"
+            );
+
+            let mut body = send("/amid-the-body").await.unwrap().into_body();
+            assert_eq!(body.data().await.unwrap().unwrap(), "begun");
+            begun.notify_one();
+            let error = body.data().await.unwrap().unwrap_err();
+            assert_eq!(
+                (error.is_reset(), error.reason()),
+                (true, Some(REASON.into())),
+                "{error}"
+            );
+        }
+    });
+}
