@@ -8,8 +8,10 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write as _};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::sync::Arc;
+use std::path::PathBuf;
+use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -70,6 +72,7 @@ struct Workload {
     /// Service account, `app` label and name of its service.
     app: String,
     sidecar: Sidecar,
+    teller: Teller,
     env: Vec<(String, String)>,
 }
 
@@ -77,6 +80,13 @@ struct Workload {
 enum Sidecar {
     Present,
     Absent,
+}
+
+/// Who tells a proxy what a connection has dialled.
+#[derive(Copy, Clone, PartialEq, Eq)]
+enum Teller {
+    Test,
+    Kernel,
 }
 
 /// A running mesh.
@@ -99,8 +109,15 @@ struct Proxy {
     outbound: SocketAddr,
     inbound: SocketAddr,
     admin: SocketAddr,
+    /// What it shows for a certificate.
+    token: PathBuf,
     shutdown: Arc<Notify>,
     thread: Mutex<Option<JoinHandle<anyhow::Result<()>>>>,
+}
+
+/// Workers stand still until it is dropped.
+pub struct Stalled {
+    _release: mpsc::Sender<()>,
 }
 
 /// A mesh without workloads.
@@ -153,6 +170,7 @@ impl Builder {
             name: name.into(),
             app: app.into(),
             sidecar,
+            teller: Teller::Test,
             env: Vec::new(),
         });
         self
@@ -166,9 +184,18 @@ impl Builder {
 
     /// Sets a variable of the workload that was added last.
     pub fn its_env(mut self, name: &str, value: &str) -> Self {
-        let workload = self.workloads.last_mut().expect("a workload was added before");
-        workload.env.push((full(name), value.into()));
+        self.last().env.push((full(name), value.into()));
         self
+    }
+
+    /// Has the proxy of the workload that was added last ask the kernel what was dialled, which knows nothing without rules.
+    pub fn asks_the_kernel(mut self) -> Self {
+        self.last().teller = Teller::Kernel;
+        self
+    }
+
+    fn last(&mut self) -> &mut Workload {
+        self.workloads.last_mut().expect("a workload was added before")
     }
 
     /// Lets proxies reach one another without transport headers, at HTTP ports only.
@@ -268,7 +295,7 @@ impl Builder {
         for workload in &self.workloads {
             if workload.sidecar == Sidecar::Present {
                 let variables = workload.variables(ips[&workload.name], &files, self.transport, &self.env)?;
-                let proxy = Proxy::start(&variables, dialled.clone(), self.transport)
+                let proxy = Proxy::start(&variables, workload.surroundings(dialled.clone(), self.transport))
                     .with_context(|| format!("starting the proxy of {}", workload.name))?;
                 proxies.insert(workload.name.clone(), proxy);
             }
@@ -382,12 +409,32 @@ status: {{podIP: {ip}}}
             .chain(self.env.iter().cloned())
             .collect())
     }
+
+    fn surroundings(&self, dialled: Dialled, transport: Transport) -> Surroundings {
+        let redirected = Surroundings::redirected(None, BTreeMap::new());
+        if self.teller == Teller::Kernel {
+            return redirected;
+        }
+        let orig_dst = move |stream: &TcpStream, client: SocketAddr| -> io::Result<OrigDst> {
+            if let Some(said) = dialled.lock().get(&client) {
+                return Ok(OrigDst(*said));
+            }
+            // Another proxy: it has dialled where it arrived, or where that stands for.
+            let mut local = stream.local_addr()?;
+            local.set_port(transport.app(local.port()));
+            Ok(OrigDst(local))
+        };
+        Surroundings {
+            orig_dst: Arc::new(orig_dst),
+            ..redirected
+        }
+    }
 }
 
 impl Mesh {
-    /// Waits until every proxy has its certificate.
+    /// Waits until every proxy that has a token has its certificate.
     async fn ready(&self) {
-        for (name, proxy) in &self.proxies {
+        for (name, proxy) in self.proxies.iter().filter(|(_, proxy)| proxy.token.exists()) {
             eventually(&format!("the proxy of {name} is ready"), async || {
                 let stream = TcpStream::connect(proxy.admin).await.ok()?;
                 (client::get(stream, "/ready").await.status == 200).then_some(())
@@ -476,6 +523,34 @@ impl Mesh {
             .sum()
     }
 
+    /// Of the outbound and the inbound listener of a workload's proxy: connections that wait to be accepted, and how many may.
+    pub fn waiting(&self, workload: &str) -> [(u32, u32); 2] {
+        let ss = Command::new("ss").arg("-Hltn").output().expect("iproute2 is installed");
+        let lines = String::from_utf8_lossy(&ss.stdout);
+        let proxy = &self.proxies[workload];
+        [proxy.outbound, proxy.inbound].map(|listener| {
+            let listener = listener.to_string();
+            let mut lines = lines.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+            let found = lines.find(|columns| columns.get(3) == Some(&listener.as_str()));
+            let numbers = found.and_then(|columns| Some((columns[1].parse().ok()?, columns[2].parse().ok()?)));
+            numbers.unwrap_or_else(|| panic!("nobody listens at {listener}"))
+        })
+    }
+
+    /// Has workers stand still that accept a connection from now on; meanwhile the test can dial nothing.
+    pub fn stall(&self) -> Stalled {
+        let dialled = self.dialled.clone();
+        let (release, released) = mpsc::channel::<()>();
+        let (held, holds) = mpsc::channel();
+        thread::spawn(move || {
+            let _dialled = dialled.lock();
+            held.send(()).expect("it is waited for");
+            released.recv().expect_err("nothing is sent");
+        });
+        holds.recv().expect("the thread says so");
+        Stalled { _release: release }
+    }
+
     /// What the control plane reads.
     pub fn files(&self) -> &Files {
         &self.files
@@ -534,23 +609,9 @@ impl Mesh {
 }
 
 impl Proxy {
-    fn start(variables: &HashMap<String, String>, dialled: Dialled, transport: Transport) -> anyhow::Result<Self> {
+    fn start(variables: &HashMap<String, String>, surroundings: Surroundings) -> anyhow::Result<Self> {
         let config = tulle_proxy::env::load(|name| variables.get(name).cloned())
             .map_err(|errors| anyhow::anyhow!("variables: {errors:?}"))?;
-        let orig_dst = move |stream: &TcpStream, client: SocketAddr| -> io::Result<OrigDst> {
-            if let Some(said) = dialled.lock().get(&client) {
-                return Ok(OrigDst(*said));
-            }
-            // Another proxy: it has dialled where it arrived, or where that stands for.
-            let mut local = stream.local_addr()?;
-            local.set_port(transport.app(local.port()));
-            Ok(OrigDst(local))
-        };
-        let surroundings = Surroundings {
-            log: None,
-            env: BTreeMap::new(),
-            orig_dst: Arc::new(orig_dst),
-        };
         let app = App::build(config, surroundings)?;
         let (outbound, inbound, admin) = app.addrs();
         let shutdown = app.shutdown();
@@ -559,6 +620,7 @@ impl Proxy {
             outbound: *outbound.first().context("no outbound listener")?,
             inbound,
             admin,
+            token: PathBuf::from(&variables[&full("IDENTITY_TOKEN_FILE")]),
             shutdown,
             thread: Mutex::new(Some(thread)),
         })

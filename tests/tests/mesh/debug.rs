@@ -1,12 +1,15 @@
 //! What an operator on the same machine sees of a proxy, and nobody else.
 
 use std::net::Ipv4Addr;
+use std::time::Duration;
 
 use http::Request;
 use serde_json::Value;
-use tokio::net::TcpSocket;
+use tokio::net::{TcpSocket, TcpStream};
+use tokio::time::timeout;
 use tulle_tests::apps;
-use tulle_tests::client::{Answer, Http1, empty, request};
+use tulle_tests::client::{Answer, Http1, Http2, empty, request, request2};
+use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, identity, mesh};
 
 /// A page of the admin server of `workload`, asked for from some address.
@@ -104,6 +107,51 @@ fn policies_connections_and_certificates_are_shown() {
         );
         assert!(certificates["chain"][0]["expires_in_seconds"].as_i64().unwrap() > 0);
         assert_eq!(certificates["trust_anchors"].as_array().unwrap().len(), 1);
+    });
+}
+
+const DENY: &str = "\
+apiVersion: policy.linkerd.io/v1beta3
+kind: Server
+metadata: {name: closed, namespace: shop}
+spec: {podSelector: {matchLabels: {app: web}}, port: 8080, accessPolicy: deny}
+";
+
+#[test]
+fn a_worker_that_stands_still_holds_up_neither_pages_nor_policies_nor_certificates() {
+    let mesh = mesh().workload("web");
+    let mesh = mesh
+        .env("IDENTITY_MIN_REFRESH", "100ms")
+        .env("IDENTITY_MAX_REFRESH", "300ms");
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let mut client = Http2::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        let mut served = async || {
+            timeout(Duration::from_millis(200), client.ask(request2("/")))
+                .await
+                .ok()
+        };
+        assert_eq!(served().await.unwrap().unwrap().status, 200);
+        let stalled = mesh.stall();
+        let _nobody_serves_it = TcpStream::connect((mesh.ip("web"), 4143)).await.unwrap();
+        eventually("the worker stands still", async || {
+            served().await.is_none().then_some(())
+        })
+        .await;
+
+        mesh.write("closed", DENY);
+        let renewed = async || mesh.metric("web", "control_identity_cert_refreshes_total", &[]).await;
+        let before = renewed().await;
+        eventually("a policy and a certificate have come", async || {
+            let policies = json(mesh, "web", "/debug/policies").await;
+            let closed = policies.to_string().contains("server/closed");
+            (closed && renewed().await > before).then_some(())
+        })
+        .await;
+        assert!(served().await.is_none(), "the worker stands still to the end");
+        drop(stalled);
+        let refused = eventually("the worker goes on", async || served().await).await;
+        assert_eq!(refused.unwrap().status, 403);
     });
 }
 

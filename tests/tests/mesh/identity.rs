@@ -1,5 +1,6 @@
 //! Both ends know with whom they speak, and nobody can pretend.
 
+use std::fs;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,12 +12,12 @@ use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tulle_core::names::port;
 use tulle_tests::apps;
-use tulle_tests::client::{Http1, empty};
+use tulle_tests::client::{self, Http1, empty};
 use tulle_tests::eventually::eventually;
 use tulle_tests::load::load;
-use tulle_tests::mesh::{HTTP, Mesh, STRANGER, identity, mesh, pair};
+use tulle_tests::mesh::{HTTP, Mesh, NS, STRANGER, identity, mesh, pair};
 
-fn forged() -> Request<tulle_tests::client::AnyBody> {
+fn forged() -> Request<client::AnyBody> {
     let req = Request::get("/headers").header("host", "web.test");
     req.header(
         "l5d-client-id",
@@ -78,7 +79,7 @@ fn plaintext_is_counted_with_its_reason() {
             let reason = r#"no_tls_reason="not_provided_by_service_discovery""#;
             assert_eq!(mesh.metric("client", "request_total", &[reason]).await, 1.);
             let mut client = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
-            assert_eq!(client.ask(tulle_tests::client::request("/")).await.unwrap().status, 200);
+            assert_eq!(client.ask(client::request("/")).await.unwrap().status, 200);
             assert_eq!(
                 mesh.metric("web", "request_total", &[r#"no_tls_reason="no_tls_from_remote""#])
                     .await,
@@ -119,6 +120,42 @@ fn certificates_are_renewed_without_a_failed_request() {
         });
 }
 
+#[test]
+fn connections_wait_in_the_kernel_for_the_first_certificate() {
+    let dir = tempfile::tempdir().unwrap();
+    let token = dir.path().join("token");
+    let mesh = mesh().workload("client").workload("web");
+    let mesh = mesh.its_env("IDENTITY_TOKEN_FILE", token.to_str().unwrap());
+    let mesh = mesh.its_env("IDENTITY_MIN_REFRESH", "100ms");
+    mesh.run(async |mesh: &Mesh| {
+        for workload in ["client", "web"] {
+            apps::echo(mesh, workload).await;
+        }
+        let early = [
+            mesh.dial("web", mesh.service("client", HTTP)).await,
+            mesh.arrive(STRANGER, "web", HTTP).await,
+        ];
+        let admin = async |path: &str| {
+            let stream = TcpStream::connect((mesh.ip("web"), port::ADMIN)).await.unwrap();
+            client::get(stream, path).await
+        };
+        eventually("it says that it has no certificate", async || {
+            let answer = admin("/ready").await;
+            assert_eq!(answer.status, 503, "{answer:?}");
+            answer.text().contains("no certificate yet").then_some(())
+        })
+        .await;
+        assert_eq!(admin("/live").await.status, 200);
+        assert_eq!(mesh.waiting("web").map(|(n, _)| n), [1, 1]);
+
+        fs::copy(mesh.files().token("web", "web", NS).unwrap(), &token).unwrap();
+        for stream in early {
+            assert_eq!(client::get(stream, "/").await.status, 200);
+        }
+        assert_eq!(mesh.waiting("web").map(|(n, _)| n), [0, 0]);
+    });
+}
+
 /// As a proxy that scrapes the pods of a mesh does: nothing redirects the admin port, and its pod has an identity.
 #[test]
 fn metrics_are_scraped_under_mutual_tls_through_the_proxy_of_the_client() {
@@ -139,10 +176,7 @@ fn metrics_are_scraped_under_mutual_tls_through_the_proxy_of_the_client() {
 fn a_handshake_with_the_admin_port_shows_the_certificate() {
     pair(async |mesh: &Mesh| {
         let shaken = shake(mesh, port::ADMIN).await.expect("the certificate names web");
-        let answer = Http1::over(shaken)
-            .await
-            .ask(tulle_tests::client::request("/live"))
-            .await;
+        let answer = Http1::over(shaken).await.ask(client::request("/live")).await;
         assert_eq!(answer.unwrap().status, 200);
         // What anybody may ask in the clear is all that they may ask.
         let mut http = Http1::over(shake(mesh, port::ADMIN).await.unwrap()).await;

@@ -117,6 +117,18 @@ async fn asks_at_ease(mesh: &Mesh) {
 }
 
 #[test]
+fn as_many_connections_may_wait_to_be_accepted_as_the_environment_says() {
+    let mesh = mesh().workload("client").workload("web");
+    let mesh = mesh.its_env("OUTBOUND_TCP_LISTEN_BACKLOG", "17");
+    let mesh = mesh.its_env("INBOUND_TCP_LISTEN_BACKLOG", "23");
+    mesh.run(async |mesh: &Mesh| {
+        for (workload, most) in [("web", [17, 23]), ("client", [4096, 4096])] {
+            assert_eq!(mesh.waiting(workload), most.map(|most| (0, most)), "{workload}");
+        }
+    });
+}
+
+#[test]
 fn who_tries_every_port_keeps_only_so_many_watched() {
     const MOST: u16 = 256;
     mesh().workload("web").run(async |mesh: &Mesh| {

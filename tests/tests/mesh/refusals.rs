@@ -175,6 +175,18 @@ fn what_was_not_meant_for_a_workload_is_closed() {
 }
 
 #[test]
+fn a_connection_of_which_nobody_knows_what_it_dialled_is_closed() {
+    let mesh = mesh().workload("client").workload("web").asks_the_kernel();
+    mesh.run(async |mesh: &Mesh| {
+        for workload in ["client", "web"] {
+            apps::echo(mesh, workload).await;
+        }
+        assert!(is_closed(mesh.dial("web", mesh.service("client", HTTP)).await).await);
+        assert!(is_closed(mesh.arrive(STRANGER, "web", HTTP).await).await);
+    });
+}
+
+#[test]
 fn who_asks_itself_is_asked_without_tls() {
     mesh().workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
