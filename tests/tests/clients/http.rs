@@ -1,9 +1,12 @@
 //! curl and h2load.
 
+use std::time::Duration;
+
+use tokio::time::Instant;
 use tulle_core::netns::Namespace;
 
 use crate::programs;
-use crate::scene::{HTTP, identity, scene, service};
+use crate::scene::{HTTP, OUTSIDE, SERVER, identity, scene, service};
 
 /// Asks the application what headers it got: the version, the status and the body.
 fn curl(host: &Namespace, flag: &str) -> (String, String, String) {
@@ -47,6 +50,58 @@ fn the_access_log_says_who_asked_for_what() {
     }
     assert_eq!(line["status"], 200, "{line}");
 }
+
+#[test]
+fn what_an_audit_permits_is_logged() {
+    let Some(scene) = scene(&["curl"]) else { return };
+    let url = format!("http://{SERVER}:{HTTP}/");
+    let ask = || {
+        let args = ["-sS", "-o", "/dev/null", "-w", "%{http_code}", &url];
+        programs::run(&scene.outside, "curl", &args, b"").out
+    };
+    assert_eq!(ask(), "403", "the default policy permits nobody outside");
+    // Manifests may be a moment late.
+    let until = |what: &str, holds: &dyn Fn() -> bool| {
+        let deadline = Instant::now() + PATIENCE;
+        while !holds() {
+            assert!(Instant::now() < deadline, "{what}");
+        }
+    };
+    let logged = |what: &str| {
+        let lines = scene.lines("server", |line| line.contains(what).then(|| line.to_owned()));
+        for line in &lines {
+            let (client, target) = (format!("client={OUTSIDE}:"), format!("target={SERVER}:{HTTP}"));
+            assert!(
+                line.contains(" INFO ") && line.contains(&client) && line.contains(&target),
+                "{line}"
+            );
+        }
+        lines.len()
+    };
+    scene.manifest("audit.yaml", &AUDIT.replace("PROTOCOL", "HTTP/1"));
+    until("requests are permitted", &|| ask() == "200");
+    assert_eq!(logged("request audited"), 1);
+    scene.manifest("audit.yaml", &AUDIT.replace("PROTOCOL", "opaque"));
+    until("connections are permitted", &|| {
+        ask() == "200"
+            && !scene
+                .series("inbound_tcp_authz_allow_total", &[], "authz_name")
+                .is_empty()
+    });
+    assert!(logged("connection audited") >= 1);
+}
+
+const AUDIT: &str = "\
+apiVersion: policy.linkerd.io/v1beta3
+kind: Server
+metadata: {name: audited, namespace: shop}
+spec:
+  externalWorkloadSelector: {matchLabels: {app: server}}
+  port: http
+  proxyProtocol: PROTOCOL
+  accessPolicy: audit
+";
+const PATIENCE: Duration = Duration::from_secs(10);
 
 #[test]
 fn curl_speaks_http_1_0() {

@@ -185,14 +185,19 @@ impl Scene {
 
     /// The lines of JSON that a host's sidecar has written, once there is one.
     pub(crate) fn json_lines(&self, name: &str) -> Vec<serde_json::Value> {
+        self.lines(name, |line| serde_json::from_str(line).ok())
+    }
+
+    /// What a host's sidecar has written of something, once there is a line of it.
+    pub(crate) fn lines<T>(&self, name: &str, of: impl Fn(&str) -> Option<T>) -> Vec<T> {
         let deadline = Instant::now() + COUNT_LIMIT;
         loop {
             let log = fs::read_to_string(self.dir().join(format!("sidecar-{name}.log"))).unwrap();
-            let lines: Vec<_> = log.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+            let lines: Vec<_> = log.lines().filter_map(&of).collect();
             if !lines.is_empty() {
                 return lines;
             }
-            assert!(Instant::now() < deadline, "no JSON in {log}");
+            assert!(Instant::now() < deadline, "nothing of it in {log}");
             std::thread::sleep(COUNT_PAUSE);
         }
     }

@@ -1,15 +1,23 @@
 //! HTTP/1 to the letter: the table of raw bytes, and what clients and applications may do besides.
 
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use hyper::body::Incoming;
+use hyper::server::conn::http1 as server;
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Barrier, mpsc, oneshot};
 use tokio::task::JoinSet;
+use tokio::time::timeout;
 use tulle_bench::conformance::{App, Outcome};
 use tulle_tests::apps;
-use tulle_tests::client::read_until;
+use tulle_tests::client::{Http1, full, read_until, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, STRANGER, mesh};
 
@@ -383,6 +391,103 @@ fn connections_are_reused_whatever_the_bodies() {
         let opened = || mesh.metric("client", "tcp_open_total", &[r#"peer="src""#]);
         eventually("connections are counted", async || (opened().await >= 1.).then_some(())).await;
         assert_eq!(opened().await as u32, 1);
+    });
+}
+
+/// An application, how many connections it has had, and how many it has. Answers to `/together` come by two.
+struct Counting {
+    _app: apps::App,
+    had: Arc<AtomicUsize>,
+    has: Arc<AtomicUsize>,
+}
+
+impl Counting {
+    async fn start(mesh: &Mesh, workload: &str) -> Self {
+        let (had, has) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
+        let (come, open) = (had.clone(), has.clone());
+        let two = Arc::new(Barrier::new(2));
+        let app = apps::raw(mesh.listen(workload, HTTP).await, move |stream| {
+            let (come, open, two) = (come.clone(), open.clone(), two.clone());
+            async move {
+                come.fetch_add(1, Ordering::Relaxed);
+                open.fetch_add(1, Ordering::Relaxed);
+                let answer = service_fn(async |req: http::Request<Incoming>| {
+                    if req.uri().path() == "/together" {
+                        two.wait().await;
+                    }
+                    Ok::<_, Infallible>(http::Response::new(full("ok")))
+                });
+                // However it ends.
+                let _ = server::Builder::new()
+                    .serve_connection(TokioIo::new(stream), answer)
+                    .await;
+                open.fetch_sub(1, Ordering::Relaxed);
+            }
+        });
+        Self { _app: app, had, has }
+    }
+
+    fn had(&self) -> usize {
+        self.had.load(Ordering::Relaxed)
+    }
+
+    fn has(&self) -> usize {
+        self.has.load(Ordering::Relaxed)
+    }
+}
+
+/// Both sides of a proxy that keeps connections by these variables: `web` as a stranger reaches it, and `legacy` as `client` does.
+fn keeping(variables: &[(&str, &str)], test: impl AsyncFn(&Counting, [Http1; 2]) + Send + Sync) {
+    let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
+    let mesh = variables.iter().fold(mesh, |mesh, (name, value)| mesh.env(name, value));
+    mesh.run(async |mesh: &Mesh| {
+        for workload in ["web", "legacy"] {
+            let app = Counting::start(mesh, workload).await;
+            let dial = async || {
+                Http1::over(match workload {
+                    "web" => mesh.arrive(STRANGER, "web", HTTP).await,
+                    _ => mesh.dial("client", mesh.service("legacy", HTTP)).await,
+                })
+                .await
+            };
+            test(&app, [dial().await, dial().await]).await;
+        }
+    });
+}
+
+#[test]
+fn only_so_many_idle_connections_to_an_application_are_kept() {
+    let variables = [
+        ("MAX_IDLE_CONNS_PER_ENDPOINT", "1"),
+        ("INBOUND_HTTP1_CONNECTION_POOL_IDLE_TIMEOUT", "1h"),
+        ("OUTBOUND_MAX_IDLE_CONNS_PER_ENDPOINT", "1"),
+        ("OUTBOUND_HTTP1_CONNECTION_POOL_IDLE_TIMEOUT", "1h"),
+    ];
+    keeping(&variables, async |app: &Counting, [mut one, mut other]| {
+        let (this, that) = tokio::join!(one.ask(request("/together")), other.ask(request("/together")));
+        assert_eq!((this.unwrap().text(), that.unwrap().text()), ("ok".into(), "ok".into()));
+        eventually("one of two is closed", async || (app.has() == 1).then_some(())).await;
+        let had = app.had();
+        for client in [&mut one, &mut other] {
+            client.ask(request("/")).await.unwrap();
+        }
+        assert_eq!((app.had(), app.has()), (had, 1), "the other one is used again");
+    });
+}
+
+#[test]
+fn idle_connections_to_an_application_are_closed_in_time() {
+    let variables = [
+        ("INBOUND_HTTP1_CONNECTION_POOL_IDLE_TIMEOUT", "200ms"),
+        ("OUTBOUND_HTTP1_CONNECTION_POOL_IDLE_TIMEOUT", "200ms"),
+    ];
+    keeping(&variables, async |app: &Counting, [mut one, silent]| {
+        drop(silent); // for whom the application was asked whether it speaks first
+        one.ask(request("/")).await.unwrap();
+        let closed = eventually("it is closed", async || (app.has() == 0).then_some(()));
+        // Without the variables after 3 s.
+        timeout(Duration::from_secs(2), closed).await.unwrap();
+        one.ask(request("/")).await.unwrap();
     });
 }
 
