@@ -1,11 +1,11 @@
 //! What must hold of bytes from the network, whatever they are: fuzz targets try it with bytes of their making, and the
 //! tests here with those that they found worth keeping.
 
-use std::{convert::Infallible, future::Future, num::NonZeroUsize};
+use std::{convert::Infallible, fmt::Debug, future::Future, num::NonZeroUsize};
 
-use bytes::{Buf, Bytes, BytesMut};
-use http::{HeaderName, HeaderValue, Method, Request, Response};
-use http_body_util::{BodyExt as _, Empty};
+use bytes::{Bytes, BytesMut};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response};
+use http_body_util::{BodyExt as _, Collected, Empty};
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
@@ -127,7 +127,7 @@ pub fn requests(bytes: &[u8]) {
         for written in h1::written(whole) {
             let again = h1::requests(written.clone());
             assert_eq!(again.len(), 1, "{whole:?} is written as {written:?}");
-            assert_eq!((&again[0].head, &again[0].body), (&whole.head, &whole.body));
+            same(&again[0], whole);
             others_agree(&again, &written);
         }
     }
@@ -138,8 +138,9 @@ pub fn requests(bytes: &[u8]) {
 
 /// What hyper takes, it reads as we do. It may refuse a head, but the body of one that it takes is ours.
 fn others_agree(ours: &[Whole<(Method, String)>], bytes: &[u8]) {
-    for (ours, (head, body)) in ours.iter().zip(block_on(hyper_s_requests(bytes))) {
-        assert_eq!((&ours.head, Some(&ours.body)), (&head, body.as_ref()));
+    for (ours, theirs) in ours.iter().zip(block_on(hyper_s_requests(bytes))) {
+        let theirs = theirs.unwrap_or_else(|head| panic!("of {head:?} the body is wrong, for us it is {ours:?}"));
+        same(ours, &theirs);
     }
 }
 
@@ -149,7 +150,15 @@ pub fn responses(bytes: &[u8]) {
         return;
     };
     if let Some(theirs) = block_on(hyper_s_response(bytes)) {
-        assert_eq!((ours.head, ours.body), (theirs.head, theirs.body));
+        same(&ours, &theirs);
+    }
+}
+
+/// Two readings of a message, of which we may have put the host right.
+fn same<T: PartialEq + Debug>(one: &Whole<T>, other: &Whole<T>) {
+    assert_eq!((&one.head, &one.body), (&other.head, &other.body));
+    for (one, other) in [(&one.headers, &other.headers), (&one.trailers, &other.trailers)] {
+        assert_eq!(h1::passed_on(one), h1::passed_on(other));
     }
 }
 
@@ -161,14 +170,16 @@ fn block_on<F: Future>(future: F) -> F::Output {
     runtime.expect("a runtime without I/O").block_on(future)
 }
 
-/// As hyper's server reads them, up to the first that it refuses.
-/// A body is none if it is cut or wrong.
-async fn hyper_s_requests(bytes: &[u8]) -> Vec<((Method, String), Option<Vec<u8>>)> {
+/// As hyper's server reads them, up to the first that it refuses; only their heads where the body is cut or wrong.
+async fn hyper_s_requests(bytes: &[u8]) -> Vec<Result<Whole<(Method, String)>, (Method, String)>> {
     let seen = Mutex::new(Vec::new());
     let service = service_fn(|req: Request<Incoming>| async {
         let (parts, body) = req.into_parts();
-        let body = body.collect().await.ok().map(|body| body.to_bytes().to_vec());
-        seen.lock().push(((parts.method, parts.uri.to_string()), body));
+        let head = (parts.method, parts.uri.to_string());
+        seen.lock().push(match body.collect().await {
+            Ok(body) => Ok(whole(head, parts.headers, body)),
+            Err(_) => Err(head),
+        });
         Ok::<_, Infallible>(Response::new(Empty::<Bytes>::new()))
     });
     let io = TokioIo::new(tokio::io::join(bytes, tokio::io::sink()));
@@ -189,14 +200,19 @@ async fn hyper_s_response(bytes: &[u8]) -> Option<Whole<u16>> {
         let rsp = sender.send_request(Request::new(Empty::<Bytes>::new())).await.ok()?;
         let (parts, body) = rsp.into_parts();
         let body = body.collect().await.ok()?;
-        Some(Whole {
-            head: parts.status.as_u16(),
-            headers: parts.headers,
-            body: body.to_bytes().chunk().to_vec(),
-        })
+        Some(whole(parts.status.as_u16(), parts.headers, body))
     };
     let (_, whole) = tokio::join!(connection, exchange);
     whole
+}
+
+fn whole<T>(head: T, headers: HeaderMap, body: Collected<Bytes>) -> Whole<T> {
+    Whole {
+        head,
+        headers,
+        trailers: body.trailers().cloned().unwrap_or_default(),
+        body: body.to_bytes().to_vec(),
+    }
 }
 
 #[cfg(test)]

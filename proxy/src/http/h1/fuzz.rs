@@ -20,6 +20,7 @@ pub(crate) struct Whole<T> {
     pub(crate) head: T,
     pub(crate) headers: HeaderMap,
     pub(crate) body: Vec<u8>,
+    pub(crate) trailers: HeaderMap,
 }
 
 /// The data and the trailers of a body in chunks, or why there are none.
@@ -55,7 +56,7 @@ pub(crate) fn requests(mut bytes: Bytes) -> Vec<Whole<(Method, String)>> {
     while let Ok(Some(head)) = head::request(&mut bytes) {
         let (method, target) = (head.request.method().clone(), head.request.uri().to_string());
         let mut framing = head.framing;
-        let Ok((body, _)) = body(&mut framing, &mut bytes, &mut std::iter::empty()) else {
+        let Ok((body, trailers)) = body(&mut framing, &mut bytes, &mut std::iter::empty()) else {
             break;
         };
         let ends = !head.keep_alive
@@ -66,6 +67,7 @@ pub(crate) fn requests(mut bytes: Bytes) -> Vec<Whole<(Method, String)>> {
             head: (method, target),
             headers: head.request.headers().clone(),
             body,
+            trailers,
         });
         if ends {
             break;
@@ -74,7 +76,17 @@ pub(crate) fn requests(mut bytes: Bytes) -> Vec<Whole<(Method, String)>> {
     all
 }
 
-/// A request as we write it: with the length of its body, and in chunks.
+/// What is left of headers without those of one connection, and those that the writer and the target decide on.
+pub(crate) fn passed_on(headers: &HeaderMap) -> HeaderMap {
+    let mut headers = headers.clone();
+    headers::strip_hop_by_hop(&mut headers);
+    for name in [header::HOST, header::CONTENT_LENGTH, header::TRANSFER_ENCODING] {
+        headers.remove(name);
+    }
+    headers
+}
+
+/// A request as we write it: with the length of its body, where nothing comes after it, and in chunks.
 pub(crate) fn written(whole: &Whole<(Method, String)>) -> Vec<Bytes> {
     let mut req = Request::new(());
     *req.method_mut() = whole.head.0.clone();
@@ -82,14 +94,20 @@ pub(crate) fn written(whole: &Whole<(Method, String)>) -> Vec<Bytes> {
     *req.headers_mut() = whole.headers.clone();
     headers::strip_hop_by_hop(req.headers_mut());
     let body = Bytes::from(whole.body.clone());
-    let known = Full::new(body.clone()).map_err(|never| match never {});
-    let mut all = vec![encoded(write::request(req.clone().map(|()| known)))];
-    if !body.is_empty() {
+    let mut all = Vec::new();
+    if whole.trailers.is_empty() {
+        let known = Full::new(body.clone()).map_err(|never| match never {});
+        all.push(encoded(write::request(req.clone().map(|()| known))));
+    }
+    if !body.is_empty() || !whole.trailers.is_empty() {
         req.headers_mut().remove(header::CONTENT_LENGTH);
         let half = body.len() / 2;
-        let pieces = [body.slice(..half), body.slice(half..)].map(|piece| Ok(Frame::data(piece)));
+        let pieces = [body.slice(..half), body.slice(half..)];
+        let pieces = pieces.into_iter().filter(|piece| !piece.is_empty()).map(Frame::data);
+        let trailers = (!whole.trailers.is_empty()).then(|| Frame::trailers(whole.trailers.clone()));
+        let frames = pieces.chain(trailers).map(Ok);
         all.push(encoded(write::request(
-            req.map(|()| StreamBody::new(stream::iter(pieces))),
+            req.map(|()| StreamBody::new(stream::iter(frames))),
         )));
     }
     all
@@ -118,11 +136,12 @@ pub(crate) fn response(mut bytes: Bytes) -> Option<Whole<u16>> {
             continue;
         }
         let mut framing = head.framing;
-        let (body, _) = body(&mut framing, &mut bytes, &mut std::iter::empty()).ok()?;
+        let (body, trailers) = body(&mut framing, &mut bytes, &mut std::iter::empty()).ok()?;
         return Some(Whole {
             head: status.as_u16(),
             headers: head.response.headers().clone(),
             body,
+            trailers,
         });
     }
 }
