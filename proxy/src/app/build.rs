@@ -251,8 +251,11 @@ impl Parts<'_> {
             opaque_ports: config.inbound.opaque_ports.clone(),
             detect_timeout,
         };
-        let kept = config.inbound.ports.clone();
         let own_port = config.inbound.listen.port();
+        let mut kept = config.inbound.ports.clone();
+        if gateway.is_some() {
+            kept.insert(own_port); // its policy says who may send what to others
+        }
         let (orig_dst, dial_as) = match config.inbound.mode {
             InboundMode::Redirect => (self.surroundings.orig_dst.clone(), DialAs::Us),
             InboundMode::Tproxy => (orig_dst::untranslated(own_port), DialAs::Client),

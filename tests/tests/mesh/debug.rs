@@ -156,6 +156,24 @@ fn a_worker_that_stands_still_holds_up_neither_pages_nor_policies_nor_certificat
 }
 
 #[test]
+fn a_gateway_knows_the_policy_of_its_own_port_before_anybody_comes() {
+    let mesh = mesh().workload("web").workload("gate");
+    let mesh = mesh.its_env("INBOUND_GATEWAY_SUFFIXES", "svc.cluster.local.");
+    mesh.run(async |mesh: &Mesh| {
+        let source = async |workload: &str| {
+            let policies = json(mesh, workload, "/debug/policies").await;
+            let own = policies.as_array().unwrap().iter().find(|shown| shown["port"] == 4143);
+            own.map(|own| own["source"].as_str().unwrap().to_owned())
+        };
+        eventually("the control plane has said it", async || {
+            (source("gate").await.as_deref() == Some("control plane")).then_some(())
+        })
+        .await;
+        assert_eq!(source("web").await, None, "who is no gateway asks when it has to");
+    });
+}
+
+#[test]
 fn pages_are_text_unless_json_is_asked_for_and_only_for_this_machine() {
     talking(async |mesh: &Mesh| {
         let index = page(mesh, "web", Ipv4Addr::LOCALHOST, "/debug", "*/*").await;
