@@ -266,6 +266,7 @@ mod tests {
             target: Addr::Socket(NOBODY),
             client: ([10, 0, 0, 1], 4321).into(),
             client_id: client_id.map(HeaderValue::from_static),
+            labelled: None,
         });
         log.entry(req, &place).answered(Some(rsp));
         log.flush();
@@ -338,6 +339,7 @@ mod tests {
             target: Addr::Socket(NOBODY),
             client: NOBODY,
             client_id: None,
+            labelled: None,
         });
         for _ in 0..2 * MOST_WAITING {
             log.entry(&Request::new(Body::empty()), &place).answered(None);

@@ -327,6 +327,8 @@ impl Error {
             | Self::NoBackends => "loadshed",
             Self::FailFast(..) => "failfast",
             Self::RequireId { .. } => "identity required",
+            Self::GatewayDomain(_) => "gateway domain invalid",
+            Self::GatewayLoop => "gateway loop",
             Self::Late(_) => "response timeout",
             Self::ConnectTimeout(_)
             | Self::Connect(_)
@@ -620,6 +622,28 @@ mod tests {
         ] {
             let Answer { status, grpc, close } = error.answer();
             assert_eq!((status.as_u16(), grpc, close), expected, "{error:?}");
+        }
+    }
+
+    /// What dashboards of Linkerd know of `*_http_errors_total`.
+    #[test]
+    fn kinds_of_errors_are_those_of_the_contract() {
+        let (addr, limit) = (SocketAddr::from(([10, 0, 0, 1], 80)), Duration::from_secs(1));
+        let not_required = Error::RequireId {
+            required: String::new(),
+            actual: None,
+        };
+        for (error, expected) in [
+            (Error::Shed, "loadshed"),
+            (Error::FailFast(limit, false), "failfast"),
+            (Error::GatewayDomain("other.test".into()), "gateway domain invalid"),
+            (Error::GatewayLoop, "gateway loop"),
+            (Error::DialFailed { addr }, "i/o"),
+            (not_required, "identity required"),
+            (Error::Late(Late::Profile(limit)), "response timeout"),
+            (Error::InvalidPolicy(String::new()), "unexpected"),
+        ] {
+            assert_eq!(error.label(), expected, "{error:?}");
         }
     }
 }

@@ -314,9 +314,14 @@ impl Errors {
         }
     }
 
-    pub(crate) fn count(&self, error: &Error) {
-        let labels = Labels::clone(&self.labels);
-        self.errors.get(&labels.with("error", error.label())).inc();
+    fn count(&self, error: &Error, place: &Place) {
+        let labels = match &place.labelled {
+            Some(labelled) => labelled.labels(error),
+            None => Some(Labels::clone(&self.labels)),
+        };
+        if let Some(labels) = labels {
+            self.errors.get(&labels.with("error", error.label())).inc();
+        }
         self.failures.count(error.cause());
     }
 }
@@ -458,7 +463,7 @@ impl Rescuer {
     }
 
     fn count(&self, error: &Error) {
-        self.errors.count(error);
+        self.errors.count(error, &self.place);
         tracing::debug!(error = %Chain(error), cause = error.cause(), side = ?error.side(), "request failed");
     }
 }

@@ -6,7 +6,7 @@ use http::{
     HeaderMap, Request, Response, StatusCode, Version,
     header::{self, HeaderName, HeaderValue},
 };
-use tulle_core::{addr::Addr, names::header as names};
+use tulle_core::{addr::Addr, metrics::Labels, names::header as names};
 
 use crate::http::{body::Body, classify::GRPC_STATUS, error::Error, headers};
 
@@ -44,7 +44,7 @@ impl Asker {
 }
 
 /// Where a proxy stands that answers, and between whom.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct Place {
     pub(crate) direction: &'static str,
     /// Our identity.
@@ -54,6 +54,14 @@ pub(crate) struct Place {
     pub(crate) client: SocketAddr,
     /// Whom the client has proven to be.
     pub(crate) client_id: Option<HeaderValue>,
+    /// What errors are counted by here, where it is more than their kind.
+    pub(crate) labelled: Option<Arc<dyn Labelled>>,
+}
+
+/// Knows what the errors of its requests are counted by.
+pub(crate) trait Labelled: Send + Sync {
+    /// All labels but that of the kind; `None` for an error that has a family of its own.
+    fn labels(&self, error: &Error) -> Option<Labels>;
 }
 
 /// The response that an error becomes.
@@ -125,6 +133,7 @@ mod tests {
             target: Addr::Socket(([10, 0, 0, 1], 80).into()),
             client: ([10, 0, 0, 2], 4321).into(),
             client_id: None,
+            labelled: None,
         }
     }
 

@@ -21,13 +21,14 @@ use crate::{
         client::{Client, Protocol, Reuse},
         error::{Error, Retry},
         filters, headers, orig_proto,
+        respond::Labelled,
         tunnel::{self, Leg},
         upload::Upload,
     },
     inbound::{
         App, Inbound, Peer,
         gateway::{self, Gateway, Onward},
-        metrics::{RouteSeries, connection_labels, with_meta},
+        metrics::{RouteSeries, connection_labels, target_labels, with_meta, with_server},
         policy::{Current, Port},
         profiles::{Routed, Routes},
     },
@@ -511,6 +512,19 @@ impl HttpConnection {
         }
         headers::strip_forged(rsp.headers_mut());
         Ok(rsp)
+    }
+}
+
+impl Labelled for HttpConnection {
+    fn labels(&self, error: &Error) -> Option<Labels> {
+        let has_its_own = match error {
+            Error::Unauthorized { .. } => true,
+            Error::RouteNotFound => matches!(self.to, To::App(_)),
+            _ => false,
+        };
+        let target = self.peer.target;
+        let labels = || with_server(target_labels(target), &self.port.current().policy.meta, target.port());
+        (!has_its_own).then(labels)
     }
 }
 

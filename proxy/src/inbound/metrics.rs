@@ -176,8 +176,7 @@ impl Families {
 
     /// Connections to `port` under the policy of `server`, by what they turn out to be.
     pub(super) fn detected(&self, server: &Meta, port: u16) -> detected::Series {
-        self.detected
-            .series(with_meta(Labels::new(), "srv", server).with("srv_port", port))
+        self.detected.series(with_server(Labels::new(), server, port))
     }
 
     /// Counts a handshake that failed.
@@ -242,8 +241,12 @@ pub(super) fn target_labels(target: SocketAddr) -> Labels {
 
 /// Labels of all that happens on one connection under one policy.
 pub(super) fn connection_labels(target: SocketAddr, tls: &ServerTls, server: &Arc<Meta>) -> Labels {
-    let labels = tls.labels(target_labels(target));
-    with_meta(labels, "srv", server).with("srv_port", target.port())
+    with_server(tls.labels(target_labels(target)), server, target.port())
+}
+
+/// Adds the server whose policy holds at `port`.
+pub(super) fn with_server(labels: Labels, server: &Meta, port: u16) -> Labels {
+    with_meta(labels, "srv", server).with("srv_port", port)
 }
 
 /// Adds `<prefix>_group`, `_kind` and `_name`.

@@ -710,13 +710,7 @@ impl Connection {
         } else {
             Reasons::Kept
         };
-        let place = Place {
-            direction: "inbound",
-            hop: inbound.name.clone(),
-            target: name.clone().map_or(Addr::Socket(peer.target), Addr::Name),
-            client: peer.client.0,
-            client_id: client_id.clone(),
-        };
+        let target = name.clone().map_or(Addr::Socket(peer.target), Addr::Name);
         let to = match (name, &inbound.gateway) {
             (Some(name), Some(gateway)) => {
                 let onward = Onward {
@@ -736,10 +730,18 @@ impl Connection {
             peer,
             tls,
             port,
-            client_id,
+            client_id: client_id.clone(),
             seen: Mutex::default(),
             drain: self.drain.clone(),
         });
+        let place = Place {
+            direction: "inbound",
+            hop: inbound.name.clone(),
+            target,
+            client: peer.client.0,
+            client_id,
+            labelled: Some(connection.clone()),
+        };
         let refused = connection.clone().refused();
         let serve = move |mut req| {
             let connection = connection.clone();

@@ -202,6 +202,7 @@ impl Outbound {
             target: target.clone(),
             client: connection.client,
             client_id: None,
+            labelled: None,
         };
         let connection = Arc::new(connection);
         let serve = move |mut req| {

@@ -147,6 +147,8 @@ spec:
         let counted = ["srv_name=\"web-http\""];
         let n_missed = mesh.metric("web", "inbound_http_route_not_found_total", &counted).await;
         assert!(n_missed >= 1., "{n_missed}");
+        let n_errors = mesh.metric("web", "inbound_http_errors_total", &[]).await;
+        assert_eq!(n_errors, 0., "it is counted once");
         let answer = mesh.get("client", mesh.service("web", HTTP), "/headers").await;
         assert_eq!(answer.status, 200);
     });

@@ -604,6 +604,13 @@ fn a_gateway_sends_requests_on_to_the_names_it_serves() {
                 (answer.cause() == "gateway-domain").then(|| assert_eq!(answer.status, 404))
             })
             .await;
+            let counted = [
+                "error=\"gateway domain invalid\"",
+                "target_port=\"4143\"",
+                "srv_kind=\"default\"",
+                "srv_port=\"4143\"",
+            ];
+            assert!(mesh.metric("web", "inbound_http_errors_total", &counted).await >= 1.0);
 
             policies.say_of_destinations(Ok(http1(rule(forward(named(to_proxy, &service))))));
             eventually("the name is asked for again", async || {
