@@ -62,7 +62,8 @@ pub(super) fn endpoint(
         Some(hint) => {
             let port = hint
                 .opaque_transport
-                .and_then(|transport| u16::try_from(transport.inbound_port).ok());
+                .and_then(|transport| u16::try_from(transport.inbound_port).ok())
+                .filter(|port| *port < u16::MAX); // which Linkerd's proxies do not take for a port either
             let hint = match hint.protocol {
                 Some(proto::protocol_hint::Protocol::H2(_)) => ProtocolHint::H2,
                 Some(proto::protocol_hint::Protocol::Opaque(_)) => ProtocolHint::Opaque,
@@ -250,8 +251,9 @@ mod tests {
             hint(Some(Protocol::Opaque(Opaque {})), None),
             (ProtocolHint::Opaque, None)
         );
-        assert_eq!(hint(None, Some(0)), (ProtocolHint::Unknown, None));
-        assert_eq!(hint(None, Some(65_536)), (ProtocolHint::Unknown, None));
+        for (port, expected) in [(0, None), (65_534, Some(65_534)), (65_535, None), (65_536, None)] {
+            assert_eq!(hint(None, Some(port)), (ProtocolHint::Unknown, expected), "{port}");
+        }
     }
 
     #[test]
