@@ -120,10 +120,7 @@ impl HttpConnection {
             Router::Routes(routes) => routes,
             Router::Profile(profile) => {
                 let attempt = to(By::Profile(profile.routes()), &profile.backends, None, None);
-                return match upgrade {
-                    None => Box::pin(profile.send(&attempt, req)).await,
-                    Some(_) => attempt.send(req, upgrade, &mut Tried::new(), None).await,
-                };
+                return Box::pin(profile.send(&attempt, req, upgrade)).await;
             }
         };
         let found = route::find(routes, &Head::of(req.method(), req.uri(), req.headers()));

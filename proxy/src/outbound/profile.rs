@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use http::{HeaderValue, Request, Response};
-use tokio::time::Instant;
+use tokio::{sync::oneshot, time::Instant};
 use tulle_core::{
     metrics::{Counter, Family, Registry},
     names::header as names,
@@ -19,6 +19,7 @@ use crate::{
         error::Error,
         limits::Terms,
         replay,
+        tunnel::Leg,
     },
     metrics::http::{self as http_metrics, End, Outcome, Series},
     outbound::{
@@ -106,11 +107,16 @@ impl ProfilePlan {
         &self.profile.routes
     }
 
-    /// Sends a request by its route: once, or again after a failure that the route calls retryable.
+    /// Sends a request by its route: once, or again after a failure that the route calls retryable, unless it asks for an upgrade.
     ///
     /// # Errors
     /// The last try brought no response, or the route's time is over.
-    pub(super) async fn send(&self, attempt: &Attempt<'_>, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
+    pub(super) async fn send(
+        &self,
+        attempt: &Attempt<'_>,
+        req: &mut Request<Body>,
+        upgrade: &mut Option<oneshot::Receiver<Leg>>,
+    ) -> Result<Response<Body>, Error> {
         let started = Instant::now();
         let head = Head::of(req.method(), req.uri(), req.headers());
         let index = profile::find(&self.profile.routes, &head);
@@ -137,7 +143,10 @@ impl ProfilePlan {
             answer: timeout.map(|limit| (started + limit, limit)),
             ..Terms::default()
         };
-        let sent = tries::run(attempt, req, terms, retries.as_ref(), &tally).await;
+        let sent = match upgrade {
+            None => tries::run(attempt, req, terms, retries.as_ref(), &tally).await,
+            Some(_) => tries::once(attempt, req, upgrade, terms, &tally).await,
+        };
         tally.is_over = true;
         match sent {
             Ok(rsp) => {

@@ -122,9 +122,7 @@ impl Allowed {
             idle: timeouts.idle,
         };
         if upgrade.is_some() {
-            // What follows is not a response, and has all the time it wants.
-            let mut limits = Limits::of(terms, req);
-            return attempt.send(req, upgrade, &mut Tried::new(), Some(&mut limits)).await;
+            return once(attempt, req, upgrade, terms, tally).await;
         }
         let retries = retry.filter(|retry| retry.max_retries > 0).map(|retry| {
             self.budget.deposit(start);
@@ -142,6 +140,24 @@ impl Allowed {
         });
         run(attempt, req, terms, retries.as_ref(), tally).await
     }
+}
+
+/// Sends a request for an upgrade. What follows its answer is not a response, and has all the time it wants.
+///
+/// # Errors
+/// It brought no answer, or not in time.
+pub(super) async fn once(
+    attempt: &Attempt<'_>,
+    req: &mut Request<Body>,
+    upgrade: &mut Option<oneshot::Receiver<Leg>>,
+    terms: Terms,
+    tally: &impl Tally,
+) -> Result<Response<Body>, Error> {
+    let mut limits = Limits::of(terms, req);
+    tally.begun();
+    let sent = attempt.send(req, upgrade, &mut Tried::new(), Some(&mut limits)).await;
+    tally.ended(&sent, None);
+    sent
 }
 
 /// Sends a request, once or more often.

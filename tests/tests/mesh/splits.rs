@@ -7,7 +7,7 @@ use std::time::Duration;
 use http::{Request, Response, Version};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tulle_tests::apps::{self, App, dripping};
-use tulle_tests::client::{Http1, Http2, full, request};
+use tulle_tests::client::{Http1, Http2, full, read_until, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, mesh};
 
@@ -206,6 +206,51 @@ fn a_profile_s_timeout_holds_until_a_response_is_handed_on() {
         let mut client = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
         let answer = client.ask(call()).await.unwrap();
         assert_eq!((answer.cause(), answer.header("grpc-status")), ("deadline", "4"));
+    });
+}
+
+#[test]
+fn upgrades_go_by_their_profile_and_outlive_its_timeout() {
+    let spec = "  routes:
+  - {name: chat, condition: {pathRegex: '/chat'}, timeout: 1s}
+  - {name: slow, condition: {pathRegex: '/slow'}, timeout: 200ms}
+";
+    let mesh = mesh().workload("client").workload("web");
+    mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
+        let _app = apps::raw(mesh.listen("web", HTTP).await, |mut stream| async move {
+            let head = read_until(&mut stream, "\r\n\r\n").await;
+            if head.starts_with("GET /chat ") {
+                let switched = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: chat\r\n\r\n";
+                stream.write_all(switched).await.unwrap();
+                tokio::time::sleep(Duration::from_millis(1500)).await; // longer than a response may take
+                stream.write_all(head.as_bytes()).await.unwrap();
+            }
+            std::future::pending().await
+        });
+        let ask = async |path: &str| {
+            let mut stream = mesh.dial("client", mesh.service("web", HTTP)).await;
+            let head = format!("GET {path} HTTP/1.1\r\nhost: web.test\r\nconnection: upgrade\r\nupgrade: chat\r\n\r\n");
+            stream.write_all(head.as_bytes()).await.unwrap();
+            let answer = read_until(&mut stream, "\r\n\r\n").await;
+            (stream, answer)
+        };
+        let (mut chat, answer) = ask("/chat").await;
+        assert!(answer.starts_with("HTTP/1.1 101 "), "{answer}");
+        let head = read_until(&mut chat, "\r\n\r\n").await;
+        let canonical = format!("l5d-dst-canonical: web.shop.svc.cluster.local:{HTTP}\r\n");
+        assert!(head.contains(&canonical), "{head}");
+        let (_, answer) = ask("/slow").await;
+        assert!(answer.starts_with("HTTP/1.1 504 "), "{answer}");
+        for (route, status) in [("chat", 101), ("slow", 504)] {
+            let (route, status) = (format!("rt_route=\"{route}\""), format!("status_code=\"{status}\""));
+            for family in ["route_request_total", "route_actual_request_total"] {
+                assert_eq!(mesh.metric("client", family, &[&route]).await, 1.0, "{family} {route}");
+            }
+            eventually("its answer is counted", async || {
+                (mesh.metric("client", "route_response_total", &[&route, &status]).await == 1.0).then_some(())
+            })
+            .await;
+        }
     });
 }
 
