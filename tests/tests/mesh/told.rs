@@ -31,7 +31,7 @@ use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, identity, mesh};
 use tulle_tests::policies::{self, Policies};
 
 /// What the application dials; nobody is there.
-const DIALLED: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::new(10, 66, 7, 7)), HTTP);
+pub(crate) const DIALLED: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::new(10, 66, 7, 7)), HTTP);
 
 fn metadata(name: &str) -> Option<Metadata> {
     let resource = Resource {
@@ -46,11 +46,11 @@ fn metadata(name: &str) -> Option<Metadata> {
     })
 }
 
-fn seconds(seconds: i64) -> Option<prost_types::Duration> {
+pub(crate) fn seconds(seconds: i64) -> Option<prost_types::Duration> {
     Some(prost_types::Duration { seconds, nanos: 0 })
 }
 
-fn endpoint(addr: SocketAddr) -> WeightedAddr {
+pub(crate) fn endpoint(addr: SocketAddr) -> WeightedAddr {
     WeightedAddr {
         addr: Some(addr.into()),
         weight: 1,
@@ -58,7 +58,7 @@ fn endpoint(addr: SocketAddr) -> WeightedAddr {
     }
 }
 
-fn forward(to: WeightedAddr) -> Backend {
+pub(crate) fn forward(to: WeightedAddr) -> Backend {
     Backend {
         metadata: metadata("backend"),
         queue: Some(Queue {
@@ -70,7 +70,7 @@ fn forward(to: WeightedAddr) -> Backend {
 }
 
 /// A rule that sends all requests to a backend.
-fn rule(backend: Backend) -> http_route::Rule {
+pub(crate) fn rule(backend: Backend) -> http_route::Rule {
     let to = http_route::RouteBackend {
         backend: Some(backend),
         ..Default::default()
@@ -122,7 +122,7 @@ fn policy(kind: Kind) -> OutboundPolicy {
     }
 }
 
-fn http1(rule: http_route::Rule) -> OutboundPolicy {
+pub(crate) fn http1(rule: http_route::Rule) -> OutboundPolicy {
     policy(Kind::Http1(Http1 {
         routes: routes(rule),
         failure_accrual: None,
@@ -130,7 +130,7 @@ fn http1(rule: http_route::Rule) -> OutboundPolicy {
 }
 
 /// `client`, whose policies come from the test, and `legacy` without a sidecar.
-fn told(test: impl AsyncFnOnce(&Mesh, &Policies) + Send) {
+pub(crate) fn told(test: impl AsyncFnOnce(&Mesh, &Policies) + Send) {
     let mesh = mesh()
         .workload("client")
         .its_env("POLICY_SVC_ADDR", policies::ADDR)

@@ -19,10 +19,16 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
+use tulle_proto::outbound::http_route::retry::Conditions;
+use tulle_proto::outbound::http_route::retry::conditions::StatusRange;
+use tulle_proto::outbound::{ExponentialBackoff, http_route};
 use tulle_tests::apps::{self, App, dripping};
 use tulle_tests::client::{Answer, AnyBody, Http1, Http2, any, empty, full};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, mesh};
+use tulle_tests::policies::Policies;
+
+use crate::told;
 
 /// A route of the service `web` with annotations, one a line, and all that its rule may have.
 fn route(kind: &str, annotations: &str, rule: &str) -> String {
@@ -671,4 +677,55 @@ fn there_is_a_pause_between_tries() {
             start.elapsed()
         );
     });
+}
+
+#[test]
+fn the_next_try_waits_as_long_as_its_server_asks_where_the_policy_says_so() {
+    for heeded in [true, false] {
+        told::told(async |mesh: &Mesh, policies: &Policies| {
+            let seen = Seen::default();
+            let _app = server(mesh, "legacy", &seen, async |n| {
+                let mut rsp = status(if n < 1 { 503 } else { 200 });
+                rsp.headers_mut().insert("retry-after", HeaderValue::from_static("60"));
+                rsp
+            })
+            .await;
+            let unavailable = StatusRange { start: 503, end: 503 };
+            let retry = http_route::Retry {
+                max_retries: 1,
+                max_request_bytes: 1024,
+                conditions: Some(Conditions {
+                    status_ranges: vec![unavailable],
+                }),
+                timeout: None,
+                backoff: Some(ExponentialBackoff {
+                    min_backoff: Some(prost_types::Duration {
+                        seconds: 0,
+                        nanos: 10_000_000,
+                    }),
+                    max_backoff: told::seconds(2),
+                    jitter_ratio: 0.0,
+                    respect_retry_after_hint: heeded,
+                }),
+            };
+            let to_server = told::forward(told::endpoint((mesh.ip("legacy"), HTTP).into()));
+            let rule = http_route::Rule {
+                retry: Some(retry),
+                ..told::rule(to_server)
+            };
+            policies.say_of_destinations(Ok(told::http1(rule)));
+            let mut client = Http1::over(mesh.dial("client", told::DIALLED).await).await;
+            client.ask(get("warm")).await.unwrap();
+            let start = Instant::now();
+            assert_eq!(client.ask(get("asked")).await.unwrap().status, 200);
+            assert_eq!(seen.count("asked"), 2);
+            // A minute, but for the longest pause that the policy has.
+            assert_eq!(
+                start.elapsed() >= Duration::from_secs(2),
+                heeded,
+                "{:?}",
+                start.elapsed()
+            );
+        });
+    }
 }
