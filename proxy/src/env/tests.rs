@@ -145,6 +145,8 @@ fn values_of_a_chart_are_understood() {
         ("TULLE_PROXY_BALANCER", "round-robin"),
         ("TULLE_PROXY_INBOUND_MODE", "tproxy"),
         ("TULLE_PROXY_EXPLICIT_LISTEN_ADDR", "127.0.0.1:15001"),
+        ("INBOUND_PORTS_REQUIRE_IDENTITY", "?"),
+        ("INBOUND_PORTS_REQUIRE_TLS", "?"),
         ("SOMETHING_NEW", "?"),
     ])
     .unwrap();
