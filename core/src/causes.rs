@@ -84,6 +84,8 @@ l5d-proxy-cause: no-endpoints; direction=outbound; hop=web.shop.serviceaccount.i
   (`direction`, `hop`) and what it wanted to reach (`target`), and what else there is to know.
 - Clients of gRPC get the status in `grpc-status`, and `grpc-message` with the same words.
 - `tulle explain` says what is written here, from a code, the header, or a whole response.
+- What the proxy of a peer answers comes without `l5d-proxy-error`: one's own proxy takes that out, as Linkerd's does, and logs it
+  at `debug`. `l5d-proxy-cause` stays; `direction=inbound` and `hop` tell whose it is.
 - Clients without an identity are told a status and nothing more; but a stream of gRPC that breaks off says why in its trailers.
 
 Failures are counted in `tulle_failures_total{direction,cause}`, those of connections that carry no HTTP as well.

@@ -136,6 +136,7 @@ fn one_identity_is_permitted_and_another_is_refused() {
                     "policy-denied:server/web-http; why=identity; direction=inbound; hop={hop}; target={target}:{HTTP}"
                 )
             );
+            assert_eq!(refused.header("l5d-proxy-error"), "", "its own proxy's to hear");
             let cause = [r#"direction="inbound""#, r#"cause="policy-denied""#];
             assert!(mesh.metric("web", "tulle_failures_total", &cause).await >= 1.);
             let mut stranger = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
