@@ -188,7 +188,7 @@ impl Builder {
         self
     }
 
-    /// Has the proxy of the workload that was added last ask the kernel what was dialled, which knows nothing without rules.
+    /// Has the proxy of the workload that was added last ask the kernel what was dialled; without rules that is the proxy itself.
     pub fn asks_the_kernel(mut self) -> Self {
         self.last().teller = Teller::Kernel;
         self

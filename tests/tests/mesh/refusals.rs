@@ -177,14 +177,24 @@ fn what_was_not_meant_for_a_workload_is_closed() {
 }
 
 #[test]
-fn a_connection_of_which_nobody_knows_what_it_dialled_is_closed() {
+fn without_rules_peers_are_served_and_all_others_closed() {
     let mesh = mesh().workload("client").workload("web").asks_the_kernel();
     mesh.run(async |mesh: &Mesh| {
         for workload in ["client", "web"] {
             apps::echo(mesh, workload).await;
         }
+        assert_eq!(mesh.get("client", mesh.service("web", HTTP), "/").await.text(), "web\n");
         assert!(is_closed(mesh.dial("web", mesh.service("client", HTTP)).await).await);
-        assert!(is_closed(mesh.arrive(STRANGER, "web", HTTP).await).await);
+        let mut stranger = mesh.arrive(STRANGER, "web", HTTP).await;
+        stranger
+            .write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n")
+            .await
+            .unwrap();
+        let mut said = Vec::new();
+        // A reset is an end as well.
+        let _ = stranger.read_to_end(&mut said).await;
+        assert!(!said.starts_with(b"HTTP/"), "no more than an alert of TLS");
+        assert!(mesh.metric("web", "tulle_inbound_tls_failures_total", &[]).await >= 1.);
     });
 }
 
