@@ -176,10 +176,11 @@ async fn hyper_s_requests(bytes: &[u8]) -> Vec<Result<Whole<(Method, String)>, (
     let service = service_fn(|req: Request<Incoming>| async {
         let (parts, body) = req.into_parts();
         let head = (parts.method, parts.uri.to_string());
-        seen.lock().push(match body.collect().await {
+        let read = match body.collect().await {
             Ok(body) => Ok(whole(head, parts.headers, body)),
             Err(_) => Err(head),
-        });
+        };
+        seen.lock().push(read);
         Ok::<_, Infallible>(Response::new(Empty::<Bytes>::new()))
     });
     let io = TokioIo::new(tokio::io::join(bytes, tokio::io::sink()));
