@@ -1,14 +1,15 @@
 //! What goes on unless something happens that hardly ever does.
 
 use std::{
-    future::poll_fn,
-    pin::pin,
+    pin::Pin,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
     task::{Context, Poll, Wake, Waker},
 };
+
+use pin_project_lite::pin_project;
 
 /// Whether what was waited for may have happened.
 struct Woken {
@@ -26,14 +27,34 @@ impl Wake for Woken {
 
 /// Does something to its end, or until `stopped` is ready, which is asked only when it may be: whatever wakes the rest, and that
 /// is every request of a connection, costs a look at one flag. All of it has to stay in the task that begins it.
-pub(super) async fn unless<T>(stopped: impl Future<Output = ()>, doing: impl Future<Output = T>) -> Option<T> {
-    let (mut stopped, mut doing) = (pin!(stopped), pin!(doing));
-    let mut woken = None;
-    poll_fn(|cx| {
-        if let Poll::Ready(done) = doing.as_mut().poll(cx) {
+pub(super) fn unless<S, D>(stopped: S, doing: D) -> Unless<S, D> {
+    Unless {
+        stopped,
+        doing,
+        woken: None,
+    }
+}
+
+pin_project! {
+    // An async function would hold both twice: there is one for each connection.
+    pub(super) struct Unless<S, D> {
+        #[pin]
+        stopped: S,
+        #[pin]
+        doing: D,
+        woken: Option<Arc<Woken>>,
+    }
+}
+
+impl<S: Future<Output = ()>, D: Future> Future for Unless<S, D> {
+    type Output = Option<D::Output>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.project();
+        if let Poll::Ready(done) = this.doing.poll(cx) {
             return Poll::Ready(Some(done));
         }
-        let woken = woken.get_or_insert_with(|| {
+        let woken = this.woken.get_or_insert_with(|| {
             Arc::new(Woken {
                 is_set: AtomicBool::new(true),
                 task: cx.waker().clone(),
@@ -43,16 +64,19 @@ pub(super) async fn unless<T>(stopped: impl Future<Output = ()>, doing: impl Fut
             // What sets it from here on is seen next time, and what did before is seen now.
             woken.is_set.store(false, Ordering::Release);
             let waker = Waker::from(woken.clone());
-            return stopped.as_mut().poll(&mut Context::from_waker(&waker)).map(|()| None);
+            return this.stopped.poll(&mut Context::from_waker(&waker)).map(|()| None);
         }
         Poll::Pending
-    })
-    .await
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{cell::Cell, future::pending};
+    use std::{
+        cell::Cell,
+        future::{pending, poll_fn},
+        pin::pin,
+    };
 
     use tokio::sync::Notify;
 
