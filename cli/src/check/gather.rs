@@ -107,6 +107,7 @@ async fn list_everything(cluster: &Cluster, snapshot: &mut Snapshot) {
         snapshot.cluster_role_bindings,
         snapshot.mutating_webhooks,
         snapshot.validating_webhooks,
+        snapshot.api_services,
         snapshot.nodes,
         snapshot.node_leases,
     ) = tokio::join!(
@@ -116,6 +117,7 @@ async fn list_everything(cluster: &Cluster, snapshot: &mut Snapshot) {
         all(cluster, "clusterrolebindings", Api::all(client.clone())),
         all(cluster, "mutatingwebhookconfigurations", Api::all(client.clone())),
         all(cluster, "validatingwebhookconfigurations", Api::all(client.clone())),
+        all(cluster, "apiservices", Api::all(client.clone())),
         all(cluster, "nodes", Api::all(client.clone())),
         all(
             cluster,

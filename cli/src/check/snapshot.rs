@@ -9,6 +9,7 @@ use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace, Node, Pod, Secret, Service, ServiceAccount};
 use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use k8s_openapi::kube_aggregator::pkg::apis::apiregistration::v1::APIService;
 use kube::ResourceExt as _;
 use serde_json::Value;
 use tulle_control::inject;
@@ -53,6 +54,7 @@ pub(super) struct Snapshot {
     pub(super) cluster_role_bindings: Listed<ClusterRoleBinding>,
     pub(super) mutating_webhooks: Listed<MutatingWebhookConfiguration>,
     pub(super) validating_webhooks: Listed<ValidatingWebhookConfiguration>,
+    pub(super) api_services: Listed<APIService>,
     pub(super) nodes: Listed<Node>,
     pub(super) node_leases: Listed<Lease>,
     /// Of all namespaces.
@@ -115,6 +117,7 @@ impl Snapshot {
             cluster_role_bindings: Ok(Vec::new()),
             mutating_webhooks: Ok(Vec::new()),
             validating_webhooks: Ok(Vec::new()),
+            api_services: Ok(Vec::new()),
             nodes: Ok(Vec::new()),
             node_leases: Ok(Vec::new()),
             pods: Ok(Vec::new()),

@@ -3,6 +3,7 @@
 use k8s_openapi::api::core::v1::Secret;
 use kube::ResourceExt as _;
 use serde_json::Value;
+use tulle_core::names::telemetry::API_SERVICE;
 
 use super::control_plane::{INJECTOR_WEBHOOK, VALIDATOR_WEBHOOKS};
 use super::snapshot::{ISSUER, Snapshot, TRUST_ROOTS, value};
@@ -61,6 +62,7 @@ pub(super) fn webhooks() -> Category {
             Check::new("policy-validator cert is valid for at least 60 days", |s| {
                 webhook_is_lasting(s, &POLICY_VALIDATOR)
             }),
+            Check::new("telemetry API service is available", telemetry_is_available).settles(),
         ],
     }
 }
@@ -417,6 +419,42 @@ fn external(snapshot: &Snapshot, webhook: &Webhook) -> bool {
         _ => "policyValidator.externalSecret",
     };
     value(&values, key) == &Value::Bool(true)
+}
+
+/// Whether the API server reaches telemetry, which the chart need not install.
+fn telemetry_is_available(snapshot: &Snapshot) -> Judgement {
+    let mut services = snapshot.api_services.as_ref()?.iter();
+    let Some(service) = services.find(|service| service.name_any() == API_SERVICE) else {
+        return match value(&snapshot.values()?, "telemetry.enabled") {
+            Value::Bool(true) => Err(error(
+                format!("APIService {API_SERVICE} does not exist, so `tulle stat`, `tap` and their like see nothing"),
+                snapshot.scope.upgrade_command(),
+            )),
+            _ => Ok(()),
+        };
+    };
+    let conditions = service
+        .status
+        .iter()
+        .flat_map(|status| status.conditions.iter().flatten());
+    let available = conditions.into_iter().find(|condition| condition.type_ == "Available");
+    let why = match available {
+        Some(condition) if condition.status == "True" => return Ok(()),
+        Some(condition) => condition.message.as_ref().or(condition.reason.as_ref()),
+        None => None,
+    };
+    Err(error(
+        format!(
+            "APIService {API_SERVICE} is not available, and until it is Kubernetes finishes deleting no namespace: {}",
+            why.map_or("the API server has not looked at it yet", String::as_str)
+        ),
+        format!(
+            "kubectl rollout restart deployment linkerd-destination -n {}; or do without: {} --set telemetry.enabled=false \
+             | kubectl apply -f -, and kubectl delete apiservice {API_SERVICE}",
+            snapshot.scope.control_plane,
+            snapshot.scope.tulle("upgrade"),
+        ),
+    ))
 }
 
 fn proxies_match(snapshot: &Snapshot) -> Judgement {

@@ -55,6 +55,7 @@ fn put(snapshot: &mut Snapshot, object: &Value) {
         "ClusterRoleBinding" => add(&mut s.cluster_role_bindings, object),
         "MutatingWebhookConfiguration" => add(&mut s.mutating_webhooks, object),
         "ValidatingWebhookConfiguration" => add(&mut s.validating_webhooks, object),
+        "APIService" => add(&mut s.api_services, object),
         "Node" => add(&mut s.nodes, object),
         "Lease" => add(&mut s.node_leases, object),
         "Pod" => add(&mut s.pods, object),
@@ -538,6 +539,56 @@ fn a_webhook_without_a_certificate_makes_one_when_it_starts() {
             "rollout restart deployment linkerd-destination",
         ],
     );
+}
+
+#[test]
+fn telemetry_that_the_api_server_does_not_reach_is_found_where_there_is_to_be_some() {
+    let name = "v1alpha1.telemetry.tulle.dev";
+    let with = |more: &[Value]| {
+        let mut objects = installed(&authorities(100));
+        objects.extend_from_slice(more);
+        cluster(Mode::Installed, &objects)
+    };
+    let service = |conditions: Value| {
+        json!({
+            "kind": "APIService",
+            "metadata": { "name": name },
+            "status": { "conditions": conditions },
+        })
+    };
+    let enabled = |enabled: bool| values(&[("telemetry", json!({ "enabled": enabled }))]);
+    assert_eq!(findings(&with(&[enabled(false)])), []);
+    expect(
+        &with(&[enabled(true)]),
+        Outcome::Error,
+        &[
+            "APIService v1alpha1.telemetry.tulle.dev does not exist",
+            "tulle upgrade | kubectl apply -f -",
+        ],
+    );
+    let well = service(json!([{ "type": "Available", "status": "True" }]));
+    assert_eq!(findings(&with(&[enabled(true), well])), []);
+    let why = "endpoints for service/linkerd-telemetry in \"linkerd\" have no addresses";
+    let condition = json!({ "type": "Available", "status": "False", "reason": "MissingEndpoints", "message": why });
+    expect(
+        &with(&[enabled(true), service(json!([condition]))]),
+        Outcome::Error,
+        &[why, "kubectl rollout restart deployment linkerd-destination -n linkerd"],
+    );
+    expect(
+        &with(&[service(json!([]))]),
+        Outcome::Error,
+        &["has not looked at it yet"],
+    );
+    let mut late = with(&[service(json!([]))]);
+    let category = super::trust::webhooks();
+    let (_, waiting, _) = judge(&category, &late);
+    assert_eq!(waiting, Some("telemetry API service is available"));
+    late.api_services = Err(Unreadable {
+        what: "apiservices",
+        why: "you may not".to_owned(),
+    });
+    expect(&late, Outcome::Warning, &["apiservices", "you may not"]);
 }
 
 #[test]
