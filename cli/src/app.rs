@@ -185,6 +185,7 @@ mod tests {
             "tulle inject web.yaml",
             "tulle inject --manual --proxy-log-level debug manifests/ -L mesh",
             "tulle inject --ingress --enable-debug-sidecar --close-wait-timeout 60s - -o json",
+            "tulle inject --inbound-mode tproxy web.yaml",
             "tulle uninject meshed.yaml",
             "tulle dg policy deploy/web 8080 -n shop -o yaml",
             "tulle dg controller-metrics",

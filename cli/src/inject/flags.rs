@@ -37,6 +37,9 @@ pub(super) struct ProxyFlags {
     /// Networks whose connections bypass the proxy, such as 10.0.0.0/8
     #[arg(long, value_name = "CIDRS")]
     skip_subnets: Option<String>,
+    /// How connections get to the proxy: redirect, or tproxy, by which applications see their clients' addresses
+    #[arg(long, value_name = "MODE")]
+    inbound_mode: Option<String>,
     /// Ports whose bytes the proxy does not parse; also set on Services
     #[arg(long, value_name = "PORTS")]
     opaque_ports: Option<String>,
@@ -111,6 +114,7 @@ impl ProxyFlags {
             (annotation::SKIP_INBOUND_PORTS, self.skip_inbound_ports.clone()),
             (annotation::SKIP_OUTBOUND_PORTS, self.skip_outbound_ports.clone()),
             (annotation::SKIP_SUBNETS, self.skip_subnets.clone()),
+            (annotation::INBOUND_MODE, self.inbound_mode.clone()),
             (annotation::OPAQUE_PORTS, self.opaque_ports.clone()),
             (annotation::PROXY_CPU_REQUEST, self.proxy_cpu_request.clone()),
             (annotation::PROXY_CPU_LIMIT, self.proxy_cpu_limit.clone()),

@@ -1,3 +1,5 @@
+use clap::Parser as _;
+
 use super::*;
 
 fn injection(manual: bool) -> Injection {
@@ -174,6 +176,38 @@ fn flags_become_annotations_of_pods_and_opaque_ports_of_services() {
     );
     uninject::apply(&mut namespace);
     assert_eq!(namespace["metadata"], json!({"name": "a"}));
+}
+
+/// A line of flags.
+#[derive(clap::Parser)]
+struct Line {
+    #[command(flatten)]
+    proxy: ProxyFlags,
+}
+
+#[test]
+fn the_inbound_mode_reaches_both_halves_of_a_manifest_and_one_that_is_none_is_refused() {
+    let flags = |mode: &str| Line::parse_from(["inject", "--inbound-mode", mode]).proxy.annotations();
+    let mut injection = injection(true);
+    injection.annotations = flags("tproxy").unwrap();
+    let mut object = workload("apps/v1", "Deployment", "/spec/template");
+    injection.apply(&mut object).unwrap();
+    let template = &object["spec"]["template"];
+    assert_eq!(
+        template["metadata"]["annotations"]["config.tulle.dev/inbound-mode"],
+        "tproxy"
+    );
+    let [init, proxy] = [0, 1].map(|at| template["spec"]["initContainers"][at].to_string());
+    assert!(init.contains(r#""--inbound-mode","tproxy""#), "{init}");
+    assert!(
+        proxy.contains(r#"{"name":"TULLE_PROXY_INBOUND_MODE","value":"tproxy"}"#) && proxy.contains("NET_RAW"),
+        "{proxy}"
+    );
+    let refused = flags("transparent").unwrap_err().to_string();
+    assert!(
+        refused.contains("transparent") && refused.contains("redirect or tproxy"),
+        "{refused}"
+    );
 }
 
 #[test]
