@@ -19,6 +19,9 @@ use crate::{kubernetes, runtime};
 pub(crate) struct Args {
     #[command(flatten)]
     pub(super) which: Which,
+    /// Show headers and trailers too, but not the values of those that carry credentials
+    #[arg(long)]
+    headers: bool,
     /// End after so many requests
     #[arg(long, value_name = "N")]
     count: Option<u64>,
@@ -64,14 +67,17 @@ enum Output {
 
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     runtime()?.block_on(async {
-        let mut tap = args.which.begin(flags, args.output == Output::Json).await?;
+        let mut tap = args
+            .which
+            .begin(flags, args.headers || args.output == Output::Json)
+            .await?;
         let mut left = args.count;
         while left != Some(0)
             && let Some(event) = tap.next().await?
         {
             let text = match args.output {
-                Output::Lines => line(&event),
-                Output::Wide => line(&event) + &details(&event),
+                Output::Lines => line(&event) + &headers(&event),
+                Output::Wide => line(&event) + &details(&event) + &headers(&event),
                 Output::Json => serde_json::to_string(&event).context("writing JSON")?,
             };
             crate::print(&format!("{text}\n"))?;
@@ -233,6 +239,24 @@ fn details(event: &TapEvent) -> String {
     text
 }
 
+/// A line for each header or trailer that was asked for; what a terminal would obey is escaped.
+fn headers(event: &TapEvent) -> String {
+    let request = event.request_init_event.iter().flat_map(|init| &init.headers);
+    let response = event.response_init_event.iter().flat_map(|init| &init.headers);
+    let trailers = event.response_end_event.iter().flat_map(|end| &end.trailers);
+    let mut text = String::new();
+    for header in request.chain(response).chain(trailers) {
+        let _ = write!(text, "\n    {}: ", header.name);
+        for char in header.value_str.chars() {
+            match char.is_control() {
+                true => text.extend(char.escape_debug()),
+                false => text.push(char),
+            }
+        }
+    }
+    text
+}
+
 fn addr(end: &End) -> String {
     match end.ip.contains(':') {
         true => format!("[{}]:{}", end.ip, end.port),
@@ -244,6 +268,7 @@ pub(crate) const EXAMPLES: &str = "\
   tulle tap deploy/web -n shop
   tulle tap deploy/web -n shop --to deploy/db --method POST
   tulle tap ns/shop --path /api/ -o wide
+  tulle tap deploy/web -n shop --headers --count 1
   tulle tap deploy/web -n shop -o json | jq .responseInitEvent.httpStatus
   tulle tap deploy/web -n shop | grep --line-buffered cause=       # and see `tulle explain`
   tulle tap --control 127.0.0.1:8089                                # without Kubernetes
@@ -256,7 +281,7 @@ without Kubernetes to the identities in LINKERD2_PROXY_TAP_SVC_NAME.";
 pub(super) mod tests {
     use std::collections::BTreeMap;
 
-    use tulle_control::telemetry::events::{RequestInit, ResponseEnd, ResponseInit, Span};
+    use tulle_control::telemetry::events::{Header, RequestInit, ResponseEnd, ResponseInit, Span};
 
     use super::super::tests::asked;
     use super::*;
@@ -325,6 +350,19 @@ pub(super) mod tests {
                 format!("end {place} grpc-status=Ok duration=500µs response-length=12B"),
             ]
         );
+    }
+
+    #[test]
+    fn headers_are_lines_below_their_event_that_no_terminal_obeys() {
+        let [mut request, response, _] = events("/", 200);
+        let header = |name: &str, value: &str| Header {
+            name: name.to_owned(),
+            value_str: value.to_owned(),
+        };
+        request.request_init_event.as_mut().unwrap().headers =
+            vec![header("etag", "\"1\""), header("x-name", "a\u{1b}[2J\n")];
+        assert_eq!(headers(&request), "\n    etag: \"1\"\n    x-name: a\\u{1b}[2J\\n");
+        assert_eq!(headers(&response), "");
     }
 
     #[test]

@@ -245,3 +245,52 @@ fn scheme(scheme: Option<http_types::Scheme>) -> String {
 
 /// Headers whose values let whoever knows them act for somebody else.
 const SECRETS: &[&str] = &["authorization", "proxy-authorization", "cookie", "set-cookie"];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn credentials_are_shown_of_no_event() {
+        let all = ["Authorization", "proxy-authorization", "cookie", "set-cookie", "accept"];
+        let headers = Some(http_types::Headers {
+            headers: all
+                .map(|name| http_types::headers::Header {
+                    name: name.to_owned(),
+                    value: format!("value of {name}").into(),
+                })
+                .into(),
+        });
+        let events = [
+            Event::RequestInit(tap_event::http::RequestInit {
+                headers: headers.clone(),
+                ..Default::default()
+            }),
+            Event::ResponseInit(tap_event::http::ResponseInit {
+                headers: headers.clone(),
+                ..Default::default()
+            }),
+            Event::ResponseEnd(tap_event::http::ResponseEnd {
+                trailers: headers,
+                ..Default::default()
+            }),
+        ];
+        for event in events {
+            let event = proto::TapEvent {
+                event: Some(tap_event::Event::Http(tap_event::Http { event: Some(event) })),
+                ..Default::default()
+            };
+            let text = |headers| {
+                let read = TapEvent::read(event.clone(), &Named::default(), 0, headers).unwrap();
+                serde_json::to_string(&read).unwrap()
+            };
+            let shown = text(Headers::Shown);
+            assert_eq!(shown.matches("value of ").count(), 1, "{shown}");
+            assert!(
+                shown.contains("value of accept") && shown.contains("Authorization"),
+                "{shown}"
+            );
+            assert!(!text(Headers::Omitted).contains("accept"));
+        }
+    }
+}

@@ -64,6 +64,8 @@ enum Error {
     Connect(#[from] client::Error),
     #[error("{}", refused(.0))]
     Refused(Status),
+    #[error("its sidecar ended the tap, or is gone: {}", .0.message())]
+    Ended(Status),
     #[error("it did not answer within {LIMIT:?}")]
     Timeout,
 }
@@ -135,7 +137,7 @@ impl Tapper {
         let watching = async {
             let observed = timeout(LIMIT, self.observe(&sidecar, &wish)).await;
             let mut events = observed.map_err(|_| Error::Timeout)??;
-            while let Some(event) = events.message().await.map_err(Error::Refused)? {
+            while let Some(event) = events.message().await.map_err(Error::Ended)? {
                 let Some(event) = TapEvent::read(event, &workload, number, headers) else {
                     continue;
                 };

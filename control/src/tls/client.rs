@@ -34,6 +34,8 @@ use super::anchors::TrustAnchors;
 use super::creds::Leaf;
 
 /// A connection to one server; clones share it, and it ends with the last of them.
+///
+/// While requests wait, a server that is silent is asked whether it is there, and taken for gone if it does not say so.
 #[derive(Clone)]
 pub struct Channel {
     sender: SendRequest<Body>,
@@ -154,6 +156,8 @@ impl Channel {
         })?;
         let (sender, connection) = http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
+            .keep_alive_interval(KEEP_ALIVE)
+            .keep_alive_timeout(KEEP_ALIVE)
             .handshake(TokioIo::new(io))
             .await
             .map_err(|source| Error::Http {
@@ -260,3 +264,51 @@ async fn lookup(addr: &Addr) -> Result<Vec<SocketAddr>, Error> {
 }
 
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+/// How long a server may be silent before it is asked, and then how long it may take to answer.
+const KEEP_ALIVE: Duration = Duration::from_secs(10);
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+    use std::future::pending;
+    use std::pin::pin;
+
+    use bytes::Bytes;
+    use futures_util::stream;
+    use http_body::Frame;
+    use http_body_util::{BodyExt as _, StreamBody};
+    use hyper::server::conn::http2 as server;
+    use hyper::service::service_fn;
+    use tokio::sync::Notify;
+    use tower::Service as _;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stream_goes_on_in_silence_and_ends_when_its_server_has_vanished() {
+        let (ours, theirs) = tokio::io::duplex(64 << 10);
+        let vanishes = Arc::new(Notify::new());
+        let vanished = vanishes.clone();
+        let served = tokio::spawn(async move {
+            let service = service_fn(|_: Request<Incoming>| async {
+                let silence = stream::pending::<Result<Frame<Bytes>, Infallible>>();
+                Ok::<_, Infallible>(Response::new(StreamBody::new(silence)))
+            });
+            let mut serving =
+                pin!(server::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(theirs), service));
+            // Its connection stays open, and nobody looks at it.
+            tokio::select! {
+                ended = &mut serving => panic!("{ended:?}"),
+                () = vanished.notified() => pending::<()>().await,
+            }
+        });
+        let mut channel = connect_over(ours, &Authority::from_static("peer")).await.unwrap();
+        let mut body = channel.call(Request::new(Body::empty())).await.unwrap().into_body();
+        let silent = timeout(Duration::from_secs(300), body.frame()).await;
+        assert!(silent.is_err(), "{silent:?}");
+        vanishes.notify_one();
+        let ended = timeout(3 * KEEP_ALIVE, body.frame()).await.unwrap();
+        assert!(matches!(ended, Some(Err(_))), "{ended:?}");
+        served.abort();
+    }
+}
