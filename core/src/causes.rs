@@ -131,6 +131,13 @@ pub const ALL: &[Cause] = &[
         "Look for a client that stalls, or for one that does it on purpose; `TULLE_PROXY_INBOUND_HTTP1_HEAD_TIMEOUT` is the limit.",
     ),
     cause(
+        "body-timeout",
+        Whose::Client,
+        "408, DEADLINE_EXCEEDED",
+        "The client began to send a body and then nothing more of it for an hour, while the server had not answered.",
+        "Look for a client that stalls, or for one that does it on purpose; `TULLE_PROXY_INBOUND_HTTP1_IDLE_TIMEOUT` or its outbound twin is the limit.",
+    ),
+    cause(
         "no-extended-connect",
         Whose::Client,
         "501, UNIMPLEMENTED",

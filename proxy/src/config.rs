@@ -130,14 +130,14 @@ pub struct Http1Pool {
     pub idle_timeout: Duration,
 }
 
-/// Settings of HTTP/1 servers.
+/// Settings of HTTP/1 servers; the timeouts are those of HTTP/2 as well.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Http1Server {
     /// Most bytes of a request head; 64 KiB.
     pub max_head_size: usize,
-    /// How long a request head may take from its first byte on; 30 s.
+    /// How long a request head may take from its first byte on, or the first request of an HTTP/2 connection; 30 s.
     pub head_timeout: Duration,
-    /// How long a connection may be without a request; 1 h.
+    /// How long a connection may be without a request, or a request body of HTTP/1 without going on; 1 h.
     pub idle_timeout: Duration,
 }
 
@@ -156,8 +156,8 @@ pub struct Http2Server {
     pub windows: Http2Windows,
     pub flow_control: FlowControl,
     pub keep_alive: Option<KeepAlive>,
-    /// `None` is no limit.
-    pub max_concurrent_streams: Option<u32>,
+    /// On one connection; 16 384. That is for memory's sake alone: a peer's proxy sends all requests of a worker on one.
+    pub max_concurrent_streams: u32,
     pub max_frame_size: Option<u32>,
     pub max_header_list_size: Option<u32>,
     pub max_pending_accept_reset_streams: Option<usize>,

@@ -388,7 +388,7 @@ fn http2_server(direction: &Direction) -> h2::Params {
             timeout: pings.timeout,
         }),
         max_frame_size: server.max_frame_size,
-        max_concurrent_streams: server.max_concurrent_streams,
+        max_concurrent_streams: Some(server.max_concurrent_streams),
         max_send_buffer: server.max_send_buf_size,
         max_pending_resets: server.max_pending_accept_reset_streams,
         max_resets: None,

@@ -294,7 +294,7 @@ fn http2_server(env: &mut Env<'_>, prefix: &str, windows: Http2Windows) -> Http2
             false => FlowControl::Fixed,
         },
         keep_alive: keep_alive.map(|(interval, timeout)| KeepAlive { interval, timeout }),
-        max_concurrent_streams: env.get(&name("MAX_CONCURRENT_STREAMS"), values::number),
+        max_concurrent_streams: env.or(&name("MAX_CONCURRENT_STREAMS"), values::number, 16_384),
         max_frame_size: env.get(&name("MAX_FRAME_SIZE"), values::frame_size),
         max_header_list_size: env.get(&name("MAX_HEADER_LIST_SIZE"), values::number),
         max_pending_accept_reset_streams: env.get(&name("MAX_PENDING_ACCEPT_RESET_STREAMS"), values::number),

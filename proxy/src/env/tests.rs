@@ -69,6 +69,7 @@ fn defaults_are_those_of_the_contract() {
         assert_eq!(direction.http2_client, windows);
         assert_eq!(direction.http2_server.windows, windows);
         assert_eq!(direction.http2_server.keep_alive, None);
+        assert_eq!(direction.http2_server.max_concurrent_streams, 16_384);
         assert_eq!(direction.max_in_flight, 100_000);
         assert_eq!(direction.accept.detect_timeout, Duration::from_secs(10));
         assert_eq!(direction.http1_pool.idle_timeout, Duration::from_secs(3));

@@ -74,6 +74,8 @@ pub(crate) enum Error {
     HeadTooLong { limit: usize },
     #[error("the request's head did not come within {0:?}")]
     HeadTimeout(Duration),
+    #[error("nothing more of the request's body came for {0:?}")]
+    BodyTimeout(Duration),
     #[error("the client left before its response")]
     Left,
     #[error("the client's connection broke")]
@@ -185,7 +187,10 @@ impl Error {
 
     /// Whether it was the request's body that failed, which nobody gets the rest of.
     pub(crate) fn is_of_request_body(&self) -> bool {
-        matches!(self, Self::RequestBody(_) | Self::Miscounted | Self::TakenBack)
+        matches!(
+            self,
+            Self::RequestBody(_) | Self::BodyTimeout(_) | Self::Miscounted | Self::TakenBack
+        )
     }
 
     /// Whether nobody listens where this dialled.
@@ -203,6 +208,7 @@ impl Error {
             | Self::BadRequest(_)
             | Self::HeadTooLong { .. }
             | Self::HeadTimeout(_)
+            | Self::BodyTimeout(_)
             | Self::NoStream { .. }
             | Self::Left
             | Self::Client(_) => Side::Client,
@@ -301,8 +307,10 @@ impl Error {
                 grpc::RESOURCE_EXHAUSTED,
                 true,
             ),
+            Self::HeadTimeout(_) | Self::BodyTimeout(_) => {
+                answer(StatusCode::REQUEST_TIMEOUT, grpc::DEADLINE_EXCEEDED, true)
+            }
             Self::NoStream { .. } => answer(StatusCode::NOT_IMPLEMENTED, grpc::UNIMPLEMENTED, false),
-            Self::HeadTimeout(_) => answer(StatusCode::REQUEST_TIMEOUT, grpc::DEADLINE_EXCEEDED, true),
             Self::RouteNotFound | Self::GatewayDomain(_) => answer(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
             Self::GatewayLoop => answer(StatusCode::LOOP_DETECTED, grpc::ABORTED, true),
             Self::Unauthorized { .. } => answer(StatusCode::FORBIDDEN, grpc::PERMISSION_DENIED, false),
@@ -388,7 +396,7 @@ impl Error {
             Self::Late(Late::Request(_)) => "REQUEST_TIMEOUT",
             Self::Late(Late::Head(_) | Late::Profile(_)) => "RESPONSE_HEADERS_TIMEOUT",
             Self::Late(Late::Response(_)) => "RESPONSE_STREAM_TIMEOUT",
-            Self::Late(Late::Idle(_)) => "IDLE_TIMEOUT",
+            Self::Late(Late::Idle(_)) | Self::BodyTimeout(_) => "IDLE_TIMEOUT",
             Self::Left | Self::Client(_) | Self::RequestBody(_) => "CANCEL",
             Self::H2(error) if error.is_go_away() => "GO_AWAY",
             Self::H2(error) => match error.reason() {
@@ -422,6 +430,7 @@ impl Error {
             Self::NoStream { .. } => "no-extended-connect",
             Self::HeadTooLong { .. } => "head-too-long",
             Self::HeadTimeout(_) => "head-timeout",
+            Self::BodyTimeout(_) => "body-timeout",
             Self::Left | Self::Client(_) => "client-left",
             Self::NoEndpoints => "no-endpoints",
             Self::FailFast(_, true) | Self::Unavailable(true) => "breaker-open",
@@ -496,6 +505,7 @@ mod tests {
             Error::HeadTooLong { limit: 1 },
             Error::HeadTimeout(limit),
             Error::NoStream { addr },
+            Error::BodyTimeout(limit),
             Error::Left,
             Error::NoEndpoints,
             Error::FailFast(limit, false),

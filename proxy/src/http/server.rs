@@ -46,6 +46,6 @@ where
     match protocol {
         Protocol::Http1 => Either::Left(h1::server::serve(io, service, &config.http1, drain)),
         // Boxed: clients that keep a connection idle speak HTTP/1, and need not pay for what HTTP/2 holds.
-        Protocol::Http2 => Either::Right(Box::pin(h2::server::serve(io, service, &config.http2, closer, drain))),
+        Protocol::Http2 => Either::Right(Box::pin(h2::server::serve(io, service, config, closer, drain))),
     }
 }

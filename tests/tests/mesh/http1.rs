@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use http::{Request, Response};
+use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use hyper::server::conn::http1 as server;
 use hyper::service::service_fn;
@@ -17,7 +19,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tulle_bench::conformance::{App, Outcome};
 use tulle_tests::apps;
-use tulle_tests::client::{Http1, full, read_until, request};
+use tulle_tests::client::{AnyBody, Http1, any, full, read_until, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, STRANGER, mesh};
 
@@ -206,6 +208,51 @@ fn a_connection_without_requests_is_closed_in_time() {
             .unwrap();
         let rsp = rest(&mut client).await;
         assert!(rsp.starts_with("HTTP/1.1 200 ") && rsp.ends_with("web\n"), "{rsp}");
+    });
+}
+
+/// Sends back what comes at once at `/echo`, and else its length at its end.
+async fn answer(req: Request<Incoming>) -> Response<AnyBody> {
+    if req.uri().path() == "/echo" {
+        return Response::new(any(req.into_body()));
+    }
+    match req.into_body().collect().await {
+        Ok(body) => Response::new(full(body.to_bytes().len().to_string())),
+        Err(_) => Response::new(full("cut")),
+    }
+}
+
+#[test]
+fn uploads_that_stall_are_told_so_and_others_are_not() {
+    let mesh = mesh().workload("client").workload("web");
+    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_IDLE_TIMEOUT", "1s");
+    mesh.run(async |mesh: &Mesh| {
+        let _app = apps::http(mesh.listen("web", HTTP).await, answer);
+        let upload = async |path: &str, length: usize, first: &str| {
+            let mut stream = dial(mesh).await;
+            let head = format!("POST {path} HTTP/1.1\r\nhost: web.test\r\ncontent-length: {length}\r\n\r\n{first}");
+            stream.write_all(head.as_bytes()).await.unwrap();
+            stream
+        };
+        // Before the one that stalls, so that it is silent for longer.
+        let mut answered = upload("/echo", 8, "abc").await;
+        read_until(&mut answered, "abc").await;
+        let mut slow = upload("/", 20, "").await;
+        let slow = tokio::spawn(async move {
+            let mut pause = tokio::time::interval(Duration::from_millis(100));
+            for _ in 0..20 {
+                pause.tick().await;
+                slow.write_all(b"a").await.unwrap();
+            }
+            read_until(&mut slow, "\r\n\r\n20").await
+        });
+        let stalled = rest(&mut upload("/", 1000, "abc").await).await;
+        assert!(stalled.starts_with("HTTP/1.1 408 "), "{stalled}");
+        assert!(stalled.contains("l5d-proxy-cause: body-timeout;"), "{stalled}");
+        assert!(stalled.contains("connection: close\r\n"), "{stalled}");
+        answered.write_all(b"defgh").await.unwrap();
+        read_until(&mut answered, "defgh").await;
+        assert!(slow.await.unwrap().starts_with("HTTP/1.1 200 "));
     });
 }
 
@@ -411,11 +458,11 @@ impl Counting {
             async move {
                 come.fetch_add(1, Ordering::Relaxed);
                 open.fetch_add(1, Ordering::Relaxed);
-                let answer = service_fn(async |req: http::Request<Incoming>| {
+                let answer = service_fn(async |req: Request<Incoming>| {
                     if req.uri().path() == "/together" {
                         two.wait().await;
                     }
-                    Ok::<_, Infallible>(http::Response::new(full("ok")))
+                    Ok::<_, Infallible>(Response::new(full("ok")))
                 });
                 // However it ends.
                 let _ = server::Builder::new()

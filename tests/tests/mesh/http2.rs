@@ -1,4 +1,4 @@
-//! HTTP/2 frame by frame: what the environment asks of servers, and streams that are reset.
+//! HTTP/2 frame by frame: what the environment asks of servers, streams that are reset, and clients that stall.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,7 +11,8 @@ use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tulle_tests::apps;
 use tulle_tests::client::{Http2, request2};
-use tulle_tests::mesh::{HTTP, Mesh, STRANGER, mesh};
+use tulle_tests::eventually::eventually;
+use tulle_tests::mesh::{Builder, HTTP, Mesh, STRANGER, mesh};
 
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
@@ -255,6 +256,65 @@ fn what_waits_to_be_sent_on_a_stream_is_bounded() {
             }
             assert_eq!(n, 20_000);
         }
+    });
+}
+
+/// A mesh whose proxies wait only so long.
+fn impatient(timeout: &str) -> Builder {
+    let mesh = mesh().workload("client").workload("web");
+    ["INBOUND", "OUTBOUND"].iter().fold(mesh, |mesh, direction| {
+        mesh.env(&format!("TULLE_PROXY_{direction}_HTTP1_{timeout}"), "300ms")
+    })
+}
+
+#[test]
+fn connections_without_requests_are_asked_to_leave() {
+    impatient("IDLE_TIMEOUT").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let dial = async || mesh.dial("client", mesh.service("web", HTTP)).await;
+        let mut busy = Frames::over(dial().await).await;
+        busy.send([Frame::request(1, "/echo")]).await;
+        busy.settled().await;
+        for _ in 0..3 {
+            let mut client = Http2::over(dial().await).await;
+            assert_eq!(client.ask(request2("/")).await.unwrap().status, 200);
+            eventually("it is asked to leave", async || (!client.is_open()).then_some(())).await;
+        }
+        busy.send([Frame::new(DATA, END_STREAM, 1, b"hello")]).await;
+        assert_eq!(busy.next_of(DATA).await.payload, b"hello");
+        drop(busy);
+        // The next request has another connection between the proxies, and does not notice.
+        for _ in 0..3 {
+            eventually("the client's proxy is asked to leave, too", async || {
+                let open = mesh.metric("web", "tcp_open_connections", &["peer=\"src\""]).await;
+                (open < 1.).then_some(())
+            })
+            .await;
+            assert_eq!(mesh.get("client", mesh.service("web", HTTP), "/").await.status, 200);
+        }
+    });
+}
+
+#[test]
+fn a_first_request_that_does_not_come_is_waited_for_only_so_long() {
+    impatient("HEAD_TIMEOUT").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let dial = async || mesh.dial("client", mesh.service("web", HTTP)).await;
+        let mut served = Http2::over(dial().await).await;
+        assert_eq!(served.ask(request2("/")).await.unwrap().status, 200);
+        for begins in [false, true] {
+            for stream in [dial().await, mesh.arrive(STRANGER, "web", HTTP).await] {
+                let mut client = Frames::over(stream).await;
+                if begins {
+                    let flags = 0; // there is more of the head
+                    client.send([Frame { flags, ..Frame::request(1, "/") }]).await;
+                }
+                assert_eq!(client.ended().await, Reason::NO_ERROR);
+                // It does not say that it has heard.
+                while client.next().await.is_some() {}
+            }
+        }
+        assert_eq!(served.ask(request2("/")).await.unwrap().status, 200, "its first has come");
     });
 }
 

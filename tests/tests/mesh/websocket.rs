@@ -13,7 +13,7 @@ use tokio_tungstenite::tungstenite::protocol::{CloseFrame, WebSocketConfig};
 use tokio_tungstenite::tungstenite::{Error, Message};
 use tokio_tungstenite::{WebSocketStream, accept_async_with_config, client_async_with_config};
 use tulle_tests::apps::{self, App};
-use tulle_tests::client::{full, read_until};
+use tulle_tests::client::{Http2, full, read_until};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, STRANGER, mesh};
 
@@ -78,6 +78,21 @@ fn every_kind_of_message_of_every_length_is_echoed() {
                 assert!(next(&mut socket).await == message, "{length}");
             }
         }
+    });
+}
+
+#[test]
+fn a_silent_one_keeps_the_connection_that_it_shares() {
+    let mesh = meshed().env("TULLE_PROXY_INBOUND_HTTP1_IDLE_TIMEOUT", "300ms");
+    mesh.run(async |mesh: &Mesh| {
+        let _app = server(mesh, echo).await;
+        let mut socket = connect(mesh).await;
+        for _ in 0..2 {
+            let idle = Http2::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+            eventually("idle connections are closed", async || (!idle.is_open()).then_some(())).await;
+        }
+        socket.send(Message::text("still there?")).await.unwrap();
+        assert_eq!(next(&mut socket).await, Message::text("still there?"));
     });
 }
 

@@ -55,7 +55,7 @@ pub(crate) struct Config {
     pub(crate) max_head: usize,
     /// How long a head may take from its first byte on.
     pub(crate) head_timeout: Duration,
-    /// How long a connection may be without a request.
+    /// How long a connection may be without a request, and a body without going on.
     pub(crate) idle_timeout: Duration,
 }
 
@@ -67,8 +67,12 @@ struct Connection {
     /// Interim responses not written yet.
     interims: BytesMut,
     receiving: Receiving,
+    /// Whether the response has begun: from then on its client may take its time with the rest of the request.
+    is_answered: bool,
     /// Who is told that nobody reads the body any more.
     server: Option<Waker>,
+    /// Of who waits for the client: the server for a request, or its body for more of it.
+    timer: Timer,
 }
 
 type Shared = Arc<Mutex<Connection>>;
@@ -119,15 +123,15 @@ where
         inbox: Bytes::new(),
         interims: BytesMut::new(),
         receiving: Receiving::Nothing,
+        is_answered: false,
         server: None,
+        timer: Timer::default(),
     }));
     async move {
-        let mut timer = Timer::default();
         let mut ending = pin!(drain.signaled());
         let end = loop {
             let mut wait = Wait {
                 config,
-                timer: &mut timer,
                 idle_until: None,
                 head_until: None,
                 seen: 0,
@@ -136,7 +140,7 @@ where
                 Ok(head) => head,
                 Err(end) => break end,
             };
-            let (asked, request) = Asked::of(head, &connection);
+            let (asked, request) = Asked::of(head, &connection, config.idle_timeout);
             let answered = {
                 let mut answering = pin!(service.call(request));
                 poll_fn(|cx| asked.poll_answered(cx, &connection, answering.as_mut())).await
@@ -186,8 +190,8 @@ struct Asked {
 }
 
 impl Asked {
-    /// What of a request stays here, and the request as it goes to the service.
-    fn of(head: RequestHead, connection: &Shared) -> (Self, Request<Body>) {
+    /// What of a request stays here, and the request as it goes to the service, with a body that goes on in time.
+    fn of(head: RequestHead, connection: &Shared, idle_timeout: Duration) -> (Self, Request<Body>) {
         let RequestHead {
             request,
             framing,
@@ -195,7 +199,13 @@ impl Asked {
             expects,
         } = head;
         let (version, method) = (request.version(), request.method().clone());
-        let (request, upgrade) = with_body(request, connection, framing, expects);
+        let (request, upgrade) = match framing {
+            Framing::None | Framing::Length(0) => without_body(request),
+            _ => {
+                let received = Received::new(connection, framing, expects, idle_timeout);
+                (request.map(|()| Body::h1_request(Box::new(received))), None)
+            }
+        };
         let asked = Self {
             version,
             method,
@@ -236,6 +246,7 @@ impl Asked {
             .is_some_and(|value| value == "close");
         let closes = {
             let mut connection = connection.lock();
+            connection.is_answered = true;
             if connection.receiving == Receiving::Permission {
                 // An application that answers well may do so while it reads; otherwise it does without the body, which
                 // then does not come, or would be taken for a request.
@@ -306,33 +317,14 @@ fn to_client(error: Error) -> Error {
     }
 }
 
-/// The request with its body, and who gets the connection if it is upgraded.
-fn with_body(
-    request: Request<()>,
-    connection: &Shared,
-    framing: Framing,
-    expects: bool,
-) -> (Request<Body>, Option<oneshot::Sender<Leg>>) {
-    if matches!(framing, Framing::None | Framing::Length(0)) {
-        let request = request.map(|()| Body::empty());
-        if !headers::wants_upgrade(&request) {
-            return (request, None);
-        }
-        let (client, upgraded) = oneshot::channel();
-        return (request.map(|body| body.upgradable(upgraded)), Some(client));
+/// The request, and who gets the connection if it is upgraded.
+fn without_body(request: Request<()>) -> (Request<Body>, Option<oneshot::Sender<Leg>>) {
+    let request = request.map(|()| Body::empty());
+    if !headers::wants_upgrade(&request) {
+        return (request, None);
     }
-    connection.lock().receiving = if expects {
-        Receiving::Permission
-    } else {
-        Receiving::Body
-    };
-    let received = Received {
-        connection: connection.clone(),
-        framing,
-        patience: None,
-        ended: false,
-    };
-    (request.map(|()| Body::h1_request(Box::new(received))), None)
+    let (client, upgraded) = oneshot::channel();
+    (request.map(|body| body.upgradable(upgraded)), Some(client))
 }
 
 /// Ends a connection whose last response has been written.
@@ -360,7 +352,6 @@ const UNREAD: Answered<'static> = Answered {
 /// The wait for a request head.
 struct Wait<'a> {
     config: &'a Config,
-    timer: &'a mut Timer,
     idle_until: Option<Instant>,
     head_until: Option<Instant>,
     /// Bytes that have been looked at.
@@ -374,7 +365,7 @@ impl Wait<'_> {
         connection: &mut Connection,
         ending: Pin<&mut impl Future<Output = ()>>,
     ) -> Poll<Result<RequestHead, End>> {
-        let Connection { io, inbox, .. } = connection;
+        let Connection { io, inbox, timer, .. } = connection;
         let broken = |error| End::Failed(Error::Client(error));
         loop {
             // Some clients end a body with an empty line that is not part of it.
@@ -400,8 +391,8 @@ impl Wait<'_> {
             true => (&mut self.idle_until, self.config.idle_timeout),
             false => (&mut self.head_until, self.config.head_timeout),
         };
-        self.timer.set(*until.get_or_insert_with(|| Instant::now() + limit));
-        ready!(self.timer.poll(cx));
+        timer.set(*until.get_or_insert_with(|| Instant::now() + limit));
+        ready!(timer.poll(cx));
         Poll::Ready(Err(match is_idle {
             true => End::Quiet,
             false => End::Refused(Error::HeadTimeout(limit)),
@@ -564,10 +555,31 @@ pub(crate) struct Received {
     framing: Framing,
     /// How long the client waits for the application's permission to send it.
     patience: Option<Pin<Box<Sleep>>>,
+    idle_timeout: Duration,
+    /// When it has been waited for long enough, where it is waited for.
+    idle_until: Option<Instant>,
     ended: bool,
 }
 
 impl Received {
+    fn new(connection: &Shared, framing: Framing, expects: bool, idle_timeout: Duration) -> Self {
+        let mut shared = connection.lock();
+        shared.is_answered = false;
+        shared.receiving = if expects {
+            Receiving::Permission
+        } else {
+            Receiving::Body
+        };
+        Self {
+            connection: connection.clone(),
+            framing,
+            patience: None,
+            idle_timeout,
+            idle_until: None,
+            ended: false,
+        }
+    }
+
     pub(crate) fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
         if self.ended {
             return Poll::Ready(None);
@@ -588,11 +600,21 @@ impl Received {
                         let end = io::Error::from(io::ErrorKind::UnexpectedEof);
                         break (Error::from_client(end), Receiving::Gone);
                     }
-                    Poll::Ready(Ok(_)) => continue,
+                    Poll::Ready(Ok(_)) => {
+                        self.idle_until = None;
+                        continue;
+                    }
                     Poll::Ready(Err(error)) => break (Error::from_client(error), Receiving::Gone),
                     Poll::Pending => {
                         ready!(Self::poll_patience(&mut self.patience, cx, connection));
-                        return Poll::Pending;
+                        if connection.is_answered {
+                            return Poll::Pending;
+                        }
+                        let limit = self.idle_timeout;
+                        let until = self.idle_until.get_or_insert_with(|| Instant::now() + limit);
+                        connection.timer.set(*until);
+                        ready!(connection.timer.poll(cx));
+                        break (Error::BodyTimeout(limit), Receiving::Abandoned);
                     }
                 },
                 Err(wrong) => break (Error::from_client(wrong), Receiving::Abandoned),

@@ -27,6 +27,7 @@ pub(crate) struct Params {
     pub(crate) connection_window: u32,
     pub(crate) keep_alive: Option<KeepAlive>,
     pub(crate) max_frame_size: Option<u32>,
+    /// That a client may have open at a time; `None` is no limit, and what clients of ours have.
     pub(crate) max_concurrent_streams: Option<u32>,
     pub(crate) max_send_buffer: Option<usize>,
     /// Streams that a client may open and reset before they are answered.

@@ -30,7 +30,7 @@ use crate::{
         body::Body,
         error::Error,
         h2::{
-            From, Params, Received,
+            From, Received,
             batch::batched,
             send::{self, Sending},
             stream::Stream,
@@ -41,20 +41,21 @@ use crate::{
         layers::Rescued,
         linger,
         respond::Asker,
-        server::Closer,
+        server::{Closer, Config},
         tunnel::Leg,
     },
     net::io::Io,
 };
 
-/// Serves one connection until it ends, gracefully once `drain` or `closer` asks.
+/// Serves one connection until it ends, gracefully once `drain` or `closer` asks, or nobody has asked for anything for as long as
+/// a connection of HTTP/1 may be kept for.
 ///
 /// # Errors
 /// The connection broke, or its client broke the rules of HTTP/2 or stopped answering pings.
 pub(in crate::http) async fn serve<S>(
     io: Io,
     service: Rescued<S>,
-    params: &Params,
+    config: &Config,
     closer: Closer,
     drain: &drain::Watch,
 ) -> Result<(), Error>
@@ -62,6 +63,7 @@ where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error> + Clone + Send + 'static,
     S::Future: Send,
 {
+    let params = &config.http2;
     let mut builder = server::Builder::new();
     builder
         .initial_window_size(params.stream_window)
@@ -93,7 +95,8 @@ where
     let mut silent = pin!(unanswered(params.keep_alive, connection.ping_pong()));
     let mut ending = pin!(asked_to_end(&closer, drain));
     let mut is_ending = false;
-    let mut rounds = interval_at(Instant::now() + ROUND, ROUND);
+    let mut quiet = Quiet::new(config.http1.head_timeout, config.http1.idle_timeout);
+    let mut rounds = interval_at(Instant::now() + quiet.round, quiet.round);
     poll_fn(|cx| {
         let ended = batch.poll(cx, |cx| {
             windows.adapt(|sizes| {
@@ -112,10 +115,15 @@ where
         if ended.is_ready() {
             return ended;
         }
+        let mut is_enough = false;
         while rounds.poll_tick(cx).is_ready() {
-            clerks.send_home();
+            match quiet.after(clerks.end_round()) {
+                Patience::Left => {}
+                Patience::LongOver if is_ending => return Poll::Ready(Ok(())),
+                Patience::Over | Patience::LongOver => is_enough = true,
+            }
         }
-        if !is_ending && ending.as_mut().poll(cx).is_ready() {
+        if !is_ending && (is_enough || ending.as_mut().poll(cx).is_ready()) {
             is_ending = true;
             connection.graceful_shutdown();
             cx.waker().wake_by_ref(); // to write what that means
@@ -147,6 +155,51 @@ async fn asked_to_end(closer: &Closer, drain: &drain::Watch) {
     tokio::select! {
         () = closer.notified() => {}
         () = drain.signaled() => {}
+    }
+}
+
+/// For how long a connection has had no request.
+struct Quiet {
+    /// How often that is looked at.
+    round: Duration,
+    lasted: Duration,
+    /// How long it may last.
+    limit: Duration,
+    /// The same from the first request on.
+    idle_timeout: Duration,
+}
+
+/// What is left of the patience with a client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Patience {
+    Left,
+    /// It is asked to leave.
+    Over,
+    /// It has been asked to, and has not even said that it heard.
+    LongOver,
+}
+
+impl Quiet {
+    fn new(head_timeout: Duration, idle_timeout: Duration) -> Self {
+        let limit = head_timeout.min(idle_timeout);
+        Self {
+            round: ROUND.min(limit).max(Duration::from_millis(1)),
+            lasted: Duration::ZERO,
+            limit,
+            idle_timeout,
+        }
+    }
+
+    fn after(&mut self, round: Round) -> Patience {
+        match round {
+            Round::Quiet => self.lasted += self.round,
+            Round::Busy => (self.lasted, self.limit) = (Duration::ZERO, self.idle_timeout),
+        }
+        match self.lasted {
+            lasted if lasted < self.limit => Patience::Left,
+            lasted if lasted < self.limit.saturating_add(self.round) => Patience::Over,
+            _ => Patience::LongOver,
+        }
     }
 }
 
@@ -192,6 +245,10 @@ struct Clerks<S> {
 /// Who waits for a request.
 struct Waiting {
     desks: Vec<Arc<Desk>>,
+    /// Requests that are being answered.
+    n_busy: usize,
+    /// Whether there was any stream in this round.
+    was_busy: bool,
     /// The fewest that have waited since the last round.
     spare: usize,
     /// Whether there will be none any more.
@@ -204,9 +261,18 @@ struct Desk {
     called: Notify,
 }
 
+/// What a connection has had to do since it was last looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Round {
+    Quiet,
+    Busy,
+}
+
+/// Members that a connection has without a stream: its windows and its clerks.
+const OF_NO_MESSAGE: usize = 2;
 /// Tasks that wait at most, on one connection.
 const WAITING: usize = 64;
-/// How often those that are not needed are ended.
+/// How often those that are not needed are ended, and what a connection has to do is looked at; more often where a timeout is shorter.
 const ROUND: Duration = Duration::from_secs(10);
 
 impl<S> Clerks<S>
@@ -217,6 +283,8 @@ where
     fn new(service: Rescued<S>, member: Member, max_list: usize) -> Self {
         let waiting = Waiting {
             desks: Vec::new(),
+            n_busy: 0,
+            was_busy: false,
             spare: 0,
             closed: false,
         };
@@ -254,6 +322,8 @@ where
         let job = Job { req, respond, extended };
         let desk = {
             let mut waiting = self.waiting.lock();
+            waiting.n_busy += 1;
+            waiting.was_busy = true;
             let desk = waiting.desks.pop();
             waiting.spare = waiting.spare.min(waiting.desks.len());
             desk
@@ -273,14 +343,20 @@ where
 }
 
 impl<S> Clerks<S> {
-    /// Ends those that nobody has needed for a round.
-    fn send_home(&self) {
+    /// Ends those that nobody has needed for a round, and says what it was like.
+    fn end_round(&self) -> Round {
         let mut waiting = self.waiting.lock();
         let spare = waiting.spare.min(waiting.desks.len());
         for desk in waiting.desks.drain(..spare) {
             desk.called.notify_one();
         }
         waiting.spare = waiting.desks.len();
+        // Other protocols, and bodies that nobody answers any more, are still on their way.
+        let is_busy = waiting.n_busy > 0 || self.member.n_held() > OF_NO_MESSAGE;
+        match std::mem::replace(&mut waiting.was_busy, is_busy) {
+            true => Round::Busy,
+            false => Round::Quiet,
+        }
     }
 }
 
@@ -308,6 +384,7 @@ where
         }
         {
             let mut waiting = waiting.lock();
+            waiting.n_busy -= 1;
             if waiting.closed || waiting.desks.len() >= WAITING {
                 return;
             }
@@ -378,5 +455,42 @@ where
         Some(extended) => extended.grant(stream),
         None if ended => {}
         None => Sending::new(body, stream).of_grpc(of_grpc).rest().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const S: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn a_connection_without_requests_is_asked_to_end_and_then_left() {
+        use Patience::{Left, LongOver, Over};
+        use Round::{Busy, Quiet as Q};
+        let cases: [(_, _, &[_]); 4] = [
+            (30 * S, 3600 * S, &[(Q, Left), (Q, Left), (Q, Over), (Q, LongOver)]),
+            // The first request has come: from now on there is more time.
+            (
+                10 * S,
+                30 * S,
+                &[(Busy, Left), (Q, Left), (Q, Left), (Q, Over), (Busy, Left)],
+            ),
+            // What is under way when it is asked to end is no reason to leave it.
+            (
+                10 * S,
+                20 * S,
+                &[(Q, Over), (Busy, Left), (Q, Left), (Q, Over), (Q, LongOver)],
+            ),
+            (S / 5, S / 10, &[(Q, Over), (Q, LongOver)]),
+        ];
+        for (head, idle, rounds) in cases {
+            let mut quiet = Quiet::new(head, idle);
+            for (round, expected) in rounds {
+                assert_eq!(quiet.after(*round), *expected, "{head:?}, {idle:?}: {rounds:?}");
+            }
+        }
+        assert_eq!(Quiet::new(30 * S, 3600 * S).round, ROUND);
+        assert!(Quiet::new(Duration::ZERO, Duration::ZERO).round > Duration::ZERO);
     }
 }

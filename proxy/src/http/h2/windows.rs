@@ -11,6 +11,13 @@ use crate::http::h2::Params;
 #[derive(Clone, Default)]
 pub(super) struct Member(Arc<()>);
 
+impl Member {
+    /// How many there are; of this one and those of no message, too.
+    pub(super) fn n_held(&self) -> usize {
+        Arc::strong_count(&self.0)
+    }
+}
+
 /// Opens a connection as its members need it, and its streams the less the more there are.
 pub(super) struct Windows {
     members: Member,
@@ -44,7 +51,7 @@ impl Windows {
 
     /// Has `set` change the windows if others fit the members better; what it refuses is tried again.
     pub(super) fn adapt<E>(&mut self, set: impl FnOnce(Sizes) -> Result<(), E>) {
-        let (n, first) = (Arc::strong_count(&self.members.0), at_first(&self.params));
+        let (n, first) = (self.members.n_held(), at_first(&self.params));
         if n <= self.room && self.room == first {
             return;
         }
