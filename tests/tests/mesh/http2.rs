@@ -1,4 +1,4 @@
-//! HTTP/2 frame by frame: what the environment asks of servers, streams that are reset, and clients that stall.
+//! HTTP/2 frame by frame: what the environment asks of servers, streams that are reset, and clients that stall or flood.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,6 +21,7 @@ const SETTINGS: u8 = 4;
 const PING: u8 = 6;
 const GOAWAY: u8 = 7;
 const WINDOW_UPDATE: u8 = 8;
+const CONTINUATION: u8 = 9;
 const ACK: u8 = 1;
 const END_STREAM: u8 = 1;
 const END_HEADERS: u8 = 4;
@@ -307,14 +308,65 @@ fn a_first_request_that_does_not_come_is_waited_for_only_so_long() {
                 let mut client = Frames::over(stream).await;
                 if begins {
                     let flags = 0; // there is more of the head
-                    client.send([Frame { flags, ..Frame::request(1, "/") }]).await;
+                    client
+                        .send([Frame {
+                            flags,
+                            ..Frame::request(1, "/")
+                        }])
+                        .await;
                 }
                 assert_eq!(client.ended().await, Reason::NO_ERROR);
                 // It does not say that it has heard.
                 while client.next().await.is_some() {}
             }
         }
-        assert_eq!(served.ask(request2("/")).await.unwrap().status, 200, "its first has come");
+        assert_eq!(
+            served.ask(request2("/")).await.unwrap().status,
+            200,
+            "its first has come"
+        );
+    });
+}
+
+#[test]
+fn floods_are_ended_and_others_are_served_meanwhile() {
+    const MOST: u32 = 10_000;
+    serving(&[], async |mesh: &Mesh, _| {
+        let resets = |n: u32| {
+            let cancel = u32::from(Reason::CANCEL).to_be_bytes();
+            let streams = (100 * n..100 * (n + 1)).map(|stream| 2 * stream + 1);
+            let of_one = |stream| [Frame::request(stream, "/"), Frame::new(RST_STREAM, 0, stream, &cancel)];
+            streams.flat_map(of_one).collect::<Vec<_>>()
+        };
+        let head = |n: u32| {
+            let kind = if n == 0 { HEADERS } else { CONTINUATION };
+            vec![Frame::new(kind, 0, 1, &b"\0\x03x-a\x03abc".repeat(1000))]
+        };
+        let floods: [(_, &dyn Fn(u32) -> Vec<Frame>); 2] = [("resets", &resets), ("a head", &head)];
+        for (what, part) in floods {
+            for stream in [
+                mesh.dial("client", mesh.service("web", HTTP)).await,
+                mesh.arrive(STRANGER, "web", HTTP).await,
+            ] {
+                let flood = async {
+                    let Frames(mut stream) = Frames::over(stream).await;
+                    for n in 0..MOST {
+                        let bytes: Vec<u8> = part(n).iter().flat_map(Frame::bytes).collect();
+                        if stream.write_all(&bytes).await.is_err() {
+                            return;
+                        }
+                    }
+                    panic!("{what}: {MOST} times, and no end");
+                };
+                let others = async {
+                    for _ in 0..10 {
+                        let answer = mesh.get("client", mesh.service("web", HTTP), "/").await;
+                        assert_eq!(answer.status, 200, "{what}");
+                    }
+                };
+                tokio::join!(flood, others);
+            }
+        }
     });
 }
 
