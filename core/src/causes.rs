@@ -393,8 +393,8 @@ pub const ALL: &[Cause] = &[
         "overload",
         Whose::Mesh,
         "503, UNAVAILABLE",
-        "The proxy has as many requests in flight as it may (`LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound twin); or clients name more targets at a time than it follows (4096).",
-        "Find out why they take so long, add replicas, or raise the limit.",
+        "The proxy has as many requests in flight as it may (`LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound twin); or clients name more targets at a time than it follows (4096); or they have more connections open, in one direction, than a quarter of the files that the proxy may open (`ulimit -n`), and further ones are closed.",
+        "Find out why they take so long, or who opens so many, add replicas, or raise the limit.",
     ),
     cause(
         "memory-short",

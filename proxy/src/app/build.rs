@@ -16,7 +16,7 @@ use crate::{
         access_log::AccessLog,
         client::PoolConfig,
         h1, h2,
-        layers::{Admission, Errors, Observe, Wrappers},
+        layers::{Admission, Errors, Limits, Observe, Wrappers},
         respond::Reasons,
         server,
     },
@@ -134,6 +134,8 @@ pub(super) struct Parts<'a> {
     pub(super) access_log: Option<&'a AccessLog>,
     pub(super) taps: &'a Arc<Taps>,
     pub(super) shortage: &'a Shortage,
+    /// Files that the process may have open.
+    pub(super) descriptors: usize,
     /// Who makes spans, inbound and outbound.
     pub(super) tracers: &'a [Option<Tracer>; 2],
 }
@@ -209,13 +211,7 @@ impl Parts<'_> {
                 http1: http1_server(direction),
                 http2: http2_server(direction),
             },
-            wrappers: wrappers(
-                registry,
-                "outbound",
-                direction,
-                self.access_log.filter(|_| config.log.access_directions.outbound()),
-                self.shortage,
-            ),
+            wrappers: self.wrappers("outbound", direction, config.log.access_directions.outbound()),
             reasons: match config.outbound.informational_headers {
                 Visibility::Shown => Reasons::Told,
                 Visibility::Hidden => Reasons::Kept,
@@ -289,13 +285,7 @@ impl Parts<'_> {
                 http1: http1_server(direction),
                 http2: http2_server(direction),
             },
-            wrappers: wrappers(
-                registry,
-                "inbound",
-                direction,
-                self.access_log.filter(|_| config.log.access_directions.inbound()),
-                self.shortage,
-            ),
+            wrappers: self.wrappers("inbound", direction, config.log.access_directions.inbound()),
             families: inbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone()),
             taps: self.taps.clone(),
             tracer: self.tracers[0].clone(),
@@ -306,20 +296,19 @@ impl Parts<'_> {
             apps: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
         })
     }
-}
 
-fn wrappers(
-    registry: &Registry,
-    name: &'static str,
-    direction: &Direction,
-    access_log: Option<&AccessLog>,
-    shortage: &Shortage,
-) -> Wrappers {
-    Wrappers {
-        access_log: access_log.cloned(),
-        admission: Admission::new(direction.max_in_flight, shortage.clone(), Failures::new(registry, name)),
-        observe: Observe::new(registry, name),
-        errors: errors(registry, name),
+    fn wrappers(&self, name: &'static str, direction: &Direction, is_logged: bool) -> Wrappers {
+        let limits = Limits {
+            in_flight: direction.max_in_flight,
+            // With its other side, what one direction accepts leaves the other one half of all files.
+            connections: self.descriptors / 4,
+        };
+        Wrappers {
+            access_log: self.access_log.filter(|_| is_logged).cloned(),
+            admission: Admission::new(limits, self.shortage.clone(), Failures::new(self.registry, name)),
+            observe: Observe::new(self.registry, name),
+            errors: errors(self.registry, name),
+        }
     }
 }
 

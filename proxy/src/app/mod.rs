@@ -32,14 +32,14 @@ use crate::{
     admin,
     app::build::{ControlPlane, Parts, accept_options},
     config::{Config, Direction, InboundMode},
-    http::access_log::AccessLog,
+    http::{access_log::AccessLog, layers::Admission},
     identity::{Source, certify::Certifier, key::Key, workload_api::Workload},
     inbound::Inbound,
     metrics::http as http_metrics,
     net::{
         connect::SocketOptions,
         copy::Carrying,
-        counts,
+        counts, descriptors,
         listen::{self, Sharing},
         listeners,
         memory::{self, Shortage},
@@ -192,6 +192,7 @@ impl App {
             access_log: access_log.as_ref(),
             taps: &taps,
             shortage: &shortage,
+            descriptors: descriptors::limit(),
             tracers: &tracers,
         };
         let outbound = parts.outbound();
@@ -416,41 +417,43 @@ impl Worker {
         for listener in sockets.outbound {
             let outbound = self.outbound.clone();
             let serve = move |worker, stream, client, drain| outbound.clone().serve(worker, stream, client, drain);
-            self.accept_on(&mut loops, listener, serve)?;
+            self.accept_on(&mut loops, listener, &self.outbound.wrappers.admission, serve)?;
         }
         if let Some(listener) = sockets.explicit {
             let outbound = self.outbound.clone();
             let serve =
                 move |worker, stream, client, drain| outbound.clone().serve_explicit(worker, stream, client, drain);
-            self.accept_on(&mut loops, listener, serve)?;
+            self.accept_on(&mut loops, listener, &self.outbound.wrappers.admission, serve)?;
         }
         let inbound = self.inbound.clone();
         let serve = move |worker, stream, client, drain| inbound.clone().serve(worker, stream, client, drain);
-        self.accept_on(&mut loops, sockets.inbound, serve)?;
+        self.accept_on(&mut loops, sockets.inbound, &self.inbound.wrappers.admission, serve)?;
         while loops.join_next().await.is_some() {}
         Ok(())
     }
 
-    /// Accepts on one listener; each connection holds the drain open to its end.
+    /// Accepts on one listener; each connection holds the drain open to its end, and counts in `admission` until then.
     fn accept_on<F>(
         &self,
         loops: &mut JoinSet<()>,
         listener: TcpListener,
+        admission: &Arc<Admission>,
         serve: impl Fn(usize, TcpStream, ClientAddr, drain::Watch) -> F + Send + Sync + 'static,
     ) -> std::io::Result<()>
     where
         F: Future<Output = Option<Carrying>> + Send + 'static,
     {
         let listener = tokio::net::TcpListener::from_std(listener)?;
-        let (index, drain) = (self.index, self.drain.clone());
+        let (index, drain, admission) = (self.index, self.drain.clone(), admission.clone());
         loops.spawn(async move {
             let stop = drain.clone();
             let spawn = |stream, client| {
-                let (guard, serving) = (drain.guard(), serve(index, stream, client, drain.clone()));
+                let held = (drain.guard(), admission.accepted());
+                let serving = serve(index, stream, client, drain.clone());
                 // An async block would hold the future twice. What only carries bytes goes on by itself, in less memory.
                 tokio::spawn(serving.map(move |carrying| match carrying {
-                    Some(carrying) => drop(tokio::spawn(carrying.map(move |()| drop(guard)))),
-                    None => drop(guard),
+                    Some(carrying) => drop(tokio::spawn(carrying.map(move |()| drop(held)))),
+                    None => drop(held),
                 }));
             };
             listen::accept_loop(listener, stop.signaled(), spawn).await;

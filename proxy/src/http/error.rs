@@ -95,6 +95,8 @@ pub(crate) enum Error {
     Shed,
     #[error("memory is about to run out")]
     MemoryShort,
+    #[error("{limit} connections are open, as many as there may be")]
+    TooManyConnections { limit: usize },
     #[error("no route for request")]
     RouteNotFound,
     #[error("this gateway does not serve {0}")]
@@ -226,6 +228,7 @@ impl Error {
             Self::TakenBack
             | Self::Shed
             | Self::MemoryShort
+            | Self::TooManyConnections { .. }
             | Self::QueueFull
             | Self::Undiscovered(_)
             | Self::TooManyNames { .. } => Side::Us,
@@ -296,6 +299,7 @@ impl Error {
             | Self::QueueFull
             | Self::Shed
             | Self::MemoryShort
+            | Self::TooManyConnections { .. }
             | Self::TooManyNames { .. }
             | Self::Unresolved { .. }
             | Self::Undiscovered(_) => answer(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true),
@@ -328,6 +332,7 @@ impl Error {
             Self::TooLargeToRetry(error) => error.label(),
             Self::Shed
             | Self::MemoryShort
+            | Self::TooManyConnections { .. }
             | Self::TooManyNames { .. }
             | Self::QueueFull
             | Self::Unavailable(_)
@@ -388,6 +393,7 @@ impl Error {
             Self::FailFast(..) => "FAIL_FAST",
             Self::Shed
             | Self::MemoryShort
+            | Self::TooManyConnections { .. }
             | Self::TooManyNames { .. }
             | Self::QueueFull
             | Self::Unavailable(_)
@@ -436,7 +442,7 @@ impl Error {
             Self::FailFast(_, true) | Self::Unavailable(true) => "breaker-open",
             Self::FailFast(..) | Self::Unavailable(_) => "endpoints-unready",
             Self::QueueFull => "queue-full",
-            Self::Shed | Self::TooManyNames { .. } => "overload",
+            Self::Shed | Self::TooManyConnections { .. } | Self::TooManyNames { .. } => "overload",
             Self::MemoryShort => "memory-short",
             Self::RouteNotFound => "no-route",
             Self::GatewayDomain(_) => "gateway-domain",
@@ -536,6 +542,7 @@ mod tests {
             Error::Late(Late::Idle(limit)),
             Error::Late(Late::Profile(limit)),
             Error::Undiscovered(Addr::Socket(addr)),
+            Error::TooManyConnections { limit: 1 },
             Error::TooManyNames { limit: 1 },
             Error::Unresolved {
                 name: "files.example".into(),

@@ -61,12 +61,29 @@ impl Wrappers {
     }
 }
 
-/// Requests in flight in one direction, to the end of their responses.
+/// Requests in flight in one direction, to the end of their responses, and connections that clients have open.
 pub(crate) struct Admission {
     in_flight: AtomicUsize,
-    limit: usize,
+    connections: AtomicUsize,
+    limits: Limits,
     shortage: Shortage,
     failures: Failures,
+}
+
+/// How much one direction takes on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub(crate) in_flight: usize,
+    pub(crate) connections: usize,
+}
+
+/// A connection that counts, for as long as this lives.
+pub(crate) struct Accepted(Arc<Admission>);
+
+impl Drop for Accepted {
+    fn drop(&mut self) {
+        self.0.connections.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// A place among the requests in flight.
@@ -77,29 +94,40 @@ pub(crate) struct Slot {
 }
 
 impl Admission {
-    pub(crate) fn new(limit: usize, shortage: Shortage, failures: Failures) -> Arc<Self> {
+    pub(crate) fn new(limits: Limits, shortage: Shortage, failures: Failures) -> Arc<Self> {
         Arc::new(Self {
             in_flight: AtomicUsize::new(0),
-            limit,
+            connections: AtomicUsize::new(0),
+            limits,
             shortage,
             failures,
         })
     }
 
-    /// Whether connections are to be turned away as well.
-    pub(crate) fn is_memory_short(&self) -> bool {
-        self.shortage.is_there()
+    /// Counts a connection; whether it is served, [`Self::refusal`] says.
+    pub(crate) fn accepted(self: &Arc<Self>) -> Accepted {
+        self.connections.fetch_add(1, Ordering::Relaxed);
+        Accepted(self.clone())
+    }
+
+    /// Why a connection that has just been accepted is turned away, if it is.
+    pub(crate) fn refusal(&self) -> Option<Error> {
+        let limit = self.limits.connections;
+        if self.shortage.is_there() {
+            return Some(Error::MemoryShort);
+        }
+        (self.connections.load(Ordering::Relaxed) > limit).then_some(Error::TooManyConnections { limit })
     }
 
     fn enter(self: &Arc<Self>) -> Result<Slot, Full> {
-        if self.is_memory_short() {
+        if self.shortage.is_there() {
             return Err(Full::Memory);
         }
         let mut slot = Slot {
             admission: self.clone(),
             is_over: false,
         };
-        if self.in_flight.fetch_add(1, Ordering::Relaxed) >= self.limit {
+        if self.in_flight.fetch_add(1, Ordering::Relaxed) >= self.limits.in_flight {
             slot.is_over = true;
             Err(Full::Places)
         } else {

@@ -172,8 +172,9 @@ impl Inbound {
             tracing::info!(client = %client.0, %target, "refused: not an address of this workload");
             return None;
         }
-        if self.wrappers.admission.is_memory_short() {
-            self.families.tcp_failed(target, "loadshed", Error::MemoryShort.cause());
+        if let Some(refusal) = self.wrappers.admission.refusal() {
+            self.families.tcp_failed(target, refusal.label(), refusal.cause());
+            tracing::debug!(client = %client.0, %target, %refusal, "connection refused");
             return None;
         }
         let connection = Connection {

@@ -46,9 +46,9 @@ impl Outbound {
         let Ok(listener) = stream.local_addr().map(Addr::Socket) else {
             return None; // the client has left
         };
-        if self.wrappers.admission.is_memory_short() {
-            self.families
-                .tcp_failed(&listener, "loadshed", Error::MemoryShort.cause());
+        if let Some(refusal) = self.wrappers.admission.refusal() {
+            self.families.tcp_failed(&listener, refusal.label(), refusal.cause());
+            tracing::debug!(client = %client.0, %refusal, "connection refused");
             return None;
         }
         let (mut io, mut seen) = (Io::tcp(Tcp::new(stream)), BytesMut::new());

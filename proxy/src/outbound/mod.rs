@@ -107,8 +107,9 @@ impl Outbound {
             return None;
         }
         let dst = Addr::Socket(dst.0);
-        if self.wrappers.admission.is_memory_short() {
-            self.families.tcp_failed(&dst, "loadshed", Error::MemoryShort.cause());
+        if let Some(refusal) = self.wrappers.admission.refusal() {
+            self.families.tcp_failed(&dst, refusal.label(), refusal.cause());
+            tracing::debug!(%dst, %refusal, "connection refused");
             return None;
         }
         let destination = match self.discover.get(dst.clone(), self.detect_timeout).await {

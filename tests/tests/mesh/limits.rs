@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use http::Response;
 use http_body_util::BodyExt as _;
+use nix::sys::resource::{Resource, setrlimit};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 use tokio::time::timeout;
@@ -152,6 +153,36 @@ fn who_tries_every_port_keeps_only_so_many_watched() {
         eventually("there is a place again", async || {
             let stream = mesh.stray(STRANGER, "web", at(30_000)).await;
             client::try_get(stream, "/").await.ok()
+        })
+        .await;
+    });
+}
+
+#[test]
+fn connections_beyond_what_files_there_are_for_are_closed() {
+    const FILES: u64 = 800; // of which all proxies of a test take theirs
+    const MOST: usize = FILES as usize / 4;
+    setrlimit(Resource::RLIMIT_NOFILE, FILES, FILES).unwrap(); // of this test's process
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let connect = async || Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let mut held = Vec::new();
+        for _ in 0..MOST {
+            let mut client = connect().await;
+            assert_eq!(client.ask(request("/")).await.unwrap().status, 200);
+            held.push(client);
+        }
+        assert!(connect().await.ask(request("/")).await.is_err(), "one is too many");
+        let overload = ["cause=\"overload\"", "direction=\"outbound\""];
+        assert_eq!(mesh.metric("client", "tulle_failures_total", &overload).await, 1.);
+        assert_eq!(
+            held[0].ask(request("/")).await.unwrap().status,
+            200,
+            "who is there stays"
+        );
+        held.clear();
+        eventually("there is a place again", async || {
+            connect().await.ask(request("/")).await.ok()
         })
         .await;
     });
