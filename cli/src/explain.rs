@@ -81,6 +81,11 @@ impl<'a> Told<'a> {
         })
     }
 
+    /// What went before it, and is to be mended.
+    fn after(&self) -> Option<&'static Cause> {
+        self.field("after").and_then(causes::find)
+    }
+
     fn field(&self, name: &str) -> Option<&'a str> {
         let field = self.fields.iter().find(|(key, _)| *key == name);
         field.map(|(_, value)| *value)
@@ -151,6 +156,9 @@ fn shown(told: &Told<'_>, output: Output) -> anyhow::Result<String> {
         let value = json!({
             "code": code, "whose": whose.name(), "answers": answers, "meaning": meaning, "advice": advice,
             "by": told.by, "told": fields,
+            "after": told.after().map(|after| {
+                json!({ "code": after.code, "whose": after.whose.name(), "meaning": after.meaning, "advice": after.advice })
+            }),
         });
         return Ok(serde_json::to_string_pretty(&value).context("writing JSON")? + "\n");
     }
@@ -178,6 +186,13 @@ fn shown(told: &Told<'_>, output: Output) -> anyhow::Result<String> {
         if !["direction", "hop", "target"].contains(name) {
             line(name, value);
         }
+    }
+    if let Some(after) = told.after() {
+        let _ = write!(
+            text,
+            "\n{}: {}\n\n{:<14}{}\n",
+            after.code, after.meaning, "What to do", after.advice
+        );
     }
     Ok(text)
 }
@@ -248,6 +263,18 @@ mod tests {
             "why           no-tls",
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
+        }
+    }
+
+    #[test]
+    fn what_went_before_is_explained_too() {
+        let told = Told::parse("endpoints-unready; after=tls-identity-mismatch; direction=outbound").unwrap();
+        let mismatch = causes::find("tls-identity-mismatch").unwrap();
+        for output in [Output::Text, Output::Json] {
+            let text = shown(&told, output).unwrap();
+            for part in [told.cause.advice, mismatch.meaning, mismatch.advice] {
+                assert!(text.contains(part), "{part:?} is not in\n{text}");
+            }
         }
     }
 

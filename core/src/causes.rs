@@ -232,8 +232,8 @@ pub const ALL: &[Cause] = &[
         "endpoints-unready",
         Whose::Server,
         "503, UNAVAILABLE; 504, DEADLINE_EXCEEDED for those who waited",
-        "There are endpoints, and none of them could be reached.",
-        "Look for `connect-refused` and `connect-timeout` in the same proxy's metrics, and at the pods behind the Service.",
+        "There are endpoints, and none of them could be reached; `after` is why one of them could not, where that has been tried.",
+        "Mend what `after` names: `connect-refused` and `connect-timeout` are of the pods behind the Service, `tls-identity-mismatch`, `tls-handshake` and their like of the mesh. Without it, look for these in the same proxy's `tulle_failures_total`.",
     ),
     cause(
         "breaker-open",

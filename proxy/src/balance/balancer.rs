@@ -57,8 +57,8 @@ pub(crate) enum PickError {
 /// Where endpoints are that are not available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Missing {
-    /// They cannot be reached, or nobody knows of any yet.
-    Unready,
+    /// They cannot be reached, one of them for this cause; or nobody knows of any yet.
+    Unready(Option<&'static str>),
     /// One at least was taken out for failing.
     Ejected,
 }
@@ -288,7 +288,10 @@ impl<E: Candidate> Balancer<E> {
             Discovered::Endpoints(endpoints) if endpoints.iter().any(|endpoint| endpoint.breaker().is_ejected()) => {
                 Missing::Ejected
             }
-            _ => Missing::Unready,
+            Discovered::Endpoints(endpoints) => {
+                Missing::Unready(endpoints.iter().find_map(|endpoint| endpoint.breaker().unreached()))
+            }
+            Discovered::Unknown | Discovered::NoEndpoints => Missing::Unready(None),
         }
     }
 
@@ -447,7 +450,7 @@ mod tests {
             let balancer = balancer(strategy);
             let peers = peers(&balancer, 4);
             let now = Instant::now();
-            peers[0].breaker.connect_failed(now);
+            peers[0].breaker.connect_failed("connect-refused", now);
             for _ in 0..100 {
                 let number = balancer.pick_now(now, &peers[1..3]).unwrap().number;
                 assert_eq!(number, 3);
@@ -455,7 +458,7 @@ mod tests {
                 assert_ne!(number, 0, "better one more time than not at all");
             }
             for peer in &peers[1..] {
-                peer.breaker.connect_failed(now);
+                peer.breaker.connect_failed("connect-refused", now);
             }
             assert!(balancer.pick_now(now, &[]).is_none());
             assert!(!balancer.is_available(now));
@@ -498,17 +501,17 @@ mod tests {
         let start = Instant::now();
         assert_eq!(
             balancer.pick(&[], &series()).await.unwrap_err(),
-            PickError::FailFast(FAILFAST, Missing::Unready)
+            PickError::FailFast(FAILFAST, Missing::Unready(None))
         );
         assert_eq!(start.elapsed(), FAILFAST);
         assert_eq!(
             balancer.pick(&[], &series()).await.unwrap_err(),
-            PickError::Unavailable(Missing::Unready)
+            PickError::Unavailable(Missing::Unready(None))
         );
         assert_eq!(start.elapsed(), FAILFAST);
         let peers = peers(&balancer, 1);
         assert_eq!(balancer.pick(&[], &series()).await.unwrap().number, 0);
-        peers[0].breaker.connect_failed(Instant::now());
+        peers[0].breaker.connect_failed("connect-refused", Instant::now());
         assert_eq!(balancer.pick(&[], &series()).await.unwrap().number, 0, "waits again");
     }
 
@@ -517,7 +520,7 @@ mod tests {
         let balancer = balancer(Strategy::PeakEwma);
         let peers = peers(&balancer, 1);
         let start = Instant::now();
-        peers[0].breaker.connect_failed(start);
+        peers[0].breaker.connect_failed("connect-refused", start);
         let series = series();
         let (first, second) = tokio::join!(balancer.pick(&[], &series), async {
             tokio::task::yield_now().await;
@@ -538,7 +541,7 @@ mod tests {
         let balancer = balancer(Strategy::PeakEwma);
         let peers = peers(&balancer, 1);
         let start = Instant::now();
-        peers[0].breaker.connect_failed(start);
+        peers[0].breaker.connect_failed("connect-refused", start);
         balancer.pick(&[], &series()).await.unwrap();
         let waiter = tokio::spawn({
             let balancer = balancer.clone();
@@ -598,7 +601,7 @@ mod tests {
                 assert!(page.contains(&line), "{line}{page}");
             }
         };
-        peers[1].breaker.connect_failed(Instant::now());
+        peers[1].breaker.connect_failed("connect-refused", Instant::now());
         says(&[
             r#"endpoints{parent="one",endpoint_state="ready"} 1"#,
             r#"endpoints{parent="other",endpoint_state="pending"} 1"#,

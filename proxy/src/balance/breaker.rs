@@ -45,6 +45,8 @@ pub(crate) struct Breaker {
     start: Instant,
     fleet: Fleet,
     dial: Gate,
+    /// Why the endpoint could not be reached, when it was last tried.
+    unreached: Mutex<Option<&'static str>>,
     accrual: Option<Accrual>,
 }
 
@@ -90,6 +92,7 @@ impl Breaker {
             start: now,
             fleet,
             dial: Gate::new(DIAL_BACKOFF),
+            unreached: Mutex::default(),
             accrual,
         }
     }
@@ -162,8 +165,17 @@ impl Breaker {
         accrual.is_some_and(|accrual| accrual.gate.phase() != Phase::Open)
     }
 
-    /// Notes that the endpoint could not be reached; others are preferred until a backoff from 100 ms to 10 s is over.
-    pub(crate) fn connect_failed(&self, now: Instant) {
+    /// Why it cannot be reached, where that is so.
+    pub(crate) fn unreached(&self) -> Option<&'static str> {
+        match self.dial.phase() {
+            Phase::Open => None,
+            Phase::Shut | Phase::Probing => *self.unreached.lock(),
+        }
+    }
+
+    /// Notes that the endpoint could not be reached, and why; others are preferred until a backoff from 100 ms to 10 s is over.
+    pub(crate) fn connect_failed(&self, cause: &'static str, now: Instant) {
+        *self.unreached.lock() = Some(cause);
         self.dial.shut(self.at(now), Duration::ZERO, || self.fleet.take_out(0));
     }
 
@@ -594,17 +606,20 @@ mod tests {
     #[test]
     fn an_endpoint_that_cannot_be_reached_is_left_alone_for_a_while() {
         let (breaker, now) = breaker(None);
-        breaker.connect_failed(now);
-        breaker.connect_failed(now);
+        assert_eq!(breaker.unreached(), None);
+        breaker.connect_failed("connect-refused", now);
+        breaker.connect_failed("connect-refused", now);
         assert!(!breaker.available(now + Duration::from_millis(99)));
         let later = now + Duration::from_millis(111);
         assert!(
             breaker.admit(later),
             "the second report of one failure lengthens nothing"
         );
-        breaker.connect_failed(later);
+        breaker.connect_failed("connect-timeout", later);
         assert!(!breaker.available(later + Duration::from_millis(199)));
+        assert_eq!(breaker.unreached(), Some("connect-timeout"));
         breaker.connected();
+        assert_eq!(breaker.unreached(), None);
         assert!(breaker.admit(later) && breaker.admit(later));
     }
 
@@ -613,7 +628,7 @@ mod tests {
         let now = Instant::now();
         let fleet = Fleet::default();
         let breaker = Breaker::new(None, fleet.clone(), now);
-        breaker.connect_failed(now);
+        breaker.connect_failed("connect-refused", now);
         let mut woken = std::pin::pin!(fleet.woken());
         assert!(!woken.as_mut().enable());
         breaker.connected();

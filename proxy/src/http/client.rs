@@ -1,16 +1,7 @@
 //! One client per endpoint and worker: HTTP/1 from a pool, HTTP/2 on one shared connection, dialled once for all who
 //! wait.
 
-use std::{
-    future::Future,
-    net::SocketAddr,
-    pin::Pin,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-    time::Duration,
-};
+use std::{future::Future, net::SocketAddr, pin::Pin, sync::Arc, time::Duration};
 
 use http::{Request, Response, Version};
 use parking_lot::Mutex;
@@ -49,10 +40,17 @@ pub(crate) struct Client {
     /// Held while dialling, so that others wait for the same connection.
     dialling: tokio::sync::Mutex<()>,
     dialled_since: Mutex<Option<Instant>>,
-    /// Dials that failed; who waited for one shares its failure.
-    failed: AtomicU64,
+    /// Who waited for a dial shares its failure.
+    failed: Mutex<FailedDials>,
     params: Params,
     pool: Arc<Pool>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct FailedDials {
+    n: u64,
+    /// Of the last one.
+    cause: &'static str,
 }
 
 /// How HTTP/1 connections are kept.
@@ -91,7 +89,7 @@ impl Client {
             http2: Mutex::new(None),
             dialling: tokio::sync::Mutex::new(()),
             dialled_since: Mutex::new(None),
-            failed: AtomicU64::new(0),
+            failed: Mutex::default(),
             params,
             pool: Pool::new(pool.idle_timeout, pool.max_idle),
         }
@@ -170,13 +168,15 @@ impl Client {
     }
 
     async fn dial_http2(&self) -> Result<Ready, Error> {
-        let failed_before = self.failed.load(Ordering::Relaxed);
+        let failed_before = self.failed.lock().n;
         let _turn = self.dialling.lock().await;
         if let Some(ready) = self.open(Protocol::Http2, Reuse::Pooled).await {
             return Ok(ready); // somebody else dialled meanwhile
         }
-        if self.failed.load(Ordering::Relaxed) != failed_before {
-            return Err(Error::DialFailed { addr: self.addr }); // so did the dial that this request waited for
+        let FailedDials { n, cause } = *self.failed.lock();
+        if n != failed_before {
+            // So did the dial that this request waited for.
+            return Err(Error::DialFailed { addr: self.addr, cause });
         }
         *self.http2.lock() = None;
         *self.dialled_since.lock() = Some(Instant::now());
@@ -185,8 +185,9 @@ impl Client {
             Err(error) => Err(error),
         };
         *self.dialled_since.lock() = None;
-        let shared = dialled.inspect_err(|_| {
-            self.failed.fetch_add(1, Ordering::Relaxed);
+        let shared = dialled.inspect_err(|error| {
+            let mut failed = self.failed.lock();
+            (failed.n, failed.cause) = (failed.n + 1, error.cause());
         })?;
         let send = shared.sender.clone();
         *self.http2.lock() = Some(shared);
@@ -267,7 +268,10 @@ impl Client {
 
 #[cfg(test)]
 mod tests {
-    use std::io;
+    use std::{
+        io,
+        sync::atomic::{AtomicU64, Ordering},
+    };
 
     use bytes::Bytes;
     use http::Request;

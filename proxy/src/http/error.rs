@@ -40,7 +40,11 @@ pub(crate) enum Error {
     #[error("connect error")]
     Connect(#[source] ConnectError),
     #[error("connect error: another request's dial of {addr} has just failed")]
-    DialFailed { addr: SocketAddr },
+    DialFailed {
+        addr: SocketAddr,
+        /// Which kind of failure.
+        cause: &'static str,
+    },
     #[error("TLS handshake with {addr}")]
     Tls {
         addr: SocketAddr,
@@ -82,11 +86,10 @@ pub(crate) enum Error {
     Client(#[source] std::io::Error),
     #[error("no endpoints")]
     NoEndpoints,
-    /// Whether some were taken out for failing.
     #[error("no endpoint became available within {0:?}")]
-    FailFast(Duration, bool),
+    FailFast(Duration, Unready),
     #[error("no endpoint is available")]
-    Unavailable(bool),
+    Unavailable(Unready),
     #[error("the route has no backends")]
     NoBackends,
     #[error("too many requests wait for an endpoint")]
@@ -131,6 +134,15 @@ pub(crate) enum Error {
     },
     #[error("{limit} targets are in use, and no further name is looked up")]
     TooManyNames { limit: usize },
+}
+
+/// Why no endpoint is available of those that there are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unready {
+    /// They cannot be reached; one of them for this cause, if any has been tried.
+    Unreached { after: Option<&'static str> },
+    /// Some were taken out for failing.
+    Ejected,
 }
 
 /// Which time of a request is over.
@@ -274,9 +286,12 @@ impl Error {
         let answer = |status, grpc, close| Answer { status, grpc, close };
         match self {
             Self::TooLargeToRetry(error) => error.answer(),
-            Self::ConnectTimeout(_) | Self::FailFast(..) => {
-                answer(StatusCode::GATEWAY_TIMEOUT, grpc::DEADLINE_EXCEEDED, true)
+            Self::ConnectTimeout(_)
+            | Self::DialFailed {
+                cause: "connect-timeout",
+                ..
             }
+            | Self::FailFast(..) => answer(StatusCode::GATEWAY_TIMEOUT, grpc::DEADLINE_EXCEEDED, true),
             Self::Late(late) => answer(
                 StatusCode::GATEWAY_TIMEOUT,
                 grpc::DEADLINE_EXCEEDED,
@@ -361,6 +376,8 @@ impl Error {
             Self::Unauthorized { rule, why } => format!("{code}:{rule}; why={why}"),
             Self::RateLimited { limit } => format!("{code}; limit={limit}"),
             Self::TooLargeToRetry(error) => format!("{code}; after={}", error.cause()),
+            Self::FailFast(_, Unready::Unreached { after: Some(after) })
+            | Self::Unavailable(Unready::Unreached { after: Some(after) }) => format!("{code}; after={after}"),
             _ => code.to_owned(),
         }
     }
@@ -369,7 +386,7 @@ impl Error {
     pub(crate) fn target(&self) -> Option<SocketAddr> {
         match self {
             Self::ConnectTimeout(error) | Self::Connect(error) => Some(error.addr()),
-            Self::DialFailed { addr }
+            Self::DialFailed { addr, .. }
             | Self::Tls { addr, .. }
             | Self::Closed { addr, .. }
             | Self::NoStream { addr } => Some(*addr),
@@ -427,8 +444,7 @@ impl Error {
         match self {
             Self::TooLargeToRetry(_) => "body-too-large-to-retry",
             Self::ConnectTimeout(error) | Self::Connect(error) => error.cause(),
-            Self::DialFailed { .. } => "connect-refused",
-            Self::Tls { cause, .. } => cause,
+            Self::DialFailed { cause, .. } | Self::Tls { cause, .. } => cause,
             Self::Closed { .. } | Self::TakenBack => "connection-closed",
             Self::H2(_) => "stream-reset",
             Self::Response(_) | Self::BadResponse(_) | Self::Miscounted => "bad-response",
@@ -439,7 +455,7 @@ impl Error {
             Self::BodyTimeout(_) => "body-timeout",
             Self::Left | Self::Client(_) => "client-left",
             Self::NoEndpoints => "no-endpoints",
-            Self::FailFast(_, true) | Self::Unavailable(true) => "breaker-open",
+            Self::FailFast(_, Unready::Ejected) | Self::Unavailable(Unready::Ejected) => "breaker-open",
             Self::FailFast(..) | Self::Unavailable(_) => "endpoints-unready",
             Self::QueueFull => "queue-full",
             Self::Shed | Self::TooManyConnections { .. } | Self::TooManyNames { .. } => "overload",
@@ -487,11 +503,14 @@ mod tests {
             cause,
             source: "handshake".into(),
         };
+        let dial_failed = |cause| Error::DialFailed { addr, cause };
         for error in [
             Error::ConnectTimeout(ConnectError::Timeout { addr, limit }),
             Error::Connect(refused()),
             Error::Connect(ConnectError::Ourselves { addr }),
-            Error::DialFailed { addr },
+            dial_failed("connect-refused"),
+            dial_failed("connect-timeout"),
+            dial_failed("tls-identity-mismatch"),
             tls("tls-identity-mismatch"),
             tls("tls-untrusted"),
             tls("tls-expired"),
@@ -514,10 +533,10 @@ mod tests {
             Error::BodyTimeout(limit),
             Error::Left,
             Error::NoEndpoints,
-            Error::FailFast(limit, false),
-            Error::FailFast(limit, true),
-            Error::Unavailable(false),
-            Error::Unavailable(true),
+            Error::FailFast(limit, Unready::Unreached { after: None }),
+            Error::FailFast(limit, Unready::Ejected),
+            Error::Unavailable(Unready::Unreached { after: None }),
+            Error::Unavailable(Unready::Ejected),
             Error::NoBackends,
             Error::NoBackend("it has no dispatcher"),
             Error::QueueFull,
@@ -624,10 +643,10 @@ mod tests {
                 Error::ConnectTimeout(ConnectError::Timeout { addr, limit }),
                 (504, 4, true),
             ),
-            (Error::FailFast(limit, false), (504, 4, true)),
+            (Error::FailFast(limit, Unready::Ejected), (504, 4, true)),
             (Error::Shed, (503, 14, true)),
             (Error::QueueFull, (503, 14, true)),
-            (Error::Unavailable(false), (503, 14, true)),
+            (Error::Unavailable(Unready::Ejected), (503, 14, true)),
             (Error::Late(Late::Request(limit)), (504, 4, false)),
             (Error::Late(Late::Response(limit)), (504, 4, false)),
             (Error::Late(Late::Head(limit)), (504, 4, false)),
@@ -646,16 +665,20 @@ mod tests {
     #[test]
     fn kinds_of_errors_are_those_of_the_contract() {
         let (addr, limit) = (SocketAddr::from(([10, 0, 0, 1], 80)), Duration::from_secs(1));
+        let dial_failed = Error::DialFailed {
+            addr,
+            cause: "connect-refused",
+        };
         let not_required = Error::RequireId {
             required: String::new(),
             actual: None,
         };
         for (error, expected) in [
             (Error::Shed, "loadshed"),
-            (Error::FailFast(limit, false), "failfast"),
+            (Error::FailFast(limit, Unready::Ejected), "failfast"),
             (Error::GatewayDomain("other.test".into()), "gateway domain invalid"),
             (Error::GatewayLoop, "gateway loop"),
-            (Error::DialFailed { addr }, "i/o"),
+            (dial_failed, "i/o"),
             (not_required, "identity required"),
             (Error::Late(Late::Profile(limit)), "response timeout"),
             (Error::InvalidPolicy(String::new()), "unexpected"),

@@ -22,7 +22,7 @@ use crate::{
         load::Load,
         weighted::{self, Weights},
     },
-    http::error::Error,
+    http::error::{Error, Unready},
     metrics::balancers::{self, Op},
     outbound::{
         endpoint::{Common, Endpoint},
@@ -323,8 +323,8 @@ impl Backend {
                     .await
                     .map_err(|error| match error {
                         PickError::NoEndpoints => Error::NoEndpoints,
-                        PickError::FailFast(limit, missing) => Error::FailFast(limit, missing == Missing::Ejected),
-                        PickError::Unavailable(missing) => Error::Unavailable(missing == Missing::Ejected),
+                        PickError::FailFast(limit, missing) => Error::FailFast(limit, unready(missing)),
+                        PickError::Unavailable(missing) => Error::Unavailable(unready(missing)),
                         PickError::QueueFull(_) => Error::QueueFull,
                     })
             }
@@ -339,6 +339,13 @@ impl Backend {
             Self::Balanced(balanced, _) => balanced.balancer.pick_where(Instant::now(), may),
             Self::Forward(_) | Self::Fail => None,
         }
+    }
+}
+
+fn unready(missing: Missing) -> Unready {
+    match missing {
+        Missing::Unready(after) => Unready::Unreached { after },
+        Missing::Ejected => Unready::Ejected,
     }
 }
 

@@ -62,7 +62,7 @@ pub(super) async fn open(plan: &OpaquePlan) -> Result<Io, OpaqueError> {
                 return Ok(io);
             }
             Err(error) => {
-                endpoint.breaker().connect_failed(Instant::now());
+                endpoint.breaker().connect_failed(error.cause(), Instant::now());
                 tracing::debug!(addr = %endpoint.spec.addr, %error, "endpoint cannot be reached");
                 if error.retry() != Retry::NeverSent || tried.len() + 1 >= MAX_TRIES {
                     return Err(error.into());

@@ -146,7 +146,7 @@ fn start(dials: &mut SmallVec<[Dial; MAX_TRIES]>, endpoint: Arc<Endpoint>, worke
             Ok(_) => dialled.breaker().connected(),
             Err(error) => {
                 tracing::debug!(addr = %dialled.spec.addr, %error, "endpoint cannot be reached");
-                dialled.breaker().connect_failed(Instant::now());
+                dialled.breaker().connect_failed(error.cause(), Instant::now());
             }
         }
         if let Err(Ok(ready)) = tell.send(ready) {
@@ -164,8 +164,8 @@ async fn first(dials: &mut SmallVec<[Dial; MAX_TRIES]>) -> (Arc<Endpoint>, Resul
         for index in 0..dials.len() {
             if let Poll::Ready(told) = Pin::new(&mut dials[index].done).poll(cx) {
                 let Dial { endpoint, .. } = dials.swap_remove(index);
-                let addr = endpoint.spec.addr;
-                return Poll::Ready((endpoint, told.unwrap_or(Err(Error::DialFailed { addr }))));
+                let (addr, cause) = (endpoint.spec.addr, "connect-refused");
+                return Poll::Ready((endpoint, told.unwrap_or(Err(Error::DialFailed { addr, cause }))));
             }
         }
         Poll::Pending

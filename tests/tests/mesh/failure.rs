@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use http::{Request, Response, Version};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
@@ -81,6 +82,25 @@ endpoints: [{{addresses: [{STRANGER}]}}, {{addresses: ['@legacy']}}]
                 .await
                 .expect("no request waits for a dial");
         });
+}
+
+#[test]
+fn why_endpoints_cannot_be_reached_is_told_to_those_who_wait_for_one_too() {
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        // Discovery now says of it what its certificate does not.
+        let pod = mesh.manifest("pod-web");
+        let other = pod.replace("serviceAccountName: web", "serviceAccountName: other");
+        assert_ne!(pod, other);
+        mesh.write("pod-web", &other);
+        let asked = (0..8).map(|_| mesh.get("client", mesh.service("web", HTTP), "/"));
+        let answers = join_all(asked).await;
+        let told: Vec<_> = answers.iter().map(|answer| answer.header("l5d-proxy-cause")).collect();
+        let (waited, dialled): (Vec<&str>, Vec<&str>) = told.iter().partition(|told| told.starts_with("endpoints-unready;"));
+        assert!(!waited.is_empty(), "{told:?}");
+        assert!(waited.iter().all(|told| told.contains("; after=tls-")), "{told:?}");
+        assert!(dialled.iter().all(|told| told.starts_with("tls-")), "{told:?}");
+    });
 }
 
 #[test]
