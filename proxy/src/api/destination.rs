@@ -132,6 +132,11 @@ impl Destinations {
         }
     }
 
+    /// Whether the control plane can be asked.
+    pub(crate) fn can_answer(&self) -> bool {
+        !self.shared.channel.is_failing()
+    }
+
     /// Watches the profile of a target; `None` where there cannot be one.
     ///
     /// A refused watch means that there is none.

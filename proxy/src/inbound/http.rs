@@ -2,7 +2,7 @@
 
 use std::{pin::Pin, sync::Arc};
 
-use http::{HeaderValue, Request, Response, Version, uri::Authority};
+use http::{HeaderValue, Request, Response, Version, header, uri::Authority};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use tokio::{sync::oneshot, time::Instant};
@@ -30,7 +30,7 @@ use crate::{
         gateway::{self, Gateway, Onward},
         metrics::{RouteSeries, connection_labels, target_labels, with_meta, with_server},
         policy::{Current, Port},
-        profiles::{Routed, Routes},
+        profiles::{By, Named, Routed},
     },
     metrics::{
         http::{Outcome, Series},
@@ -62,6 +62,7 @@ pub(super) struct HttpConnection {
     /// `l5d-client-id` of every request.
     pub(super) client_id: Option<HeaderValue>,
     pub(super) seen: Mutex<Seen>,
+    pub(super) addressed: Mutex<Addressed>,
     pub(super) drain: drain::Watch,
 }
 
@@ -160,6 +161,24 @@ impl Counted {
     }
 }
 
+/// What requests of a connection were last addressed to, so that it is looked up once, and what is watched of that.
+#[derive(Default)]
+pub(super) struct Addressed {
+    authority: Box<[u8]>,
+    named: Option<Arc<Named>>,
+}
+
+/// Who names a request's profile.
+enum Naming {
+    /// The client's proxy.
+    Told,
+    /// The request, by whom it is addressed to.
+    Addressed,
+}
+
+/// A name of DNS, a colon and a port.
+const LONGEST_AUTHORITY: usize = 253 + 6;
+
 impl HttpConnection {
     /// Carries one request to the application.
     pub(super) async fn serve(self: &Arc<Self>, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
@@ -199,9 +218,10 @@ impl HttpConnection {
             }
         };
         let mut passage = Passage::begin(counted, req, started);
-        let finding = self.profile(req);
-        let profile = match finding {
-            Some(finding) => finding.await,
+        let profile = match self.profile(req) {
+            Some((named, Naming::Told)) => named.routes().await,
+            // Most services have no routes, and their requests nothing to be told apart by.
+            Some((named, Naming::Addressed)) => named.routes().await.filter(|routes| !routes.is_empty()),
             None => None,
         };
         let routed = profile.map(|routes| {
@@ -272,15 +292,32 @@ impl HttpConnection {
         }
     }
 
-    /// Finds the profile that the client's proxy says it went by; strangers are not believed.
-    fn profile<'a>(
-        &'a self,
-        req: &Request<Body>,
-    ) -> Option<Pin<Box<impl Future<Output = Option<Arc<Routes>>> + use<'a>>>> {
-        self.client_id.as_ref()?;
-        let name = headers::get(req.headers(), &names::L5D_DST_CANONICAL)?;
-        // Rare, and larger than the rest.
-        Some(Box::pin(self.inbound.profiles.get(name.clone())))
+    /// The profile that the client's proxy says it went by, in which strangers are not believed; else that of the name that the
+    /// request is addressed to.
+    fn profile(&self, req: &Request<Body>) -> Option<(Arc<Named>, Naming)> {
+        let peer = self.client_id.as_ref();
+        if let Some(name) = peer.and_then(|_| headers::get(req.headers(), &names::L5D_DST_CANONICAL)) {
+            let named = self.inbound.profiles.named(name.as_bytes(), By::Peers);
+            return named.map(|named| (named, Naming::Told));
+        }
+        let authority = match req.uri().authority() {
+            Some(authority) => authority.as_str().as_bytes(),
+            None => headers::get(req.headers(), &header::HOST)?.as_bytes(),
+        };
+        if authority.len() > LONGEST_AUTHORITY {
+            return None;
+        }
+        let mut addressed = self.addressed.lock();
+        if *addressed.authority != *authority {
+            let by = if peer.is_some() { By::Peers } else { By::Strangers };
+            let name = Authority::try_from(authority).ok().as_ref().and_then(name_of);
+            *addressed = Addressed {
+                named: name.and_then(|name| self.inbound.profiles.named(name.to_string().as_bytes(), by)),
+                authority: authority.into(),
+            };
+        }
+        let named = addressed.named.clone();
+        named.map(|named| (named, Naming::Addressed))
     }
 
     /// Shows the request to those of whom it is the turn; `handles` are those of one that is permitted.

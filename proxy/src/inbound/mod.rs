@@ -733,6 +733,7 @@ impl Connection {
             port,
             client_id: client_id.clone(),
             seen: Mutex::default(),
+            addressed: Mutex::default(),
             drain: self.drain.clone(),
         });
         let place = Place {

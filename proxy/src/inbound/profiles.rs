@@ -1,7 +1,7 @@
 //! ServiceProfiles of requests that arrive: what their routes count, and which responses these call failures.
 //!
-//! The proxy of a peer names the profile that it went by in `l5d-dst-canonical`. Nothing but metrics depends on it, so a request
-//! never waits long for one, and goes on without.
+//! The proxy of a peer names the profile that it went by in `l5d-dst-canonical`; other requests go by that of the name that they
+//! are addressed to. Nothing but metrics depends on it, so a request never waits long for one, and goes on without.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use http::{HeaderValue, Response, StatusCode};
+use http::{Response, StatusCode};
 use parking_lot::Mutex;
 use tokio::{runtime::Handle, sync::watch, time::Instant};
 use tulle_core::{
@@ -40,7 +40,7 @@ pub(crate) struct Profiles {
     /// Where what is unused is forgotten.
     runtime: Handle,
     /// By names as peers write them.
-    known: Mutex<HashMap<Box<[u8]>, Known>>,
+    known: Mutex<HashMap<Box<[u8]>, Arc<Named>>>,
 }
 
 /// How long things last.
@@ -52,10 +52,20 @@ pub(crate) struct Terms {
     pub(crate) idle: Duration,
 }
 
-struct Known {
+/// What is known of a name, for as long as somebody uses it.
+pub(super) struct Named {
     profile: watch::Receiver<Watched<Arc<Routes>>>,
-    asked_at: Instant,
-    used_at: Instant,
+    /// Until when requests wait for the first answer.
+    deadline: Instant,
+    used_at: Mutex<Instant>,
+}
+
+/// Who names what is to be watched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum By {
+    /// Who has an identity.
+    Peers,
+    Strangers,
 }
 
 /// The routes of a profile.
@@ -84,37 +94,33 @@ impl Profiles {
         })
     }
 
-    /// The profile of a name; nothing where there is none, or the control plane has not told it in time.
-    pub(super) async fn get(self: &Arc<Self>, name: HeaderValue) -> Option<Arc<Routes>> {
-        let (mut profile, deadline) = self.join_or_ask(&name)?;
-        let told = profile.wait_for(|profile| !matches!(profile, Watched::Pending));
-        match &*tokio::time::timeout_at(deadline, told).await.ok()?.ok()? {
-            Watched::Known(routes) => Some(routes.clone()),
-            Watched::Pending | Watched::Refused(_) => None,
-        }
-    }
-
-    /// What is known of a name, and until when requests wait for more.
-    fn join_or_ask(self: &Arc<Self>, name: &HeaderValue) -> Option<(watch::Receiver<Watched<Arc<Routes>>>, Instant)> {
+    /// What is known of a name, watched from now on; nothing where there can be no profile, or too much is watched.
+    pub(super) fn named(self: &Arc<Self>, name: &[u8], by: By) -> Option<Arc<Named>> {
         let now = Instant::now();
         let mut known = self.known.lock();
-        if let Some(found) = known.get_mut(name.as_bytes()) {
-            found.used_at = now;
-            return Some((found.profile.clone(), found.asked_at + self.terms.timeout));
+        if let Some(found) = known.get(name) {
+            *found.used_at.lock() = now;
+            return Some(found.clone());
         }
-        if known.len() >= MOST {
+        let most = match by {
+            By::Peers => MOST,
+            By::Strangers => MOST_WITH_STRANGERS,
+        };
+        if known.len() >= most {
             return None;
         }
-        let profile = self.ask(name.to_str().ok()?.parse().ok()?)?;
-        let key: Box<[u8]> = name.as_bytes().into();
-        let made = Known {
-            profile: profile.clone(),
-            asked_at: now,
-            used_at: now,
+        let patience = match self.destinations.can_answer() {
+            true => self.terms.timeout,
+            false => Duration::ZERO,
         };
-        known.insert(key.clone(), made);
-        self.runtime.spawn(forget(self.clone(), key));
-        Some((profile, now + self.terms.timeout))
+        let made = Arc::new(Named {
+            profile: self.ask(str::from_utf8(name).ok()?.parse().ok()?)?,
+            deadline: now + patience,
+            used_at: Mutex::new(now),
+        });
+        known.insert(name.into(), made.clone());
+        self.runtime.spawn(forget(self.clone(), name.into()));
+        Some(made)
     }
 
     fn ask(&self, name: NameAddr) -> Option<watch::Receiver<Watched<Arc<Routes>>>> {
@@ -125,20 +131,39 @@ impl Profiles {
     }
 }
 
+impl Named {
+    /// The routes of the profile; nothing where there is none, or the control plane has not told it in time.
+    pub(super) async fn routes(&self) -> Option<Arc<Routes>> {
+        if matches!(&*self.profile.borrow(), Watched::Pending) {
+            // Rare, and larger than the rest.
+            Box::pin(self.told()).await;
+        }
+        match &*self.profile.borrow() {
+            Watched::Known(routes) => Some(routes.clone()),
+            Watched::Pending | Watched::Refused(_) => None,
+        }
+    }
+
+    async fn told(&self) {
+        let mut profile = self.profile.clone();
+        let told = profile.wait_for(|profile| !matches!(profile, Watched::Pending));
+        let _ = tokio::time::timeout_at(self.deadline, told).await;
+    }
+}
+
 /// Waits until nobody has used a name for the idle time, and forgets it.
 async fn forget(profiles: Arc<Profiles>, name: Box<[u8]>) {
     let mut due = Instant::now() + profiles.terms.idle;
     loop {
         tokio::time::sleep_until(due).await;
-        let mut known = profiles.known.lock();
-        match known.get(&name) {
-            Some(found) if found.used_at + profiles.terms.idle > Instant::now() => {
-                due = found.used_at + profiles.terms.idle;
-            }
-            _ => {
-                known.remove(&name);
-                return;
-            }
+        let (now, mut known) = (Instant::now(), profiles.known.lock());
+        let Some(found) = known.get(&name) else { return };
+        let is_held = Arc::strong_count(found) > 1;
+        let used_at = if is_held { now } else { *found.used_at.lock() };
+        due = used_at + profiles.terms.idle;
+        if due <= now {
+            known.remove(&name);
+            return;
         }
     }
 }
@@ -151,6 +176,11 @@ impl Routes {
             series: labels.map(|labels| families.series(labels)).collect(),
             routes: profile.routes,
         }
+    }
+
+    /// Whether there are none, and nothing to tell apart.
+    pub(super) fn is_empty(&self) -> bool {
+        self.routes.is_empty()
     }
 
     /// Counts a request by the first route that it matches.
@@ -206,6 +236,8 @@ impl Drop for Routed {
 
 /// Names that are known at a time; each costs the control plane a stream.
 const MOST: usize = 256;
+/// With so many known, no further one is watched because a stranger says it.
+const MOST_WITH_STRANGERS: usize = 16;
 
 #[cfg(test)]
 mod tests {
@@ -248,23 +280,36 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn requests_wait_once_for_a_control_plane_that_says_nothing_and_never_for_names_out_of_scope() {
         let profiles = profiles();
-        let name = |name: &str| HeaderValue::from_str(name).unwrap();
-        let waited = async |name| {
+        let waited = async |name: &str| {
             let start = Instant::now();
-            assert!(profiles.get(name).await.is_none());
+            if let Some(named) = profiles.named(name.as_bytes(), By::Peers) {
+                assert!(named.routes().await.is_none());
+            }
             start.elapsed()
         };
         let (least, most) = (Duration::from_millis(500), Duration::from_millis(510));
-        let first = waited(name("web.shop.svc.cluster.local:80")).await;
+        let first = waited("web.shop.svc.cluster.local:80").await;
         assert!((least..most).contains(&first), "{first:?}");
-        for other in ["web.shop.svc.cluster.local:80", "example.com:80", "10.0.0.1:80", "web"] {
-            let waited = waited(name(other)).await;
+        for other in [
+            "web.shop.svc.cluster.local:80",
+            "late.shop.svc.cluster.local:80", // by now it is known that nobody answers
+            "example.com:80",
+            "10.0.0.1:80",
+            "web",
+        ] {
+            let waited = waited(other).await;
             assert!(waited < Duration::from_millis(5), "{other}: {waited:?}");
         }
-        for n in 0..MOST {
-            let asked = profiles.join_or_ask(&name(&format!("n{n}.shop.svc.cluster.local:80")));
-            assert_eq!(asked.is_some(), n < MOST - 1, "{n}");
+        for n in 2..=MOST {
+            let name = format!("n{n}.shop.svc.cluster.local:80");
+            let by_stranger = profiles.named(name.as_bytes(), By::Strangers);
+            assert_eq!(by_stranger.is_some(), n < MOST_WITH_STRANGERS, "{n}");
+            assert_eq!(profiles.named(name.as_bytes(), By::Peers).is_some(), n < MOST, "{n}");
         }
+        let held = profiles.named(b"web.shop.svc.cluster.local:80", By::Strangers);
+        tokio::time::sleep(profiles.terms.idle * 2).await;
+        assert_eq!(profiles.known.lock().len(), 1);
+        drop(held);
         tokio::time::sleep(profiles.terms.idle * 2).await;
         assert!(profiles.known.lock().is_empty());
     }

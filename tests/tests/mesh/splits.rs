@@ -7,7 +7,7 @@ use std::time::Duration;
 use http::{Request, Response, Version};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tulle_tests::apps::{self, App, dripping};
-use tulle_tests::client::{Http1, Http2, full, read_until, request};
+use tulle_tests::client::{Http1, Http2, empty, full, read_until, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, mesh};
 
@@ -298,6 +298,50 @@ fn the_server_s_sidecar_counts_by_the_routes_and_classes_of_the_profile_that_its
         assert_eq!(stranger.ask(req).await.unwrap().status, 500);
         let counted = mesh.metric("web", "route_request_total", &[]).await;
         assert_eq!(counted, 3.0, "a stranger is not believed");
+    });
+}
+
+#[test]
+fn where_no_proxy_names_a_profile_it_is_that_of_the_name_that_a_request_is_addressed_to() {
+    let spec = "  routes:
+  - name: broken
+    condition: {pathRegex: /broken}
+    responseClasses:
+    - {condition: {status: {min: 500, max: 500}}, isFailure: false}
+";
+    let mesh = mesh().workload("web").workload("plain");
+    // As long as it takes on a busy machine.
+    let mesh = mesh.env("DESTINATION_PROFILE_INITIAL_TIMEOUT", "20s");
+    mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
+        let _server = Server::start(mesh, "web", &Arc::new(AtomicU16::new(500))).await;
+        let mut stranger = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        let name = |service: &str| format!("{service}.shop.svc.cluster.local:{HTTP}");
+        for (host, path) in [
+            (name("web"), "/broken"),
+            (name("web"), "/other"),
+            (name("plain"), "/broken"), // which has no profile
+            ("web.test".to_owned(), "/broken"),
+            (mesh.app("web", HTTP).to_string(), "/broken"),
+            (name("web").to_uppercase(), "/broken"),
+        ] {
+            let req = Request::get(path).header("host", &host).body(empty()).unwrap();
+            assert_eq!(stranger.ask(req).await.unwrap().status, 500, "{host}");
+        }
+        let dst: &str = &format!("dst=\"{}\"", name("web"));
+        let expected: [(&str, &[&str], f64); 5] = [
+            ("route_request_total", &[], 3.0),
+            ("route_request_total", &[dst, "rt_route=\"broken\""], 2.0),
+            ("route_response_total", &[dst, "rt_route=\"broken\""], 2.0),
+            ("response_total", &["classification=\"success\""], 2.0),
+            ("response_total", &["classification=\"failure\""], 4.0),
+        ];
+        for (family, labels, expected) in expected {
+            let labels = [labels, &["direction=\"inbound\""]].concat();
+            eventually(&format!("{family} {labels:?} is {expected}"), async || {
+                (mesh.metric("web", family, &labels).await == expected).then_some(())
+            })
+            .await;
+        }
     });
 }
 
