@@ -1,5 +1,5 @@
-//! The commands of `docs/quickstart.md` as they stand there, on two nodes; what the control plane then shows of itself,
-//! asks the API server for, and leaves behind.
+//! The commands of `docs/quickstart.md` as they stand there, on two nodes; what the control plane then shows of itself
+//! and of the application, asks the API server for, and leaves behind.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -17,6 +17,7 @@ use tulle_tests::programs;
 
 use crate::metrics::{self, Pages};
 use crate::permissions::{self, Excuse, Permission};
+use crate::telemetry;
 
 /// What is granted, and used only at times that this test does not wait for.
 const EXCUSES: &[Excuse] = &[
@@ -111,10 +112,13 @@ async fn the_tutorial_meshes_an_application_with_permissions_that_are_just_enoug
     run(look).await;
     run(identities).await;
     run(policy).await;
+    telemetry::is_told_outside(&cluster).await;
 
     work(&cluster).await;
     metrics::all_move(&cluster, &metrics).await;
     may_what_it_does(&cluster, files.path()).await;
+    // With another certificate than before.
+    telemetry::is_available(&cluster).await;
 
     cluster.kubectl(&["delete", "namespace", "work"]).await.unwrap();
     // What Kubernetes itself puts into a namespace, and the definitions that others may use.

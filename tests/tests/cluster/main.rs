@@ -11,4 +11,5 @@ mod machine;
 mod meshed;
 mod metrics;
 mod permissions;
+mod telemetry;
 mod traffic;

@@ -1,0 +1,159 @@
+//! What the tutorial's application does, as `tulle` tells it outside of the cluster to whom RBAC lets know.
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+use tokio::process::Command;
+use tokio::time::timeout;
+use tulle_tests::cluster::Cluster;
+use tulle_tests::programs;
+
+/// Asks for everything about an application whose client asks `web` without end.
+pub(crate) async fn is_told_outside(cluster: &Cluster) {
+    let said = async |line: &str| said(cluster, line).await;
+    is_available(cluster).await;
+    let stat = async || {
+        let table = said("stat deploy -n quickstart").await?;
+        let [success, rps] = cells(&table, &["web", "2/2"])?;
+        ensure!(success == "100.00%" && !rps.starts_with("0.0"), "{table}");
+        Ok(())
+    };
+    cluster.until("stat shows the requests of web", stat).await.unwrap();
+    let edges = async || {
+        let table = said("edges deploy -n quickstart").await?;
+        let ends = ["deploy/client", "deploy/web", "quickstart", "quickstart"];
+        let identities: [String; 3] = cells(&table, &ends)?;
+        ensure!(identities == ["client.quickstart", "web.quickstart", "√"], "{table}");
+        Ok(())
+    };
+    cluster.until("an edge leads to web", edges).await.unwrap();
+    let routes = async || {
+        let table = said("routes deploy/web -n quickstart").await?;
+        let [server] = cells(&table, &["web", "inbound"])?;
+        ensure!(server.contains("web-http"), "{table}");
+        Ok(())
+    };
+    cluster
+        .until("requests of web have a route of its Server", routes)
+        .await
+        .unwrap();
+
+    let lines = said("tap deploy/web -n quickstart --headers --count 3").await.unwrap();
+    let requests: Vec<_> = lines.lines().filter(|line| line.starts_with("req id=")).collect();
+    let end = " :authority=web.quickstart.svc.cluster.local:80 :path=/";
+    let end_without_port = end.replace(":80", "");
+    for request in &requests {
+        let is_whole = request.contains(" proxy=in ") && request.contains(" tls=true :method=GET");
+        let names_web = request.ends_with(end) || request.ends_with(&end_without_port);
+        assert!(is_whole && names_web, "{request}");
+    }
+    let ends = lines.lines().filter(|line| line.starts_with("end id=")).count();
+    assert!(requests.len() >= 3 && ends == 3, "{lines}");
+    assert!(lines.lines().any(|line| line.starts_with("    host: ")), "{lines}");
+
+    let top = async || {
+        let table = top(cluster, "top deploy/web -n quickstart").await?;
+        let [_, method, path] = cells(&table, &["client.quickstart"])?;
+        ensure!((&*method, &*path) == ("GET", "/"), "{table}");
+        Ok(())
+    };
+    cluster.until("top has seen requests", top).await.unwrap();
+
+    let grant = async |role: &str| {
+        let line = format!("create rolebinding {role} -n quickstart --clusterrole={role} --user=viewer");
+        cluster.kubectl(&line.split(' ').collect::<Vec<_>>()).await.unwrap();
+    };
+    grant("view").await;
+    let viewed = async || said("stat deploy -n quickstart --as viewer").await.map(drop);
+    cluster.until("who may view sees numbers", viewed).await.unwrap();
+    let tap = "tap deploy/web -n quickstart --count 1 --as viewer";
+    for (line, what) in [
+        (tap, "cannot watch resource \"taps\""),
+        (
+            "stat deploy -n linkerd --as viewer",
+            "cannot list resource \"workloads\"",
+        ),
+    ] {
+        let refused = said(line).await.unwrap_err().to_string();
+        for part in ["User \"viewer\"", what, "telemetry.tulle.dev", "kubectl create role"] {
+            assert!(refused.contains(part), "{part:?} is not in {refused}");
+        }
+    }
+    grant("linkerd-telemetry-tap").await;
+    let tapped = async || said(tap).await.map(drop);
+    cluster.until("who is bound to it may tap", tapped).await.unwrap();
+}
+
+/// Waits until `tulle check` sees telemetry, and the API server forwards questions to it.
+pub(crate) async fn is_available(cluster: &Cluster) {
+    let available = async || {
+        // It fails for others of its checks, too.
+        let report: Value = serde_json::from_slice(&output(cluster, "check --wait 0 -o json").await?.stdout)?;
+        let categories = report["categories"].as_array().context("categories")?;
+        let checks = categories.iter().flat_map(|category| category["checks"].as_array());
+        let mut checks = checks.flatten();
+        let check = checks.find(|check| check["description"] == "telemetry API service is available");
+        let check = check.context("no check of telemetry")?;
+        ensure!(check["result"] == "success", "{check}");
+        said(cluster, "stat deploy -n quickstart").await.map(drop)
+    };
+    cluster.until("telemetry is available", available).await.unwrap();
+}
+
+/// What `tulle` writes, and nothing about sidecars that it could not ask.
+async fn said(cluster: &Cluster, line: &str) -> anyhow::Result<String> {
+    let output = output(cluster, line).await?;
+    let [out, err] = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    ensure!(
+        output.status.success() && !err.contains("tulle: "),
+        "{line}: {out}{err}"
+    );
+    Ok(out)
+}
+
+async fn output(cluster: &Cluster, line: &str) -> anyhow::Result<std::process::Output> {
+    let output = tulle(cluster, line)?.output();
+    timeout(LIMIT, output)
+        .await
+        .with_context(|| line.to_owned())?
+        .context("running tulle")
+}
+
+/// What `top` has seen when it is interrupted, a request after it began.
+async fn top(cluster: &Cluster, line: &str) -> anyhow::Result<String> {
+    let running = tulle(cluster, line)?.spawn().context("starting tulle")?;
+    let id = i32::try_from(running.id().context("it runs")?)?;
+    said(cluster, "tap deploy/web -n quickstart --count 3").await?;
+    kill(Pid::from_raw(id), Signal::SIGINT)?;
+    let output = timeout(LIMIT, running.wait_with_output()).await??;
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+fn tulle(cluster: &Cluster, line: &str) -> anyhow::Result<Command> {
+    let mut command = Command::new(programs::built("tulle")?);
+    command
+        .args(line.split(' '))
+        .env("KUBECONFIG", cluster.kubeconfig_outside())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true);
+    Ok(command)
+}
+
+/// The cells behind these of the first line of a table that begins with them.
+fn cells<const N: usize>(table: &str, first: &[&str]) -> anyhow::Result<[String; N]> {
+    for line in table.lines() {
+        let cells: Vec<_> = line.split_whitespace().collect();
+        if cells.starts_with(first) && cells.len() >= first.len() + N {
+            return Ok(std::array::from_fn(|at| cells[first.len() + at].to_owned()));
+        }
+    }
+    bail!("no line begins with {first:?} in\n{table}")
+}
+
+const LIMIT: Duration = Duration::from_secs(60);
