@@ -1,6 +1,7 @@
 //! Builds all of the proxy once and runs it: sockets first, then identity, then traffic, then the drain.
 
 mod build;
+mod crew;
 mod info;
 
 use std::{
@@ -15,7 +16,7 @@ use anyhow::Context;
 use futures_util::FutureExt as _;
 use tokio::{
     net::TcpStream,
-    runtime::{Builder, Runtime},
+    runtime::{Builder, Handle, Runtime},
     signal::unix::{SignalKind, signal},
     sync::{Notify, watch},
     task::JoinSet,
@@ -30,7 +31,10 @@ use tulle_core::{
 
 use crate::{
     admin,
-    app::build::{ControlPlane, Parts, accept_options},
+    app::{
+        build::{ControlPlane, Parts, accept_options},
+        crew::Crew,
+    },
     config::{Config, Direction, InboundMode},
     http::{access_log::AccessLog, layers::Admission},
     identity::{Source, certify::Certifier, key::Key, workload_api::Workload},
@@ -312,26 +316,36 @@ impl App {
                 std::future::pending::<()>().await;
             });
         })?;
-        let (mut threads, mut busy) = (Vec::new(), Vec::new());
-        for (index, sockets) in self.sockets.into_iter().enumerate() {
+        let build = |_: &Sockets| {
+            let mut builder = Builder::new_current_thread();
+            builder.enable_all().max_io_events_per_tick(EVENTS_AT_ONCE).build()
+        };
+        let runtimes: Vec<Runtime> = self
+            .sockets
+            .iter()
+            .map(build)
+            .collect::<Result<_, _>>()
+            .context("starting a worker")?;
+        metrics::runtime_metrics(&self.registry, runtimes.iter().map(Runtime::metrics).collect());
+        let handles: Vec<Handle> = runtimes.iter().map(|runtime| runtime.handle().clone()).collect();
+        let crews = Crews {
+            outbound: Crew::new(&handles),
+            inbound: Crew::new(&handles),
+        };
+        let mut threads = Vec::new();
+        for (index, (sockets, runtime)) in self.sockets.into_iter().zip(runtimes).enumerate() {
             let worker = Worker {
                 index,
                 outbound: self.outbound.clone(),
                 inbound: self.inbound.clone(),
                 creds: self.creds.clone(),
+                crews: crews.clone(),
                 drain: drain.clone(),
                 ends: ends.clone(),
             };
-            let runtime = Builder::new_current_thread()
-                .enable_all()
-                .max_io_events_per_tick(EVENTS_AT_ONCE)
-                .build()
-                .context("starting a worker")?;
-            busy.push(runtime.metrics());
             let run = move || runtime.block_on(worker.run(sockets));
             threads.push(thread::Builder::new().name(format!("proxy-{index}")).spawn(run)?);
         }
-        metrics::runtime_metrics(&self.registry, busy);
         for thread in threads {
             if let Err(panic) = thread.join() {
                 std::panic::resume_unwind(panic);
@@ -391,8 +405,16 @@ struct Worker {
     outbound: Arc<Outbound>,
     inbound: Arc<Inbound>,
     creds: Credentials,
+    crews: Crews,
     drain: drain::Watch,
     ends: watch::Receiver<bool>,
+}
+
+/// Between whom connections are shared, by direction.
+#[derive(Clone)]
+struct Crews {
+    outbound: Arc<Crew>,
+    inbound: Arc<Crew>,
 }
 
 impl Worker {
@@ -417,17 +439,35 @@ impl Worker {
         for listener in sockets.outbound {
             let outbound = self.outbound.clone();
             let serve = move |worker, stream, client, drain| outbound.clone().serve(worker, stream, client, drain);
-            self.accept_on(&mut loops, listener, &self.outbound.wrappers.admission, serve)?;
+            self.accept_on(
+                &mut loops,
+                listener,
+                &self.crews.outbound,
+                &self.outbound.wrappers.admission,
+                serve,
+            )?;
         }
         if let Some(listener) = sockets.explicit {
             let outbound = self.outbound.clone();
             let serve =
                 move |worker, stream, client, drain| outbound.clone().serve_explicit(worker, stream, client, drain);
-            self.accept_on(&mut loops, listener, &self.outbound.wrappers.admission, serve)?;
+            self.accept_on(
+                &mut loops,
+                listener,
+                &self.crews.outbound,
+                &self.outbound.wrappers.admission,
+                serve,
+            )?;
         }
         let inbound = self.inbound.clone();
         let serve = move |worker, stream, client, drain| inbound.clone().serve(worker, stream, client, drain);
-        self.accept_on(&mut loops, sockets.inbound, &self.inbound.wrappers.admission, serve)?;
+        self.accept_on(
+            &mut loops,
+            sockets.inbound,
+            &self.crews.inbound,
+            &self.inbound.wrappers.admission,
+            serve,
+        )?;
         while loops.join_next().await.is_some() {}
         Ok(())
     }
@@ -437,6 +477,7 @@ impl Worker {
         &self,
         loops: &mut JoinSet<()>,
         listener: TcpListener,
+        crew: &Arc<Crew>,
         admission: &Arc<Admission>,
         serve: impl Fn(usize, TcpStream, ClientAddr, drain::Watch) -> F + Send + Sync + 'static,
     ) -> std::io::Result<()>
@@ -444,14 +485,19 @@ impl Worker {
         F: Future<Output = Option<Carrying>> + Send + 'static,
     {
         let listener = tokio::net::TcpListener::from_std(listener)?;
-        let (index, drain, admission) = (self.index, self.drain.clone(), admission.clone());
+        let (index, crew, drain, admission) = (self.index, crew.clone(), self.drain.clone(), admission.clone());
         loops.spawn(async move {
             let stop = drain.clone();
             let spawn = |stream, client| {
-                let held = (drain.guard(), admission.accepted());
-                let serving = serve(index, stream, client, drain.clone());
+                let (seat, stream) = match crew.seat(index, stream) {
+                    Ok(seated) => seated,
+                    Err(error) => return tracing::warn!(%error, "a connection cannot be served"),
+                };
+                let runtime = seat.runtime().clone();
+                let serving = serve(seat.worker, stream, client, drain.clone());
+                let held = (drain.guard(), admission.accepted(), seat);
                 // An async block would hold the future twice. What only carries bytes goes on by itself, in less memory.
-                tokio::spawn(serving.map(move |carrying| match carrying {
+                runtime.spawn(serving.map(move |carrying| match carrying {
                     Some(carrying) => drop(tokio::spawn(carrying.map(move |()| drop(held)))),
                     None => drop(held),
                 }));

@@ -85,16 +85,20 @@ where
         }
     }
     // Rare, and much larger than what a plain request needs.
-    Box::pin(both(client, seen, learned, limit, dial())).await
+    Box::pin(both(client, seen, learned, limit, dial)).await
 }
 
-async fn both<C: AsyncRead + Unpin>(
+async fn both<C, F>(
     client: &mut C,
     mut seen: BytesMut,
     learned: &Learned,
     limit: Duration,
-    dial: impl Future<Output = Option<Io>>,
-) -> io::Result<First> {
+    dial: impl FnOnce() -> F,
+) -> io::Result<First>
+where
+    C: AsyncRead + Unpin,
+    F: Future<Output = Option<Io>>,
+{
     if !seen.is_empty() {
         // A request that comes in pieces: the client is the one who speaks.
         let look = detect::look(client, &mut seen, limit).await?;
@@ -107,7 +111,8 @@ async fn both<C: AsyncRead + Unpin>(
         tokio::select! {
             biased;
             look = &mut looking => (look?, None),
-            dialled = dial => match dialled {
+            // It would be here several times over, and as long as the client is waited for.
+            dialled = Box::pin(dial()) => match dialled {
                 None => (chance(looking, limit).await?, None),
                 Some(mut server) => tokio::select! {
                     biased;

@@ -93,10 +93,16 @@ fn why_endpoints_cannot_be_reached_is_told_to_those_who_wait_for_one_too() {
         let other = pod.replace("serviceAccountName: web", "serviceAccountName: other");
         assert_ne!(pod, other);
         mesh.write("pod-web", &other);
+        eventually("no endpoint can be reached", async || {
+            let answer = mesh.get("client", mesh.service("web", HTTP), "/").await;
+            (answer.status != 200).then_some(())
+        })
+        .await;
         let asked = (0..8).map(|_| mesh.get("client", mesh.service("web", HTTP), "/"));
         let answers = join_all(asked).await;
         let told: Vec<_> = answers.iter().map(|answer| answer.header("l5d-proxy-cause")).collect();
-        let (waited, dialled): (Vec<&str>, Vec<&str>) = told.iter().partition(|told| told.starts_with("endpoints-unready;"));
+        let (waited, dialled): (Vec<&str>, Vec<&str>) =
+            told.iter().partition(|told| told.starts_with("endpoints-unready;"));
         assert!(!waited.is_empty(), "{told:?}");
         assert!(waited.iter().all(|told| told.contains("; after=tls-")), "{told:?}");
         assert!(dialled.iter().all(|told| told.starts_with("tls-")), "{told:?}");
