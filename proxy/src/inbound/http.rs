@@ -1,6 +1,6 @@
 //! The request path of the inbound side: restore, authorize, send, observe (I8–I11).
 
-use std::{pin::Pin, sync::Arc};
+use std::{borrow::Cow, collections::BTreeMap, pin::Pin, sync::Arc};
 
 use http::{HeaderValue, Request, Response, Version, header, uri::Authority};
 use parking_lot::Mutex;
@@ -28,7 +28,7 @@ use crate::{
     inbound::{
         App, Inbound, Peer,
         gateway::{self, Gateway, Onward},
-        metrics::{RouteSeries, connection_labels, target_labels, with_meta, with_server},
+        metrics::{RouteSeries, connection_labels, pairs_of, target_labels, with_meta, with_server},
         policy::{Current, Port},
         profiles::{By, Named, Routed},
     },
@@ -330,22 +330,24 @@ impl HttpConnection {
         routed: Option<&Routed>,
     ) -> Option<Box<Tapped>> {
         let Peer { client, target } = self.peer;
-        let mut labels = with_meta(Labels::new(), "srv", &self.port.current().policy.meta);
+        let current = self.port.current();
+        let owned = |(key, value): (String, &str)| (key, value.to_owned());
+        let mut labels = BTreeMap::from(pairs_of("srv", &current.policy.meta).map(owned));
         let mut route_labels = routed.map(Routed::told).unwrap_or_default();
         if let Some(handles) = handles {
-            let route = with_meta(Labels::new(), "route", &handles.meta);
-            route_labels.extend(route.pairs());
-            labels = with_meta(labels.extend(&route), "authz", &handles.authorization);
+            let route = pairs_of("route", &handles.meta).map(owned);
+            route_labels.extend(route.clone());
+            labels.extend(route);
+            labels.extend(pairs_of("authz", &handles.authorization).map(owned));
         }
-        let labels = labels.pairs().into_iter().collect();
         let subject = Subject {
             source_labels: self.tls.told(),
-            destination_labels: Some(&labels),
+            destination_labels: Cow::Owned(labels),
             destination_tls: ClientTls::Plain(WhyClientPlain::Loopback).told(),
             route_labels,
             ..Subject::of(req, ProxyDirection::Inbound, client.0, target)
         };
-        self.inbound.taps.show(drawn, &subject)
+        self.inbound.taps.show(drawn, subject)
     }
 
     /// Finds the route, asks its authorizations, applies its filters and the rate limit.

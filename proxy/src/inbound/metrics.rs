@@ -249,10 +249,19 @@ pub(super) fn with_server(labels: Labels, server: &Meta, port: u16) -> Labels {
     with_meta(labels, "srv", server).with("srv_port", port)
 }
 
-/// Adds `<prefix>_group`, `_kind` and `_name`.
+/// `<prefix>_group`, `_kind` and `_name`.
+pub(super) fn pairs_of<'a>(prefix: &str, meta: &'a Meta) -> [(String, &'a str); 3] {
+    [
+        (format!("{prefix}_group"), meta.group()),
+        (format!("{prefix}_kind"), meta.kind()),
+        (format!("{prefix}_name"), meta.name()),
+    ]
+}
+
+/// Adds what there is of a resource.
 pub(super) fn with_meta(labels: Labels, prefix: &str, meta: &Meta) -> Labels {
-    labels
-        .with(&format!("{prefix}_group"), meta.group())
-        .with(&format!("{prefix}_kind"), meta.kind())
-        .with(&format!("{prefix}_name"), meta.name())
+    let pairs = pairs_of(prefix, meta);
+    pairs
+        .into_iter()
+        .fold(labels, |labels, (key, value)| labels.with(&key, value))
 }

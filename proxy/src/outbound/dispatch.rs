@@ -2,7 +2,7 @@
 
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
 use http_body::Body as _;
-use std::{future::poll_fn, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
+use std::{borrow::Cow, future::poll_fn, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 use tokio::{sync::oneshot, time::Instant};
 use tulle_core::{drain, metrics::Labels, names::header as names};
 use tulle_proto::tap::tap_event::ProxyDirection;
@@ -260,12 +260,12 @@ impl Dispatch<'_> {
     fn tap(&self, drawn: &Drawn, req: &Request<Body>, endpoint: &Endpoint) -> Option<Box<Tapped>> {
         let subject = Subject {
             source_labels: ServerTls::Plain(WhyServerPlain::Loopback).told(),
-            destination_labels: Some(&endpoint.spec.labels),
+            destination_labels: Cow::Borrowed(&endpoint.spec.labels),
             destination_tls: endpoint.tls.told(),
             route_labels: self.by.told(req),
             ..Subject::of(req, ProxyDirection::Outbound, self.client, endpoint.spec.addr)
         };
-        endpoint.taps.show(drawn, &subject)
+        endpoint.taps.show(drawn, subject)
     }
 
     pub(super) fn may_try_another(&self, n_tried: usize) -> bool {

@@ -113,7 +113,7 @@ impl Match {
             Self::Not(not) => !not.fits(subject),
             Self::Source(address) => address.fits(subject.source),
             Self::Destination(address) => address.fits(subject.destination),
-            Self::DestinationLabel(label) => label.is_in(subject.destination_labels.into_iter().flatten()),
+            Self::DestinationLabel(label) => label.is_in(subject.destination_labels.iter()),
             Self::RouteLabel(label) => label.is_in(subject.route_labels.iter()),
             Self::Scheme(scheme) => subject.uri.scheme().unwrap_or(&Scheme::HTTP) == scheme,
             Self::Method(method) => subject.method == method,
@@ -201,7 +201,7 @@ const MAX_DEPTH: usize = 32;
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
+    use std::{borrow::Cow, collections::BTreeMap};
 
     use http::Request;
     use tulle_proto::tap::tap_event::ProxyDirection;
@@ -252,7 +252,7 @@ mod tests {
         let pod = BTreeMap::from([("pod".to_owned(), "web-1".to_owned())]);
         let (from, to) = (([10, 0, 0, 1], 4321).into(), ([10, 0, 1, 1], 8080).into());
         Ok(matches.fits(&Subject {
-            destination_labels: Some(&pod),
+            destination_labels: Cow::Owned(pod),
             ..Subject::of(&req, ProxyDirection::Inbound, from, to)
         }))
     }

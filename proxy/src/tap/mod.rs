@@ -6,10 +6,11 @@ pub(crate) mod server;
 use std::{
     borrow::Cow,
     collections::BTreeMap,
+    iter::repeat_n,
     net::SocketAddr,
     sync::{
         Arc,
-        atomic::{AtomicU32, AtomicUsize, Ordering},
+        atomic::{AtomicU32, Ordering},
     },
 };
 
@@ -42,8 +43,8 @@ use crate::{
 /// The observers of a process.
 #[derive(Default)]
 pub(crate) struct Taps {
-    /// How many there are, so that a request can pass without another look.
-    active: AtomicUsize,
+    /// Up to which number a request may be drawn by somebody: most pass without another look. 0 while there is no observer.
+    odds: AtomicU32,
     observers: ArcSwap<Vec<Arc<Observer>>>,
     /// Held while the list is changed.
     changing: Mutex<()>,
@@ -75,7 +76,7 @@ pub(crate) struct Subject<'a> {
     pub(crate) source_labels: BTreeMap<String, String>,
     pub(crate) destination: SocketAddr,
     /// What discovery knows of the endpoint.
-    pub(crate) destination_labels: Option<&'a BTreeMap<String, String>>,
+    pub(crate) destination_labels: Cow<'a, BTreeMap<String, String>>,
     /// Who the endpoint is, or why nobody knows.
     pub(crate) destination_tls: BTreeMap<String, String>,
     pub(crate) route_labels: BTreeMap<String, String>,
@@ -116,17 +117,19 @@ pub(crate) struct Wish {
 impl Taps {
     /// Who may see the next request; mostly nobody. What a request is shown as is made after that, as it costs much more.
     pub(crate) fn draw(&self) -> Option<Drawn> {
-        match self.active.load(Ordering::Relaxed) {
+        match self.odds.load(Ordering::Relaxed) {
             0 => None,
-            _ => self.drawn(),
+            odds => {
+                let drawn = fastrand::u32(..);
+                if drawn <= odds { self.drawn(drawn) } else { None }
+            }
         }
     }
 
     #[cold]
-    fn drawn(&self) -> Option<Drawn> {
+    fn drawn(&self, drawn: u32) -> Option<Drawn> {
         let observers = self.observers.load();
-        let turn = |one_in| one_in == 1 || fastrand::u32(..one_in) == 0;
-        let drawn = observers.iter().filter(|observer| turn(observer.one_in));
+        let drawn = observers.iter().filter(|observer| drawn <= observer.odds());
         let drawn: SmallVec<_> = drawn.cloned().collect();
         (!drawn.is_empty()).then_some(Drawn(drawn))
     }
@@ -157,15 +160,16 @@ impl Taps {
         let _turn = self.changing.lock();
         let mut observers = Vec::clone(&self.observers.load());
         change(&mut observers);
-        self.active.store(observers.len(), Ordering::Relaxed);
+        let odds = observers.iter().map(|observer| observer.odds()).max();
+        self.odds.store(odds.unwrap_or(0), Ordering::Relaxed);
         self.observers.store(Arc::new(observers));
     }
 
     /// Shows a request to those of the drawn who want to see it.
-    pub(crate) fn show(&self, drawn: &Drawn, subject: &Subject<'_>) -> Option<Box<Tapped>> {
+    pub(crate) fn show(&self, drawn: &Drawn, mut subject: Subject<'_>) -> Option<Box<Tapped>> {
         let mut shows = Vec::new();
         let mut spent = Vec::new();
-        for observer in drawn.0.iter().filter(|observer| observer.matches.fits(subject)) {
+        for observer in drawn.0.iter().filter(|observer| observer.matches.fits(&subject)) {
             let stream = observer.shown.fetch_add(1, Ordering::Relaxed);
             if stream.saturating_add(1) >= observer.limit {
                 spent.push(observer.number);
@@ -196,7 +200,7 @@ impl Taps {
             grpc: None,
             is_over: false,
         };
-        tapped.tell(|show| {
+        tapped.tell(tapped.common.clone(), |show| {
             events::Event::RequestInit(RequestInit {
                 id: Some(show.id),
                 method: Some(method(subject.method)),
@@ -216,6 +220,13 @@ impl Taps {
     }
 }
 
+impl Observer {
+    /// Up to which of all numbers it sees a request.
+    fn odds(&self) -> u32 {
+        u32::MAX / self.one_in
+    }
+}
+
 impl<'a> Subject<'a> {
     /// The request as it is now, between these.
     pub(crate) fn of(
@@ -229,7 +240,7 @@ impl<'a> Subject<'a> {
             source,
             source_labels: BTreeMap::new(),
             destination,
-            destination_labels: None,
+            destination_labels: Cow::default(),
             destination_tls: BTreeMap::new(),
             route_labels: BTreeMap::new(),
             method: req.method(),
@@ -248,20 +259,20 @@ impl<'a> Subject<'a> {
         }
     }
 
-    fn common(&self) -> TapEvent {
+    /// What all events of this request have in common. Takes the labels: each is a string or two, and copied with every event.
+    fn common(&mut self) -> TapEvent {
         let meta = |labels| EndpointMeta { labels };
-        let mut destination = self.destination_labels.cloned().unwrap_or_default();
-        destination.extend(self.destination_tls.clone());
+        let mut destination = std::mem::take(&mut self.destination_labels).into_owned();
+        destination.append(&mut self.destination_tls);
+        let route = std::mem::take(&mut self.route_labels);
         TapEvent {
             source: Some(self.source.into()),
             destination: Some(self.destination.into()),
             event: None,
             destination_meta: (!destination.is_empty()).then(|| meta(destination)),
-            source_meta: Some(meta(self.source_labels.clone())),
+            source_meta: Some(meta(std::mem::take(&mut self.source_labels))),
             proxy_direction: self.direction.into(),
-            route_meta: (!self.route_labels.is_empty()).then(|| RouteMeta {
-                labels: self.route_labels.clone(),
-            }),
+            route_meta: (!route.is_empty()).then_some(RouteMeta { labels: route }),
         }
     }
 
@@ -285,7 +296,7 @@ impl Tapped {
     pub(crate) fn response(mut self: Box<Self>, rsp: Response<Body>) -> Response<Body> {
         self.answered_at = Some(Instant::now());
         self.grpc = classify::grpc_status(rsp.headers());
-        self.tell(|show| {
+        self.tell(self.common.clone(), |show| {
             let all = || match rsp.version() {
                 Version::HTTP_2 => headers([(":status", rsp.status().as_str().to_owned())], rsp.headers()),
                 _ => headers([], rsp.headers()),
@@ -323,7 +334,8 @@ impl Tapped {
         if std::mem::replace(&mut self.is_over, true) {
             return;
         }
-        self.tell(|show| {
+        let common = std::mem::take(&mut self.common);
+        self.tell(common, |show| {
             events::Event::ResponseEnd(ResponseEnd {
                 id: Some(show.id),
                 since_request_init: Some(wire_duration(self.began_at.elapsed())),
@@ -337,14 +349,15 @@ impl Tapped {
     }
 
     /// Sends an event to each observer that has room for it.
-    fn tell(&self, event: impl Fn(&Show) -> events::Event) {
-        for show in &self.shows {
+    fn tell(&self, common: TapEvent, event: impl Fn(&Show) -> events::Event) {
+        // The last of them takes what is there.
+        for (show, common) in self.shows.iter().zip(repeat_n(common, self.shows.len())) {
             let http = Http {
                 event: Some(event(show)),
             };
             let whole = TapEvent {
                 event: Some(Event::Http(http)),
-                ..self.common.clone()
+                ..common
             };
             // Who does not keep up misses something: it is a view, and not a record.
             let _ = show.events.try_send(whole);
