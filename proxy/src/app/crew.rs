@@ -58,6 +58,11 @@ impl Crew {
         Ok((seat, stream))
     }
 
+    /// How many connections there are.
+    pub(super) fn open(&self) -> usize {
+        self.0.iter().map(|member| member.open.load(Ordering::Relaxed)).sum()
+    }
+
     /// Moving a connection costs two system calls and a wake-up, which a small difference does not repay.
     fn choose(&self, accepted_by: usize) -> usize {
         let open = |index: usize| self.0[index].open.load(Ordering::Relaxed);

@@ -47,7 +47,9 @@ use crate::{
         listen::{self, Sharing},
         listeners,
         memory::{self, Shortage},
-        orig_dst, transparent,
+        orig_dst,
+        pause::Pause,
+        transparent,
     },
     outbound::Outbound,
     tap::{self, Taps},
@@ -484,7 +486,7 @@ impl Worker {
     where
         F: Future<Output = Option<Carrying>> + Send + 'static,
     {
-        let listener = tokio::net::TcpListener::from_std(listener)?;
+        let pause = Pause::new()?;
         let (index, crew, drain, admission) = (self.index, crew.clone(), self.drain.clone(), admission.clone());
         loops.spawn(async move {
             let stop = drain.clone();
@@ -502,7 +504,7 @@ impl Worker {
                     None => drop(held),
                 }));
             };
-            listen::accept_loop(listener, stop.signaled(), spawn).await;
+            listen::accept_loop(listener, pause, stop.signaled(), || crew.open(), spawn).await;
         });
         Ok(())
     }
@@ -576,6 +578,7 @@ fn bind_all(config: &mut Config, workers: usize) -> anyhow::Result<Vec<Sockets>>
         for addr in &mut config.outbound.listen {
             let listener = bind(*addr, &config.outbound.direction, "outbound")?;
             *addr = listener.local_addr()?;
+            listen::acknowledge_with_answer(&listener).context("setting TCP_QUICKACK")?;
             outbound.push(listener);
         }
         let mut explicit = None;

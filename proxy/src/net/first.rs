@@ -57,6 +57,12 @@ impl First {
             Self::Closed => 0,
         }
     }
+
+    /// Whether these are all of a request, to be answered next; as far as that shows without reading it.
+    pub(crate) fn is_request(&self) -> bool {
+        matches!(self, Self::Client(client, Verdict::Http1, _)
+            if client.ends_with(b"\r\n\r\n") && (client.starts_with(b"GET ") || client.starts_with(b"HEAD ")))
+    }
 }
 
 /// Waits for the first bytes of either side, `limit` at most; after that the connection is opaque.

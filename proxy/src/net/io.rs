@@ -142,6 +142,15 @@ impl Io {
         }
     }
 
+    /// Has the kernel acknowledge what has come: some clients send no more until then.
+    pub(crate) fn acknowledge(&self) {
+        if let Stream::Tcp(Tcp { stream, .. }) = &self.stream
+            && let Err(error) = SockRef::from(stream).set_tcp_quickack(true)
+        {
+            tracing::debug!(%error, "a client may send the rest later than it could");
+        }
+    }
+
     /// Has the kernel keep what does not fill a packet until the connection ends. Without effect under TLS.
     pub(crate) fn cork(&mut self) {
         if let Stream::Tcp(tcp) = &mut self.stream {

@@ -7,14 +7,26 @@ use std::{
     time::Duration,
 };
 
-use socket2::{Domain, Protocol, Socket, Type};
-use tokio::net::{TcpListener, TcpStream};
+use futures_util::FutureExt as _;
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    time::Instant,
+};
 use tulle_core::addr::{self, ClientAddr};
 
-use crate::net::connect::{self, SocketOptions};
+use crate::net::{
+    connect::{self, SocketOptions},
+    pause::Pause,
+};
 
 /// How long an accept loop rests after the process ran out of descriptors or memory.
 const PAUSE_AFTER_ERROR: Duration = Duration::from_millis(50);
+/// Where a client comes so soon after another, who is still there, more will: a crowd.
+const SOON: Duration = Duration::from_micros(300);
+/// How long the listener is left alone then. Those who come meanwhile are accepted together: to be woken for each of them would
+/// cost us, and them, more than they wait.
+const TOGETHER: Duration = Duration::from_micros(100);
 /// Connections that may wait to be accepted, unless the environment says otherwise.
 const BACKLOG: i32 = 4096;
 
@@ -59,31 +71,104 @@ pub(crate) fn is_here(ip: IpAddr) -> bool {
     }
 }
 
+/// Has the kernel not acknowledge a client's first bytes by a packet of its own: that goes with the answer. Whoever waits for more
+/// of them asks for it, by `Io::acknowledge`.
+///
+/// # Errors
+/// The kernel does not know the option.
+pub(crate) fn acknowledge_with_answer(listener: &std::net::TcpListener) -> io::Result<()> {
+    // Not before it listens, which would take it back.
+    SockRef::from(listener).set_tcp_quickack(false)
+}
+
 /// Accepts until `stop` resolves, then takes what the kernel already queued, so that nobody who got through the
-/// handshake is reset.
+/// handshake is reset. `open` says how many connections there are.
 pub(crate) async fn accept_loop(
-    listener: TcpListener,
+    listener: std::net::TcpListener,
+    pause: Pause,
     stop: impl Future<Output = ()>,
+    open: impl Fn() -> usize,
     serve: impl Fn(TcpStream, ClientAddr),
 ) {
     let hand_over = |(stream, peer): (TcpStream, SocketAddr)| serve(stream, ClientAddr(addr::canonical(peer)));
+    let mut crowd = Crowd::default();
     tokio::pin!(stop);
     loop {
-        tokio::select! {
-            biased;
-            () = &mut stop => break,
-            accepted = listener.accept() => match accepted {
-                Ok(connection) => hand_over(connection),
-                Err(error) if is_of_one_connection(&error) => {}
-                Err(error) => {
-                    tracing::warn!(%error, "accepting a connection failed");
-                    tokio::time::sleep(PAUSE_AFTER_ERROR).await;
-                }
-            },
+        // Nothing else keeps the kernel from waking us for who comes than not to watch.
+        let watched = match listener.try_clone().and_then(TcpListener::from_std) {
+            Ok(watched) => watched,
+            Err(error) => {
+                tracing::warn!(%error, "watching for connections failed");
+                tokio::time::sleep(PAUSE_AFTER_ERROR).await;
+                continue;
+            }
+        };
+        loop {
+            let accepted = tokio::select! {
+                biased;
+                () = &mut stop => return take_rest(&listener, hand_over),
+                accepted = watched.accept() => accepted,
+            };
+            let before = open();
+            take(accepted, &watched, &hand_over).await;
+            if crowd.comes(Instant::now(), before, open()) {
+                break;
+            }
+        }
+        drop(watched);
+        if let Err(error) = pause.wait(TOGETHER).await {
+            tracing::debug!(%error, "connections are accepted one by one");
         }
     }
-    while let Some(Ok(connection)) = futures_util::FutureExt::now_or_never(listener.accept()) {
-        hand_over(connection);
+}
+
+/// Hands over a connection, and all that are known to wait behind it.
+async fn take(
+    accepted: io::Result<(TcpStream, SocketAddr)>,
+    listener: &TcpListener,
+    hand_over: impl Fn((TcpStream, SocketAddr)),
+) {
+    let mut next = Some(accepted);
+    while let Some(accepted) = next {
+        match accepted {
+            Ok(connection) => hand_over(connection),
+            Err(error) if is_of_one_connection(&error) => {}
+            Err(error) => {
+                tracing::warn!(%error, "accepting a connection failed");
+                return tokio::time::sleep(PAUSE_AFTER_ERROR).await;
+            }
+        }
+        next = listener.accept().now_or_never();
+    }
+}
+
+/// Hands over all that are queued: the runtime may not know of the latest yet.
+fn take_rest(listener: &std::net::TcpListener, hand_over: impl Fn((TcpStream, SocketAddr))) {
+    loop {
+        let accepted = listener.accept().and_then(|(stream, peer)| {
+            stream.set_nonblocking(true)?;
+            Ok((TcpStream::from_std(stream)?, peer))
+        });
+        match accepted {
+            Ok(connection) => hand_over(connection),
+            Err(error) if is_of_one_connection(&error) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+            Err(error) => return tracing::warn!(%error, "clients that were not served yet are lost"),
+        }
+    }
+}
+
+/// When clients came last, and how many there were then.
+#[derive(Default)]
+struct Crowd {
+    last: Option<(Instant, usize)>,
+}
+
+impl Crowd {
+    /// Whether those who came now, to so many others, are part of one. Who opens one connection after the other is none.
+    fn comes(&mut self, now: Instant, before: usize, after: usize) -> bool {
+        let last = self.last.replace((now, after));
+        last.is_some_and(|(at, open)| now - at < SOON && before >= open)
     }
 }
 
@@ -97,9 +182,68 @@ fn is_of_one_connection(error: &io::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use socket2::SockRef;
-
     use super::*;
+    use crate::net::io::{Io, Tcp};
+
+    #[test]
+    fn a_crowd_is_of_clients_who_come_soon_after_each_other_and_stay() {
+        let (begun, micros) = (Instant::now(), Duration::from_micros);
+        let mut crowd = Crowd::default();
+        assert!(!crowd.comes(begun, 5, 6), "the first");
+        assert!(!crowd.comes(begun + micros(200), 5, 6), "the one before has left");
+        assert!(crowd.comes(begun + micros(400), 6, 9));
+        assert!(crowd.comes(begun + micros(600), 9, 10));
+        assert!(!crowd.comes(begun + micros(1000), 10, 11), "much later");
+    }
+
+    #[tokio::test]
+    async fn all_of_a_crowd_are_accepted_and_those_still_queued_at_the_end() {
+        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+        let listener = bind(
+            ([127, 0, 0, 1], 0).into(),
+            None,
+            Sharing::Alone,
+            SocketOptions::default(),
+        )
+        .unwrap();
+        let addr = listener.local_addr().unwrap();
+        let (sender, mut accepted) = tokio::sync::mpsc::unbounded_channel();
+        let accepting = tokio::spawn(async move {
+            let stop = stopped.map(|_| ());
+            let serve = |stream, _| sender.send(stream).unwrap();
+            accept_loop(listener, Pause::new().unwrap(), stop, || sender.strong_count(), serve).await;
+        });
+        let mut open = Vec::new();
+        for _ in 0..100 {
+            open.push(TcpStream::connect(addr).await.unwrap());
+        }
+        for _ in 0..100 {
+            open.push(accepted.recv().await.unwrap());
+        }
+        let _last = std::net::TcpStream::connect(addr).unwrap();
+        stop.send(()).unwrap();
+        accepting.await.unwrap();
+        assert!(accepted.recv().await.is_some());
+        assert!(accepted.recv().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn first_bytes_are_acknowledged_with_the_answer_until_somebody_asks_for_it() {
+        let listener = bind(
+            ([127, 0, 0, 1], 0).into(),
+            None,
+            Sharing::Alone,
+            SocketOptions::default(),
+        )
+        .unwrap();
+        acknowledge_with_answer(&listener).unwrap();
+        let _client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (stream, _) = TcpListener::from_std(listener).unwrap().accept().await.unwrap();
+        let socket = SockRef::from(&stream).try_clone().unwrap();
+        assert!(!socket.tcp_quickack().unwrap());
+        Io::tcp(Tcp::new(stream)).acknowledge();
+        assert!(socket.tcp_quickack().unwrap());
+    }
 
     #[tokio::test]
     async fn what_is_accepted_has_the_options_of_its_listener() {

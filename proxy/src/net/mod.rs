@@ -15,5 +15,6 @@ pub(crate) mod listen;
 pub(crate) mod listeners;
 pub(crate) mod memory;
 pub(crate) mod orig_dst;
+pub(crate) mod pause;
 pub(crate) mod socks;
 pub(crate) mod transparent;

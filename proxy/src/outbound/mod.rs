@@ -268,6 +268,9 @@ impl Connection {
     async fn start(&self, mut io: Io, mut server: Option<Io>) -> Option<Start> {
         let snapshot = self.destination.snapshot();
         snapshot.connections.inc();
+        if !matches!(snapshot.plan, Plan::Detect { .. }) {
+            io.acknowledge();
+        }
         match &snapshot.plan {
             // What is told of the endpoint that an ingress dials need not hold for the services that it names.
             Plan::Http1(_) | Plan::Http2(_) if self.outbound.mode == Mode::Ingress => self.http_of_ingress(io).await,
@@ -316,6 +319,9 @@ impl Connection {
                         return None;
                     }
                 };
+                if !first.is_request() {
+                    io.acknowledge();
+                }
                 match first {
                     First::Closed => None,
                     First::Client(seen, Verdict::Http1, _) => Some(Start::Http(io.unread(seen), Protocol::Http1)),
