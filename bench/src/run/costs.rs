@@ -30,7 +30,8 @@ pub struct Args {
     /// Also copy what callgrind wrote into this directory: "callgrind_annotate client.2" shows who calls what.
     #[arg(long, value_name = "DIRECTORY")]
     dumps: Option<PathBuf>,
-    /// By which rules requests go; the baseline is of those without any.
+    /// By which rules requests go, and whether each has a connection of its own, as in "new-http"; the baseline is of those
+    /// without any, on one connection.
     #[arg(long, value_name = "ROW", default_value = "http-c1")]
     row: Row,
     /// Compare with what it costs while somebody taps one of so many requests at both sidecars, instead of with the
@@ -194,10 +195,21 @@ fn measure<const N: usize>(args: &Args, requests: u32, tapped: [Option<u32>; N])
     let sidecars = Peer::Tulle.start(&scene, &setup).context("starting the sidecars")?;
     let sidecars = sidecars.context("there are no sidecars")?;
     // Connections are made and learned about, buffers are as large as they will be.
-    generators::one_by_one(&scene, SERVICE, WARM_UP)?;
+    let load = match args.row {
+        Row::NewHttp => generators::reconnecting,
+        _ => generators::one_by_one,
+    };
+    load(&scene, SERVICE, WARM_UP)?;
     let mut costs = [const { None }; N];
     for (n, (costs, one_in)) in (0..).zip(costs.iter_mut().zip(tapped)) {
-        *costs = Some(watched(&scene, &sidecars, requests, 2 * n + 1, one_in)?);
+        *costs = Some(watched(
+            &scene,
+            &sidecars,
+            || load(&scene, SERVICE, requests),
+            requests,
+            2 * n + 1,
+            one_in,
+        )?);
     }
     if let Some(dir) = args.dumps.as_deref() {
         std::fs::create_dir_all(dir).with_context(|| format!("making {}", dir.display()))?;
@@ -210,10 +222,11 @@ fn measure<const N: usize>(args: &Args, requests: u32, tapped: [Option<u32>; N])
     Ok(costs.map(|costs| costs.expect("each has been measured")))
 }
 
-/// What so many requests cost each, between two dumps, the first of which has that number.
+/// What so many requests of `load` cost each, between two dumps, the first of which has that number.
 fn watched(
     scene: &Scene,
     sidecars: &Sidecars,
+    load: impl Fn() -> anyhow::Result<()>,
     requests: u32,
     number: u32,
     one_in: Option<u32>,
@@ -225,7 +238,7 @@ fn watched(
         .filter_map(begin)
         .collect::<Result<_, _>>()?;
     dump(scene, sidecars, number)?;
-    generators::one_by_one(scene, SERVICE, requests)?;
+    load()?;
     let [mut client, mut server] = dump(scene, sidecars, number + 1)?.map(|counts| Cost::of(counts, requests));
     for (tap, cost) in taps.iter().zip([&mut client, &mut server]) {
         cost.shown = tap.events() as f64 / EVENTS;

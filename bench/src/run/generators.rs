@@ -191,6 +191,23 @@ pub(super) fn one_by_one(scene: &Scene, host: &str, requests: u32) -> anyhow::Re
     Ok(())
 }
 
+/// The same with a connection for each, which h2load does not make.
+pub(super) fn reconnecting(scene: &Scene, host: &str, requests: u32) -> anyhow::Result<()> {
+    let mut command = scene
+        .client
+        .command(std::env::current_exe().context("finding this program")?);
+    command
+        .args(["load", "--json", "--reconnect", "--header", "connection: close"])
+        .args(["--requests", &requests.to_string()])
+        .arg(format!("{host}:{HTTP_PORT}"));
+    let report = report(command)?;
+    ensure!(
+        report.requests == u64::from(requests) && report.failed == 0,
+        "the load generator says: {report}"
+    );
+    Ok(())
+}
+
 /// What our own load generator sends.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Ours {
@@ -228,8 +245,7 @@ pub(super) fn load(scene: &Scene, host: &str, what: Ours, duration: Duration) ->
         ),
     };
     command.args(args.split(' ')).arg(format!("{host}:{port}"));
-    let text = output(command)?;
-    let report: Report = serde_json::from_str(&text).with_context(|| format!("the load generator printed {text:?}"))?;
+    let report = report(command)?;
     let latency = report
         .latency_us
         .with_context(|| format!("no message came back: {report}"))?;
@@ -240,6 +256,11 @@ pub(super) fn load(scene: &Scene, host: &str, what: Ours, duration: Duration) ->
         p99_us: latency.p99,
         failed: report.failed,
     })
+}
+
+fn report(command: Command) -> anyhow::Result<Report> {
+    let text = output(command)?;
+    serde_json::from_str(&text).with_context(|| format!("the load generator printed {text:?}"))
 }
 
 /// An option with whole seconds, at least one.
