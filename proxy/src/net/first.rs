@@ -179,3 +179,25 @@ impl Learned {
         First::Client(seen.freeze(), verdict, server)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_whole_head_without_a_body_is_taken_for_a_request() {
+        for (bytes, is_request) in [
+            (&b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"[..], true),
+            (b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\n", true),
+            (b"GET / HTTP/1.1\r\nhost: x\r\n", false),
+            (b"POST / HTTP/1.1\r\ncontent-length: 1\r\n\r\n", false),
+            (b"POST / HTTP/1.1\r\ncontent-length: 1\r\n\r\na", false),
+            (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", false),
+            (b"hello\r\n\r\n", false),
+        ] {
+            let first = First::Client(Bytes::from_static(bytes), detect::classify(bytes), None);
+            assert_eq!(first.is_request(), is_request, "{first:?}");
+        }
+        assert!(!First::Closed.is_request());
+    }
+}

@@ -72,13 +72,12 @@ pub(crate) fn is_here(ip: IpAddr) -> bool {
 }
 
 /// Has the kernel not acknowledge a client's first bytes by a packet of its own: that goes with the answer. Whoever waits for more
-/// of them asks for it, by `Io::acknowledge`.
-///
-/// # Errors
-/// The kernel does not know the option.
-pub(crate) fn acknowledge_with_answer(listener: &std::net::TcpListener) -> io::Result<()> {
+/// of them asks for it, by `Io::acknowledge`. A kernel that refuses still carries traffic.
+pub(crate) fn acknowledge_with_answer(listener: &std::net::TcpListener) {
     // Not before it listens, which would take it back.
-    SockRef::from(listener).set_tcp_quickack(false)
+    if let Err(error) = SockRef::from(listener).set_tcp_quickack(false) {
+        tracing::debug!(%error, "requests are acknowledged before they are answered");
+    }
 }
 
 /// Accepts until `stop` resolves, then takes what the kernel already queued, so that nobody who got through the
@@ -99,18 +98,23 @@ pub(crate) async fn accept_loop(
             Ok(watched) => watched,
             Err(error) => {
                 tracing::warn!(%error, "watching for connections failed");
-                tokio::time::sleep(PAUSE_AFTER_ERROR).await;
-                continue;
+                match tokio::time::timeout(PAUSE_AFTER_ERROR, &mut stop).await {
+                    Ok(()) => return take_queued(&listener, hand_over),
+                    Err(_) => continue,
+                }
             }
         };
         loop {
             let accepted = tokio::select! {
                 biased;
-                () = &mut stop => return take_rest(&listener, hand_over),
+                () = &mut stop => return take_queued(&listener, hand_over),
                 accepted = watched.accept() => accepted,
             };
-            let before = open();
-            take(accepted, &watched, &hand_over).await;
+            let (before, mut first) = (open(), Some(accepted));
+            if let Err(error) = take(|| first.take().or_else(|| watched.accept().now_or_never()), hand_over) {
+                tracing::warn!(%error, "accepting a connection failed");
+                tokio::time::sleep(PAUSE_AFTER_ERROR).await;
+            }
             if crowd.comes(Instant::now(), before, open()) {
                 break;
             }
@@ -122,39 +126,32 @@ pub(crate) async fn accept_loop(
     }
 }
 
-/// Hands over a connection, and all that are known to wait behind it.
-async fn take(
-    accepted: io::Result<(TcpStream, SocketAddr)>,
-    listener: &TcpListener,
+/// Hands over all that `next` accepts, up to an error that is the listener's.
+fn take(
+    mut next: impl FnMut() -> Option<io::Result<(TcpStream, SocketAddr)>>,
     hand_over: impl Fn((TcpStream, SocketAddr)),
-) {
-    let mut next = Some(accepted);
-    while let Some(accepted) = next {
+) -> io::Result<()> {
+    while let Some(accepted) = next() {
         match accepted {
             Ok(connection) => hand_over(connection),
             Err(error) if is_of_one_connection(&error) => {}
-            Err(error) => {
-                tracing::warn!(%error, "accepting a connection failed");
-                return tokio::time::sleep(PAUSE_AFTER_ERROR).await;
-            }
+            Err(error) => return Err(error),
         }
-        next = listener.accept().now_or_never();
     }
+    Ok(())
 }
 
-/// Hands over all that are queued: the runtime may not know of the latest yet.
-fn take_rest(listener: &std::net::TcpListener, hand_over: impl Fn((TcpStream, SocketAddr))) {
-    loop {
-        let accepted = listener.accept().and_then(|(stream, peer)| {
+/// Hands over all that are queued, as the kernel has it: the runtime may not know of the latest yet.
+fn take_queued(listener: &std::net::TcpListener, hand_over: impl Fn((TcpStream, SocketAddr))) {
+    let next = || match listener.accept() {
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
+        accepted => Some(accepted.and_then(|(stream, peer)| {
             stream.set_nonblocking(true)?;
             Ok((TcpStream::from_std(stream)?, peer))
-        });
-        match accepted {
-            Ok(connection) => hand_over(connection),
-            Err(error) if is_of_one_connection(&error) => {}
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-            Err(error) => return tracing::warn!(%error, "clients that were not served yet are lost"),
-        }
+        })),
+    };
+    if let Err(error) = take(next, hand_over) {
+        tracing::warn!(%error, "clients that were not served yet are lost");
     }
 }
 
@@ -185,6 +182,10 @@ mod tests {
     use super::*;
     use crate::net::io::{Io, Tcp};
 
+    fn listening(options: SocketOptions) -> std::net::TcpListener {
+        bind(([127, 0, 0, 1], 0).into(), None, Sharing::Alone, options).unwrap()
+    }
+
     #[test]
     fn a_crowd_is_of_clients_who_come_soon_after_each_other_and_stay() {
         let (begun, micros) = (Instant::now(), Duration::from_micros);
@@ -199,13 +200,7 @@ mod tests {
     #[tokio::test]
     async fn all_of_a_crowd_are_accepted_and_those_still_queued_at_the_end() {
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
-        let listener = bind(
-            ([127, 0, 0, 1], 0).into(),
-            None,
-            Sharing::Alone,
-            SocketOptions::default(),
-        )
-        .unwrap();
+        let listener = listening(SocketOptions::default());
         let addr = listener.local_addr().unwrap();
         let (sender, mut accepted) = tokio::sync::mpsc::unbounded_channel();
         let accepting = tokio::spawn(async move {
@@ -229,14 +224,8 @@ mod tests {
 
     #[tokio::test]
     async fn first_bytes_are_acknowledged_with_the_answer_until_somebody_asks_for_it() {
-        let listener = bind(
-            ([127, 0, 0, 1], 0).into(),
-            None,
-            Sharing::Alone,
-            SocketOptions::default(),
-        )
-        .unwrap();
-        acknowledge_with_answer(&listener).unwrap();
+        let listener = listening(SocketOptions::default());
+        acknowledge_with_answer(&listener);
         let _client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (stream, _) = TcpListener::from_std(listener).unwrap().accept().await.unwrap();
         let socket = SockRef::from(&stream).try_clone().unwrap();
@@ -251,7 +240,7 @@ mod tests {
             keepalive: Some(Duration::from_secs(11)),
             user_timeout: Some(Duration::from_secs(12)),
         };
-        let listener = bind(([127, 0, 0, 1], 0).into(), None, Sharing::Alone, options).unwrap();
+        let listener = listening(options);
         let _client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (stream, _) = TcpListener::from_std(listener).unwrap().accept().await.unwrap();
         let socket = SockRef::from(&stream);
