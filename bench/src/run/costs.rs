@@ -195,21 +195,14 @@ fn measure<const N: usize>(args: &Args, requests: u32, tapped: [Option<u32>; N])
     let sidecars = Peer::Tulle.start(&scene, &setup).context("starting the sidecars")?;
     let sidecars = sidecars.context("there are no sidecars")?;
     // Connections are made and learned about, buffers are as large as they will be.
-    let load = match args.row {
+    let load: Load = match args.row {
         Row::NewHttp => generators::reconnecting,
         _ => generators::one_by_one,
     };
     load(&scene, SERVICE, WARM_UP)?;
     let mut costs = [const { None }; N];
     for (n, (costs, one_in)) in (0..).zip(costs.iter_mut().zip(tapped)) {
-        *costs = Some(watched(
-            &scene,
-            &sidecars,
-            || load(&scene, SERVICE, requests),
-            requests,
-            2 * n + 1,
-            one_in,
-        )?);
+        *costs = Some(watched(&scene, &sidecars, load, requests, 2 * n + 1, one_in)?);
     }
     if let Some(dir) = args.dumps.as_deref() {
         std::fs::create_dir_all(dir).with_context(|| format!("making {}", dir.display()))?;
@@ -222,11 +215,14 @@ fn measure<const N: usize>(args: &Args, requests: u32, tapped: [Option<u32>; N])
     Ok(costs.map(|costs| costs.expect("each has been measured")))
 }
 
+/// So many requests, one after the other.
+type Load = fn(&Scene, &str, u32) -> anyhow::Result<()>;
+
 /// What so many requests of `load` cost each, between two dumps, the first of which has that number.
 fn watched(
     scene: &Scene,
     sidecars: &Sidecars,
-    load: impl Fn() -> anyhow::Result<()>,
+    load: Load,
     requests: u32,
     number: u32,
     one_in: Option<u32>,
@@ -238,7 +234,7 @@ fn watched(
         .filter_map(begin)
         .collect::<Result<_, _>>()?;
     dump(scene, sidecars, number)?;
-    load()?;
+    load(scene, SERVICE, requests)?;
     let [mut client, mut server] = dump(scene, sidecars, number + 1)?.map(|counts| Cost::of(counts, requests));
     for (tap, cost) in taps.iter().zip([&mut client, &mut server]) {
         cost.shown = tap.events() as f64 / EVENTS;
