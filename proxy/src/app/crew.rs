@@ -11,7 +11,9 @@ use std::{
     },
 };
 
-use tokio::{net::TcpStream, runtime::Handle};
+use tokio::runtime::Handle;
+
+use crate::net::io::Tcp;
 
 /// All workers, and how many connections each has of one listener.
 pub(super) struct Crew(Vec<Member>);
@@ -40,7 +42,7 @@ impl Crew {
     ///
     /// # Errors
     /// The process is short of what the system needs to watch a socket.
-    pub(super) fn seat(self: &Arc<Self>, worker: usize, stream: TcpStream) -> io::Result<(Seat, TcpStream)> {
+    pub(super) fn seat(self: &Arc<Self>, worker: usize, stream: Tcp) -> io::Result<(Seat, Tcp)> {
         let seat = Seat {
             crew: self.clone(),
             worker: self.choose(worker),
@@ -51,9 +53,8 @@ impl Crew {
             stream
         } else {
             // A socket is watched by the runtime that it was made in.
-            let stream = stream.into_std()?;
             let _inside = member.runtime.enter();
-            TcpStream::from_std(stream)?
+            stream.moved()?
         };
         Ok((seat, stream))
     }
@@ -91,7 +92,7 @@ impl Drop for Seat {
 
 #[cfg(test)]
 mod tests {
-    use tokio::net::TcpListener;
+    use tokio::net::{TcpListener, TcpStream};
 
     use super::*;
 
@@ -103,7 +104,7 @@ mod tests {
         // All that the kernel gives to one worker is shared.
         for _ in 0..40 {
             let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-            seats.push(crew.seat(0, stream).unwrap().0);
+            seats.push(crew.seat(0, Tcp::new(stream)).unwrap().0);
         }
         let of_first = seats.iter().filter(|seat| seat.worker == 0).count();
         assert!((20..=23).contains(&of_first), "{of_first}");

@@ -44,6 +44,7 @@ use crate::{
         connect::SocketOptions,
         copy::Carrying,
         counts, descriptors,
+        io::Tcp,
         listen::{self, Sharing},
         listeners,
         memory::{self, Shortage},
@@ -481,7 +482,7 @@ impl Worker {
         listener: TcpListener,
         crew: &Arc<Crew>,
         admission: &Arc<Admission>,
-        serve: impl Fn(usize, TcpStream, ClientAddr, drain::Watch) -> F + Send + Sync + 'static,
+        serve: impl Fn(usize, Tcp, ClientAddr, drain::Watch) -> F + Send + Sync + 'static,
     ) -> std::io::Result<()>
     where
         F: Future<Output = Option<Carrying>> + Send + 'static,

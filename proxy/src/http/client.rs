@@ -18,7 +18,7 @@ use crate::{
         h2::{Params, client as http2},
         orig_proto, websocket,
     },
-    net::io::Io,
+    net::{awaited::Answer, io::Io},
 };
 
 /// Opens a connection to the endpoint for one HTTP version; boxed once a connection, not once a request.
@@ -204,6 +204,7 @@ impl Client {
     /// # Errors
     /// See [`Error::retry`] for what may be tried again.
     pub(crate) async fn send(&self, ready: Ready, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
+        let _until_it_comes = Answer::awaited();
         match ready {
             Ready::Http1(connection, pool) => {
                 let mut exchange = connection.send(req, self.addr, pool);

@@ -24,7 +24,7 @@ use ::http::HeaderValue;
 use bytes::{Bytes, BytesMut};
 use futures_util::FutureExt as _;
 use parking_lot::Mutex;
-use tokio::{net::TcpStream, time::Instant};
+use tokio::time::Instant;
 use tulle_core::{
     addr::{Addr, ClientAddr, NameAddr, OrigDst},
     drain,
@@ -157,11 +157,11 @@ impl Inbound {
     pub(crate) async fn serve(
         self: Arc<Self>,
         worker: usize,
-        stream: TcpStream,
+        stream: Tcp,
         client: ClientAddr,
         drain: drain::Watch,
     ) -> Option<Carrying> {
-        let OrigDst(target) = match (self.orig_dst)(&stream, client.0) {
+        let OrigDst(target) = match (self.orig_dst)(stream.socket(), client.0) {
             Ok(target) => target,
             Err(error) => {
                 tracing::debug!(client = %client.0, %error, "unknown what the client dialled");
@@ -300,12 +300,12 @@ struct HttpStart {
 
 impl Connection {
     /// A connection that was redirected to us: the policy of the port it went to decides all.
-    async fn redirected(&self, stream: TcpStream, peer: Peer) -> Option<Start> {
+    async fn redirected(&self, stream: Tcp, peer: Peer) -> Option<Start> {
         let port = self.port(&peer)?;
         let current = port.current();
         if current.policy.protocol == ServerProtocol::Opaque {
             let tls = ServerTls::Plain(WhyServerPlain::PortSkipped);
-            let io = self.counted(Tcp::new(stream), &peer, &tls, &current);
+            let io = self.counted(stream, &peer, &tls, &current);
             return Some(Start::bytes(io, peer, tls, port, current));
         }
         let plain = ServerTls::Plain(WhyServerPlain::NoTlsFromRemote);
@@ -330,7 +330,7 @@ impl Connection {
             Opening::Foreign { seen, sni } => {
                 let sni = self.inbound.names.get(&sni, |_| ()).map_or_else(String::new, |()| sni);
                 let tls = ServerTls::PassedThrough { sni };
-                let io = self.counted(Tcp::with_prefix(stream, seen), &peer, &tls, &current);
+                let io = self.counted(stream.unread(seen), &peer, &tls, &current);
                 Some(Start::bytes(io, peer, tls, port, current))
             }
             Opening::Plain(first) if current.policy.protocol == ServerProtocol::Tls && is_plain(&first) => {
@@ -342,7 +342,7 @@ impl Connection {
             Opening::Plain(first) => {
                 let counts = self.inbound.client_counts(&peer, &plain, &current);
                 counts.read(first.n_read() as u64);
-                let io = Io::tcp(Tcp::new(stream)).count(counts);
+                let io = Io::tcp(stream).count(counts);
                 self.detected(Some(&first), &peer, &current, began_at);
                 self.begun(io, first, peer, plain, port, current).await
             }
@@ -350,7 +350,7 @@ impl Connection {
     }
 
     /// A connection to our own port: mTLS with a transport header, or nothing.
-    async fn direct(&self, stream: TcpStream, client: ClientAddr, local: SocketAddr) -> Option<Start> {
+    async fn direct(&self, stream: Tcp, client: ClientAddr, local: SocketAddr) -> Option<Start> {
         let peer = Peer { client, target: local };
         let families = &self.inbound.families;
         let fail = |failure: HandshakeFailure| {
@@ -479,12 +479,12 @@ impl Connection {
     /// Looks for TLS. Where the port's protocol is not known, silence may mean that the server speaks first.
     async fn opening(
         &self,
-        stream: TcpStream,
+        stream: Tcp,
         peer: &Peer,
         plain: &ServerTls,
         port: &Port,
         current: &Current,
-    ) -> Result<(TcpStream, Opening), &'static str> {
+    ) -> Result<(Tcp, Opening), &'static str> {
         let limit = self.inbound.detect_timeout;
         let deadline = Instant::now() + limit;
         let mut stream = stream;
@@ -548,8 +548,8 @@ impl Connection {
     /// Ends TLS here; the failure is counted by its reason.
     ///
     /// A connection of peers has to say by its ALPN that a transport header follows.
-    async fn terminate(&self, stream: TcpStream, seen: Bytes, peer: &Peer, alpn: Alpn) -> Option<(Io, ServerTls)> {
-        let shaking = tls_server::accept(Tcp::with_prefix(stream, seen), &self.inbound.creds, alpn);
+    async fn terminate(&self, stream: Tcp, seen: Bytes, peer: &Peer, alpn: Alpn) -> Option<(Io, ServerTls)> {
+        let shaking = tls_server::accept(stream.unread(seen), &self.inbound.creds, alpn);
         match tokio::time::timeout(self.inbound.detect_timeout, shaking).await {
             Ok(Ok((_, facts))) if facts.alpn != alpn => {
                 let families = &self.inbound.families;

@@ -70,6 +70,25 @@ impl Tcp {
         }
     }
 
+    /// The same, watched by the runtime that this is called in.
+    ///
+    /// # Errors
+    /// The process is short of what the system needs to watch a socket.
+    pub(crate) fn moved(self) -> io::Result<Self> {
+        let stream = TcpStream::from_std(self.stream.into_std()?)?;
+        Ok(Self { stream, ..self })
+    }
+
+    pub(crate) fn socket(&self) -> &TcpStream {
+        &self.stream
+    }
+
+    /// Puts bytes that were read back in front.
+    pub(crate) fn unread(mut self, bytes: Bytes) -> Self {
+        self.prefix = in_front(bytes, self.prefix);
+        self
+    }
+
     fn poll_corked(
         &self,
         cx: &mut Context<'_>,
@@ -115,10 +134,7 @@ impl Io {
 
     /// Puts bytes that were read from this stream back in front of it.
     pub(crate) fn unread(mut self, bytes: Bytes) -> Self {
-        self.prefix = match self.prefix.is_empty() {
-            true => bytes,
-            false => [bytes, self.prefix.split_off(0)].concat().into(),
-        };
+        self.prefix = in_front(bytes, self.prefix.split_off(0));
         self
     }
 
@@ -222,6 +238,13 @@ impl std::fmt::Debug for Io {
             Stream::TlsClient(_) => "Io::TlsClient",
             Stream::TlsServer(_) => "Io::TlsServer",
         })
+    }
+}
+
+fn in_front(bytes: Bytes, of: Bytes) -> Bytes {
+    match of.is_empty() {
+        true => bytes,
+        false => [bytes, of].concat().into(),
     }
 }
 

@@ -1,12 +1,16 @@
 //! Listening sockets and the accept loop of one worker.
 
 use std::{
-    future::Future,
-    io,
+    future::{Future, poll_fn},
+    io::{self, Read as _},
+    mem,
     net::{IpAddr, Ipv6Addr, SocketAddr},
+    pin::pin,
+    task::Poll,
     time::Duration,
 };
 
+use bytes::Bytes;
 use futures_util::FutureExt as _;
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::{
@@ -16,17 +20,29 @@ use tokio::{
 use tulle_core::addr::{self, ClientAddr};
 
 use crate::net::{
+    awaited::Awaited,
     connect::{self, SocketOptions},
+    io::Tcp,
     pause::Pause,
 };
 
+/// A client, with what was read of it.
+type Accepted = (Tcp, SocketAddr);
+
 /// How long an accept loop rests after the process ran out of descriptors or memory.
 const PAUSE_AFTER_ERROR: Duration = Duration::from_millis(50);
-/// Where a client comes so soon after another, who is still there, more will: a crowd.
+/// So many clients who come so soon after each other, of whom so many are there at a time, are a crowd.
+const CROWD: u32 = 32;
 const SOON: Duration = Duration::from_micros(300);
-/// How long the listener is left alone then. Those who come meanwhile are accepted together: to be woken for each of them would
-/// cost us, and them, more than they wait.
-const TOGETHER: Duration = Duration::from_micros(100);
+const COMPANY: usize = 4;
+/// How long a crowd is left alone, where no answer is awaited and where one is. Those who come meanwhile are accepted together,
+/// with what they have said: to be woken by each of them, and by each of their requests, would cost us, and them, more than they
+/// wait.
+const TOGETHER: [Duration; 2] = [Duration::from_micros(400), Duration::from_millis(1)];
+/// How long a client of a crowd may be silent before it is served like others.
+const SILENCE: Duration = Duration::from_millis(2);
+/// What is read of a client before it is served; most requests.
+const FIRST_BYTES: usize = 2048;
 /// Connections that may wait to be accepted, unless the environment says otherwise.
 const BACKLOG: i32 = 4096;
 
@@ -87,50 +103,144 @@ pub(crate) async fn accept_loop(
     pause: Pause,
     stop: impl Future<Output = ()>,
     open: impl Fn() -> usize,
-    serve: impl Fn(TcpStream, ClientAddr),
+    serve: impl Fn(Tcp, ClientAddr),
 ) {
-    let hand_over = |(stream, peer): (TcpStream, SocketAddr)| serve(stream, ClientAddr(addr::canonical(peer)));
-    let mut crowd = Crowd::default();
-    tokio::pin!(stop);
-    loop {
-        // Nothing else keeps the kernel from waking us for who comes than not to watch.
-        let watched = match listener.try_clone().and_then(TcpListener::from_std) {
-            Ok(watched) => watched,
-            Err(error) => {
-                tracing::warn!(%error, "watching for connections failed");
-                match tokio::time::timeout(PAUSE_AFTER_ERROR, &mut stop).await {
-                    Ok(()) => return take_queued(&listener, hand_over),
-                    Err(_) => continue,
-                }
-            }
-        };
+    let serve = |(stream, peer): Accepted| serve(stream, ClientAddr(addr::canonical(peer)));
+    let mut lobby = Lobby::default();
+    let accepting = async {
         loop {
-            let accepted = tokio::select! {
-                biased;
-                () = &mut stop => return take_queued(&listener, hand_over),
-                accepted = watched.accept() => accepted,
-            };
-            let (before, mut first) = (open(), Some(accepted));
-            if let Err(error) = take(|| first.take().or_else(|| watched.accept().now_or_never()), hand_over) {
-                tracing::warn!(%error, "accepting a connection failed");
-                tokio::time::sleep(PAUSE_AFTER_ERROR).await;
-            }
-            if crowd.comes(Instant::now(), before, open()) {
-                break;
-            }
+            one_by_one(&listener, &open, &serve).await;
+            together(&listener, &pause, &mut lobby, &serve).await;
         }
-        drop(watched);
-        if let Err(error) = pause.wait(TOGETHER).await {
-            tracing::debug!(%error, "connections are accepted one by one");
+    };
+    tokio::select! {
+        biased;
+        () = stop => {}
+        () = accepting => {}
+    }
+    // As the kernel has it: the runtime may not know of the latest yet.
+    if let Err(error) = lobby.fill(&listener) {
+        tracing::warn!(%error, "clients that were not served yet are lost");
+    }
+    lobby.release(serve, |_| true);
+}
+
+/// Serves clients as they come, until they are a crowd.
+async fn one_by_one(listener: &std::net::TcpListener, open: impl Fn() -> usize, serve: impl Fn(Accepted)) {
+    // Nothing else keeps the kernel from waking us for who comes than not to watch.
+    let watched = match listener.try_clone().and_then(TcpListener::from_std) {
+        Ok(watched) => watched,
+        Err(error) => {
+            tracing::warn!(%error, "watching for connections failed");
+            return tokio::time::sleep(PAUSE_AFTER_ERROR).await;
+        }
+    };
+    let mut crowd = Crowd::default();
+    loop {
+        let mut first = Some(watched.accept().await);
+        let (mut n, before) = (0, open());
+        let next = || first.take().or_else(|| watched.accept().now_or_never());
+        let serve = |(stream, peer)| {
+            n += 1;
+            serve((Tcp::new(stream), peer));
+        };
+        if let Err(error) = take(next, serve) {
+            tracing::warn!(%error, "accepting a connection failed");
+            tokio::time::sleep(PAUSE_AFTER_ERROR).await;
+        }
+        if crowd.comes(Instant::now(), n, before) {
+            return;
         }
     }
 }
 
+/// Serves a crowd when we are awake anyway, as an answer has come that was awaited, until nobody comes any more.
+async fn together(listener: &std::net::TcpListener, pause: &Pause, lobby: &mut Lobby, serve: impl Fn(Accepted)) {
+    let awaited = Awaited::by_this_worker();
+    let mut last = Instant::now();
+    loop {
+        let mut waiting = pin!(pause.wait(TOGETHER[usize::from(awaited.any())]));
+        let mut is_woken = false;
+        let waited = poll_fn(|cx| {
+            if mem::replace(&mut is_woken, true) {
+                return Poll::Ready(Ok(()));
+            }
+            awaited.wakes(cx.waker());
+            waiting.as_mut().poll(cx)
+        });
+        if let Err(error) = waited.await {
+            tracing::debug!(%error, "connections are accepted one by one");
+            break;
+        }
+        let (now, before) = (Instant::now(), lobby.0.len());
+        if let Err(error) = lobby.fill(listener) {
+            tracing::warn!(%error, "accepting a connection failed");
+            tokio::time::sleep(PAUSE_AFTER_ERROR).await;
+        }
+        if lobby.0.len() > before {
+            last = now;
+        } else if before == 0 && now - last > SOON {
+            break;
+        }
+        lobby.release(&serve, |client| client.speaks() || now - client.since > SILENCE);
+    }
+    lobby.release(serve, |_| true);
+}
+
+/// Clients of a crowd that are accepted but not served.
+#[derive(Default)]
+struct Lobby(Vec<Waiting>);
+
+struct Waiting {
+    stream: std::net::TcpStream,
+    peer: SocketAddr,
+    since: Instant,
+    said: Bytes,
+}
+
+impl Lobby {
+    /// Takes in all who are queued.
+    fn fill(&mut self, listener: &std::net::TcpListener) -> io::Result<()> {
+        let next = || match listener.accept() {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
+            accepted => Some(accepted.and_then(|(stream, peer)| stream.set_nonblocking(true).map(|()| (stream, peer)))),
+        };
+        let since = Instant::now();
+        take(next, |(stream, peer)| {
+            self.0.push(Waiting {
+                stream,
+                peer,
+                since,
+                said: Bytes::new(),
+            });
+        })
+    }
+
+    /// Serves those of whom `may` is true.
+    fn release(&mut self, serve: impl Fn(Accepted), may: impl FnMut(&mut Waiting) -> bool) {
+        for Waiting { stream, peer, said, .. } in self.0.extract_if(.., may) {
+            match TcpStream::from_std(stream) {
+                Ok(stream) => serve((Tcp::with_prefix(stream, said), peer)),
+                Err(error) => tracing::warn!(%error, "a connection cannot be served"),
+            }
+        }
+    }
+}
+
+impl Waiting {
+    /// Whether there is something to do for this client.
+    fn speaks(&mut self) -> bool {
+        let mut space = [0; FIRST_BYTES];
+        match self.stream.read(&mut space) {
+            Ok(n) => self.said = Bytes::copy_from_slice(&space[..n]),
+            Err(error) => return error.kind() != io::ErrorKind::WouldBlock,
+        }
+        true
+    }
+}
+
 /// Hands over all that `next` accepts, up to an error that is the listener's.
-fn take(
-    mut next: impl FnMut() -> Option<io::Result<(TcpStream, SocketAddr)>>,
-    hand_over: impl Fn((TcpStream, SocketAddr)),
-) -> io::Result<()> {
+fn take<C>(mut next: impl FnMut() -> Option<io::Result<C>>, mut hand_over: impl FnMut(C)) -> io::Result<()> {
     while let Some(accepted) = next() {
         match accepted {
             Ok(connection) => hand_over(connection),
@@ -141,31 +251,27 @@ fn take(
     Ok(())
 }
 
-/// Hands over all that are queued, as the kernel has it: the runtime may not know of the latest yet.
-fn take_queued(listener: &std::net::TcpListener, hand_over: impl Fn((TcpStream, SocketAddr))) {
-    let next = || match listener.accept() {
-        Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
-        accepted => Some(accepted.and_then(|(stream, peer)| {
-            stream.set_nonblocking(true)?;
-            Ok((TcpStream::from_std(stream)?, peer))
-        })),
-    };
-    if let Err(error) = take(next, hand_over) {
-        tracing::warn!(%error, "clients that were not served yet are lost");
-    }
-}
-
-/// When clients came last, and how many there were then.
+/// Clients who came soon after each other.
 #[derive(Default)]
 struct Crowd {
-    last: Option<(Instant, usize)>,
+    last: Option<Instant>,
+    n: u32,
+    /// How many were there before and after one of them came.
+    least: usize,
+    most: usize,
 }
 
 impl Crowd {
-    /// Whether those who came now, to so many others, are part of one. Who opens one connection after the other is none.
-    fn comes(&mut self, now: Instant, before: usize, after: usize) -> bool {
-        let last = self.last.replace((now, after));
-        last.is_some_and(|(at, open)| now - at < SOON && before >= open)
+    /// Whether the `n` clients who came now, after `before` others, are part of one. Who opens one connection after the other is
+    /// none.
+    fn comes(&mut self, now: Instant, n: u32, before: usize) -> bool {
+        if self.last.replace(now).is_none_or(|last| now - last >= SOON * n) {
+            (self.n, self.least, self.most) = (0, before, before);
+        }
+        self.n += n;
+        self.least = self.least.min(before);
+        self.most = self.most.max(before + n as usize);
+        self.n >= CROWD && self.most - self.least >= COMPANY
     }
 }
 
@@ -179,47 +285,141 @@ fn is_of_one_connection(error: &io::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
     use super::*;
-    use crate::net::io::{Io, Tcp};
+    use crate::net::io::Io;
 
     fn listening(options: SocketOptions) -> std::net::TcpListener {
         bind(([127, 0, 0, 1], 0).into(), None, Sharing::Alone, options).unwrap()
     }
 
-    #[test]
-    fn a_crowd_is_of_clients_who_come_soon_after_each_other_and_stay() {
-        let (begun, micros) = (Instant::now(), Duration::from_micros);
-        let mut crowd = Crowd::default();
-        assert!(!crowd.comes(begun, 5, 6), "the first");
-        assert!(!crowd.comes(begun + micros(200), 5, 6), "the one before has left");
-        assert!(crowd.comes(begun + micros(400), 6, 9));
-        assert!(crowd.comes(begun + micros(600), 9, 10));
-        assert!(!crowd.comes(begun + micros(1000), 10, 11), "much later");
+    /// Has 100 clients come, `after` so many microseconds each, to so many others; says who of them was the first of a crowd.
+    fn crowd_of(after: u64, others: impl Fn(usize) -> usize) -> Option<usize> {
+        let (mut crowd, mut now) = (Crowd::default(), Instant::now());
+        (1..=100).find(|n| {
+            now += Duration::from_micros(after);
+            crowd.comes(now, 1, others(*n))
+        })
     }
 
-    #[tokio::test]
-    async fn all_of_a_crowd_are_accepted_and_those_still_queued_at_the_end() {
+    #[test]
+    fn a_crowd_is_of_many_clients_who_come_soon_after_each_other_and_stay() {
+        assert_eq!(crowd_of(200, |n| n), Some(32));
+        assert_eq!(crowd_of(200, |n| 10 + n % 5), Some(32));
+        assert_eq!(
+            crowd_of(200, |n| 10 + n / 20),
+            Some(60),
+            "as soon as four are there at a time"
+        );
+        assert_eq!(crowd_of(200, |n| 10 + n % 2), None, "one connection after the other");
+        assert_eq!(crowd_of(400, |n| n), None, "much later");
+        let (mut crowd, now) = (Crowd::default(), Instant::now());
+        assert!(!crowd.comes(now, 10, 0));
+        let later = now + 20 * SOON;
+        assert!(
+            crowd.comes(later, 24, 0),
+            "many at once are as good as one after the other"
+        );
+    }
+
+    /// Accepts until the sender is used; what is accepted comes out of the receiver, and counts as open for as long as it could.
+    fn accepting() -> (
+        SocketAddr,
+        tokio::sync::oneshot::Sender<()>,
+        tokio::sync::mpsc::UnboundedReceiver<Tcp>,
+    ) {
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         let listener = listening(SocketOptions::default());
         let addr = listener.local_addr().unwrap();
-        let (sender, mut accepted) = tokio::sync::mpsc::unbounded_channel();
-        let accepting = tokio::spawn(async move {
-            let stop = stopped.map(|_| ());
-            let serve = |stream, _| sender.send(stream).unwrap();
-            accept_loop(listener, Pause::new().unwrap(), stop, || sender.strong_count(), serve).await;
+        let (sender, accepted) = tokio::sync::mpsc::unbounded_channel();
+        tokio::spawn(async move {
+            let open = AtomicUsize::new(0);
+            let serve = |tcp, _| {
+                open.fetch_add(1, Ordering::Relaxed);
+                sender.send(tcp).unwrap();
+            };
+            accept_loop(
+                listener,
+                Pause::new().unwrap(),
+                stopped.map(|_| ()),
+                || open.load(Ordering::Relaxed),
+                serve,
+            )
+            .await;
         });
+        (addr, stop, accepted)
+    }
+
+    #[tokio::test]
+    async fn all_of_a_crowd_are_served_and_those_still_queued_at_the_end() {
+        let (addr, stop, mut accepted) = accepting();
         let mut open = Vec::new();
         for _ in 0..100 {
             open.push(TcpStream::connect(addr).await.unwrap());
         }
         for _ in 0..100 {
-            open.push(accepted.recv().await.unwrap());
+            accepted.recv().await.unwrap();
         }
         let _last = std::net::TcpStream::connect(addr).unwrap();
         stop.send(()).unwrap();
-        accepting.await.unwrap();
         assert!(accepted.recv().await.is_some());
         assert!(accepted.recv().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn what_a_client_of_a_crowd_has_said_is_not_lost() {
+        let (addr, _stop, mut accepted) = accepting();
+        let mut open = Vec::new();
+        for n in 0..100_u8 {
+            let mut client = TcpStream::connect(addr).await.unwrap();
+            client.write_all(&[n; 5000]).await.unwrap();
+            open.push(client);
+        }
+        let mut seen = Vec::new();
+        for _ in 0..100 {
+            let mut said = [0; 5000];
+            accepted.recv().await.unwrap().read_exact(&mut said).await.unwrap();
+            assert_eq!(said, [said[0]; 5000]);
+            seen.push(said[0]);
+        }
+        seen.sort_unstable();
+        assert_eq!(seen, (0..100).collect::<Vec<_>>());
+    }
+
+    #[tokio::test]
+    async fn who_waits_in_the_lobby_is_served_once_it_speaks_or_has_left() {
+        let listener = listening(SocketOptions::default());
+        let addr = listener.local_addr().unwrap();
+        let mut lobby = Lobby::default();
+        let mut silent = TcpStream::connect(addr).await.unwrap();
+        let mut speaking = TcpStream::connect(addr).await.unwrap();
+        let leaving = TcpStream::connect(addr).await.unwrap();
+        lobby.fill(&listener).unwrap();
+        let served = std::cell::RefCell::new(Vec::new());
+        let serve = |(tcp, peer): Accepted| served.borrow_mut().push((tcp, peer));
+        lobby.release(serve, Waiting::speaks);
+        assert!(served.borrow().is_empty());
+        speaking.write_all(b"hello").await.unwrap();
+        drop(leaving);
+        while lobby.0.len() > 1 {
+            lobby.release(serve, Waiting::speaks);
+        }
+        assert_eq!(lobby.0[0].peer, silent.local_addr().unwrap());
+        silent.write_all(b"hello").await.unwrap();
+        while !lobby.0.is_empty() {
+            lobby.release(serve, Waiting::speaks);
+        }
+        for (mut tcp, peer) in served.take() {
+            let mut said = [0; 5];
+            let read = tcp.read_exact(&mut said).await;
+            assert_eq!(
+                read.is_ok(),
+                [speaking.local_addr().unwrap(), silent.local_addr().unwrap()].contains(&peer)
+            );
+        }
     }
 
     #[tokio::test]

@@ -3,6 +3,7 @@
 //! Knows nothing of HTTP semantics or policy. Connections enter through [`listen`] and [`connect`] and leave as
 //! [`io::Io`], the one stream type of the proxy.
 
+pub(crate) mod awaited;
 pub(crate) mod connect;
 pub(crate) mod copy;
 pub(crate) mod counts;

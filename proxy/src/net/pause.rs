@@ -34,6 +34,8 @@ impl Pause {
         Ok(Self(watched(Timer(timer))?))
     }
 
+    /// May end at once where the wait before was given up.
+    ///
     /// # Errors
     /// The time is none, or the runtime ends.
     pub(crate) async fn wait(&self, time: Duration) -> io::Result<()> {

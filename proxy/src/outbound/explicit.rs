@@ -9,7 +9,6 @@ use bytes::BytesMut;
 use http::{Request, Response, header, uri::Scheme};
 use tokio::{
     io::{AsyncWriteExt as _, copy, sink},
-    net::TcpStream,
     sync::oneshot,
 };
 use tulle_core::{
@@ -39,11 +38,11 @@ impl Outbound {
     pub(crate) async fn serve_explicit(
         self: Arc<Self>,
         worker: usize,
-        stream: TcpStream,
+        stream: Tcp,
         client: ClientAddr,
         drain: drain::Watch,
     ) -> Option<Carrying> {
-        let Ok(listener) = stream.local_addr().map(Addr::Socket) else {
+        let Ok(listener) = stream.socket().local_addr().map(Addr::Socket) else {
             return None; // the client has left
         };
         if let Some(refusal) = self.wrappers.admission.refusal() {
@@ -51,7 +50,7 @@ impl Outbound {
             tracing::debug!(client = %client.0, %refusal, "connection refused");
             return None;
         }
-        let (mut io, mut seen) = (Io::tcp(Tcp::new(stream)), BytesMut::new());
+        let (mut io, mut seen) = (Io::tcp(stream), BytesMut::new());
         let protocol = match detect::look(&mut io, &mut seen, PATIENCE).await {
             Ok(Look::Seen(Verdict::Http1)) => Protocol::Http1,
             Ok(Look::Seen(Verdict::Http2)) => Protocol::Http2,

@@ -24,7 +24,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use bytes::{Bytes, BytesMut};
 use futures_util::FutureExt as _;
-use tokio::{net::TcpStream, time::Instant};
+use tokio::time::Instant;
 use tulle_core::{
     addr::{Addr, ClientAddr},
     drain,
@@ -91,11 +91,11 @@ impl Outbound {
     pub(crate) async fn serve(
         self: Arc<Self>,
         worker: usize,
-        stream: TcpStream,
+        stream: Tcp,
         client: ClientAddr,
         drain: drain::Watch,
     ) -> Option<Carrying> {
-        let dst = match (self.orig_dst)(&stream, client.0) {
+        let dst = match (self.orig_dst)(stream.socket(), client.0) {
             Ok(dst) => dst,
             Err(error) => {
                 tracing::debug!(client = %client.0, %error, "unknown what the application dialled");
@@ -121,7 +121,7 @@ impl Outbound {
                 return None;
             }
         };
-        let io = Io::tcp(Tcp::new(stream));
+        let io = Io::tcp(stream);
         self.connection(worker, client, destination, drain)
             .serve(io, None)
             .await
@@ -131,13 +131,13 @@ impl Outbound {
     async fn refuse(
         self: Arc<Self>,
         worker: usize,
-        stream: TcpStream,
+        stream: Tcp,
         client: ClientAddr,
         dst: Addr,
         error: &Error,
         drain: drain::Watch,
     ) {
-        let (mut io, mut seen) = (Io::tcp(Tcp::new(stream)), BytesMut::new());
+        let (mut io, mut seen) = (Io::tcp(stream), BytesMut::new());
         let protocol = match detect::look(&mut io, &mut seen, PATIENCE).await {
             Ok(Look::Seen(Verdict::Http1)) => Protocol::Http1,
             Ok(Look::Seen(Verdict::Http2)) => Protocol::Http2,
