@@ -31,10 +31,12 @@ type Accepted = (Tcp, SocketAddr);
 
 /// How long an accept loop rests after the process ran out of descriptors or memory.
 const PAUSE_AFTER_ERROR: Duration = Duration::from_millis(50);
-/// So many clients who come so soon after each other, of whom so many are there at a time, are a crowd.
+/// So many clients who come so soon after each other, of whom so many are there at a time, are a crowd, until for so long nobody
+/// comes.
 const CROWD: u32 = 32;
 const SOON: Duration = Duration::from_micros(300);
 const COMPANY: usize = 4;
+const DISPERSED: Duration = Duration::from_millis(2);
 /// How long a crowd is left alone, where no answer is awaited and where one is. Those who come meanwhile are accepted together,
 /// with what they have said: to be woken by each of them, and by each of their requests, would cost us, and them, more than they
 /// wait.
@@ -106,11 +108,11 @@ pub(crate) async fn accept_loop(
     serve: impl Fn(Tcp, ClientAddr),
 ) {
     let serve = |(stream, peer): Accepted| serve(stream, ClientAddr(addr::canonical(peer)));
-    let mut lobby = Lobby::default();
+    let (mut crowd, mut lobby) = (Crowd::new(Instant::now()), Lobby::default());
     let accepting = async {
         loop {
-            one_by_one(&listener, &open, &serve).await;
-            together(&listener, &pause, &mut lobby, &serve).await;
+            one_by_one(&listener, &mut crowd, &open, &serve).await;
+            together(&listener, &pause, &mut crowd, &mut lobby, &open, &serve).await;
         }
     };
     tokio::select! {
@@ -125,8 +127,13 @@ pub(crate) async fn accept_loop(
     lobby.release(serve, |_| true);
 }
 
-/// Serves clients as they come, until they are a crowd.
-async fn one_by_one(listener: &std::net::TcpListener, open: impl Fn() -> usize, serve: impl Fn(Accepted)) {
+/// Serves clients as they come, up to the first of a crowd.
+async fn one_by_one(
+    listener: &std::net::TcpListener,
+    crowd: &mut Crowd,
+    open: impl Fn() -> usize,
+    serve: impl Fn(Accepted),
+) {
     // Nothing else keeps the kernel from waking us for who comes than not to watch.
     let watched = match listener.try_clone().and_then(TcpListener::from_std) {
         Ok(watched) => watched,
@@ -135,7 +142,6 @@ async fn one_by_one(listener: &std::net::TcpListener, open: impl Fn() -> usize, 
             return tokio::time::sleep(PAUSE_AFTER_ERROR).await;
         }
     };
-    let mut crowd = Crowd::default();
     loop {
         let mut first = Some(watched.accept().await);
         let (mut n, before) = (0, open());
@@ -148,16 +154,23 @@ async fn one_by_one(listener: &std::net::TcpListener, open: impl Fn() -> usize, 
             tracing::warn!(%error, "accepting a connection failed");
             tokio::time::sleep(PAUSE_AFTER_ERROR).await;
         }
-        if crowd.comes(Instant::now(), n, before) {
+        crowd.came(Instant::now(), n, before);
+        if crowd.is_there {
             return;
         }
     }
 }
 
-/// Serves a crowd when we are awake anyway, as an answer has come that was awaited, until nobody comes any more.
-async fn together(listener: &std::net::TcpListener, pause: &Pause, lobby: &mut Lobby, serve: impl Fn(Accepted)) {
+/// Serves a crowd when we are awake anyway, as an answer has come that was awaited, up to where nobody comes for a moment.
+async fn together(
+    listener: &std::net::TcpListener,
+    pause: &Pause,
+    crowd: &mut Crowd,
+    lobby: &mut Lobby,
+    open: impl Fn() -> usize,
+    serve: impl Fn(Accepted),
+) {
     let awaited = Awaited::by_this_worker();
-    let mut last = Instant::now();
     loop {
         let mut waiting = pin!(pause.wait(TOGETHER[usize::from(awaited.any())]));
         let mut is_woken = false;
@@ -170,21 +183,20 @@ async fn together(listener: &std::net::TcpListener, pause: &Pause, lobby: &mut L
         });
         if let Err(error) = waited.await {
             tracing::debug!(%error, "connections are accepted one by one");
-            break;
+            crowd.is_there = false;
+            return lobby.release(serve, |_| true);
         }
         let (now, before) = (Instant::now(), lobby.0.len());
         if let Err(error) = lobby.fill(listener) {
             tracing::warn!(%error, "accepting a connection failed");
             tokio::time::sleep(PAUSE_AFTER_ERROR).await;
         }
-        if lobby.0.len() > before {
-            last = now;
-        } else if before == 0 && now - last > SOON {
-            break;
+        if lobby.0.is_empty() && now - crowd.last > SOON {
+            return;
         }
+        crowd.came(now, (lobby.0.len() - before) as u32, before + open());
         lobby.release(&serve, |client| client.speaks() || now - client.since > SILENCE);
     }
-    lobby.release(serve, |_| true);
 }
 
 /// Clients of a crowd that are accepted but not served.
@@ -251,27 +263,48 @@ fn take<C>(mut next: impl FnMut() -> Option<io::Result<C>>, mut hand_over: impl 
     Ok(())
 }
 
-/// Clients who came soon after each other.
-#[derive(Default)]
+/// Whether clients crowd: judged by each few dozen of them.
 struct Crowd {
-    last: Option<Instant>,
+    is_there: bool,
+    last: Instant,
+    /// The clients since the last judgement: since when, how many, and the fewest and most that were open at a time.
+    since: Instant,
     n: u32,
-    /// How many were there before and after one of them came.
     least: usize,
     most: usize,
 }
 
 impl Crowd {
-    /// Whether the `n` clients who came now, after `before` others, are part of one. Who opens one connection after the other is
-    /// none.
-    fn comes(&mut self, now: Instant, n: u32, before: usize) -> bool {
-        if self.last.replace(now).is_none_or(|last| now - last >= SOON * n) {
-            (self.n, self.least, self.most) = (0, before, before);
+    fn new(now: Instant) -> Self {
+        Self {
+            is_there: false,
+            last: now,
+            since: now,
+            n: 0,
+            least: usize::MAX,
+            most: 0,
         }
+    }
+
+    /// Takes notice of `n` clients who came now, when `before` were open. Who opens one connection after the other is no crowd.
+    fn came(&mut self, now: Instant, n: u32, before: usize) {
+        if n == 0 {
+            return;
+        }
+        if now - self.last > DISPERSED {
+            *self = Self::new(now);
+        }
+        self.last = now;
         self.n += n;
         self.least = self.least.min(before);
         self.most = self.most.max(before + n as usize);
-        self.n >= CROWD && self.most - self.least >= COMPANY
+        if self.n >= CROWD {
+            let is_there = now - self.since < SOON * self.n && self.most - self.least >= COMPANY;
+            *self = Self {
+                is_there,
+                ..Self::new(now)
+            };
+        }
     }
 }
 
@@ -296,33 +329,34 @@ mod tests {
         bind(([127, 0, 0, 1], 0).into(), None, Sharing::Alone, options).unwrap()
     }
 
-    /// Has 100 clients come, `after` so many microseconds each, to so many others; says who of them was the first of a crowd.
-    fn crowd_of(after: u64, others: impl Fn(usize) -> usize) -> Option<usize> {
-        let (mut crowd, mut now) = (Crowd::default(), Instant::now());
-        (1..=100).find(|n| {
+    /// Has 128 clients come, so many at once and so many microseconds after each other, to as many others as `others` says; says
+    /// when they are a crowd.
+    fn crowd_of(at_once: u32, after: u64, others: impl Fn(u32) -> usize) -> Vec<u32> {
+        let mut now = Instant::now();
+        let mut crowd = Crowd::new(now);
+        let came = (1..=128 / at_once).map(|n| n * at_once);
+        came.filter(|n| {
             now += Duration::from_micros(after);
-            crowd.comes(now, 1, others(*n))
+            crowd.came(now, at_once, others(*n));
+            crowd.is_there
         })
+        .collect()
     }
 
     #[test]
     fn a_crowd_is_of_many_clients_who_come_soon_after_each_other_and_stay() {
-        assert_eq!(crowd_of(200, |n| n), Some(32));
-        assert_eq!(crowd_of(200, |n| 10 + n % 5), Some(32));
-        assert_eq!(
-            crowd_of(200, |n| 10 + n / 20),
-            Some(60),
-            "as soon as four are there at a time"
-        );
-        assert_eq!(crowd_of(200, |n| 10 + n % 2), None, "one connection after the other");
-        assert_eq!(crowd_of(400, |n| n), None, "much later");
-        let (mut crowd, now) = (Crowd::default(), Instant::now());
-        assert!(!crowd.comes(now, 10, 0));
-        let later = now + 20 * SOON;
-        assert!(
-            crowd.comes(later, 24, 0),
-            "many at once are as good as one after the other"
-        );
+        assert_eq!(crowd_of(1, 200, |n| n as usize), (32..=128).collect::<Vec<_>>());
+        assert_eq!(crowd_of(8, 1600, |_| 10), (32..=128).step_by(8).collect::<Vec<_>>());
+        let one_by_one = crowd_of(1, 200, |n| 10 + n as usize % 2);
+        assert!(one_by_one.is_empty(), "{one_by_one:?}");
+        let soon_more = |n: u32| if n > 40 { n as usize } else { 10 };
+        assert_eq!(crowd_of(1, 200, soon_more), (64..=128).collect::<Vec<_>>());
+        let no_more = |n: u32| if n > 40 { 10 } else { n as usize };
+        assert_eq!(crowd_of(1, 200, no_more), (32..96).collect::<Vec<_>>());
+        let slowly = crowd_of(1, 400, |n| n as usize);
+        assert!(slowly.is_empty(), "{slowly:?}");
+        let few = crowd_of(8, 2400, |_| 10);
+        assert!(few.is_empty(), "{few:?}");
     }
 
     /// Accepts until the sender is used; what is accepted comes out of the receiver, and counts as open for as long as it could.
