@@ -11,9 +11,9 @@ use std::{
     },
 };
 
-use tokio::runtime::Handle;
+use tokio::{net::TcpStream, runtime::Handle};
 
-use crate::net::io::Tcp;
+use crate::net::{io::Tcp, listen::Client};
 
 /// All workers, and how many connections each has of one listener.
 pub(super) struct Crew(Vec<Member>);
@@ -38,33 +38,23 @@ impl Crew {
         Arc::new(Self(runtimes.iter().map(member).collect()))
     }
 
-    /// Seats a connection that `worker` has accepted, and takes it there.
+    /// Seats a client that `worker` has accepted, and has the runtime there watch it.
     ///
     /// # Errors
     /// The process is short of what the system needs to watch a socket.
-    pub(super) fn seat(self: &Arc<Self>, worker: usize, stream: Tcp) -> io::Result<(Seat, Tcp)> {
+    pub(super) fn seat(self: &Arc<Self>, worker: usize, client: Client) -> io::Result<(Seat, Tcp)> {
         let seat = Seat {
             crew: self.clone(),
             worker: self.choose(worker),
         };
         let member = seat.member();
         member.open.fetch_add(1, Ordering::Relaxed);
-        let stream = if seat.worker == worker {
-            stream
-        } else {
-            // A socket is watched by the runtime that it was made in.
-            let _inside = member.runtime.enter();
-            stream.moved()?
-        };
-        Ok((seat, stream))
+        let _inside = member.runtime.enter();
+        let stream = TcpStream::from_std(client.stream)?;
+        Ok((seat, Tcp::with_prefix(stream, client.said)))
     }
 
-    /// How many connections there are.
-    pub(super) fn open(&self) -> usize {
-        self.0.iter().map(|member| member.open.load(Ordering::Relaxed)).sum()
-    }
-
-    /// Moving a connection costs two system calls and a wake-up, which a small difference does not repay.
+    /// Another worker has to be woken, which a small difference does not repay.
     fn choose(&self, accepted_by: usize) -> usize {
         let open = |index: usize| self.0[index].open.load(Ordering::Relaxed);
         let own = open(accepted_by);
@@ -92,7 +82,8 @@ impl Drop for Seat {
 
 #[cfg(test)]
 mod tests {
-    use tokio::net::{TcpListener, TcpStream};
+    use bytes::Bytes;
+    use tokio::net::TcpListener;
 
     use super::*;
 
@@ -104,7 +95,11 @@ mod tests {
         // All that the kernel gives to one worker is shared.
         for _ in 0..40 {
             let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-            seats.push(crew.seat(0, Tcp::new(stream)).unwrap().0);
+            let client = Client {
+                stream: stream.into_std().unwrap(),
+                said: Bytes::new(),
+            };
+            seats.push(crew.seat(0, client).unwrap().0);
         }
         let of_first = seats.iter().filter(|seat| seat.worker == 0).count();
         assert!((20..=23).contains(&of_first), "{of_first}");

@@ -489,15 +489,15 @@ impl Worker {
     {
         let pause = Pause::new()?;
         let (index, crew, drain, admission) = (self.index, crew.clone(), self.drain.clone(), admission.clone());
+        let (stop, until_all_are_served) = (drain.clone(), drain.guard());
         loops.spawn(async move {
-            let stop = drain.clone();
-            let spawn = |stream, client| {
-                let (seat, stream) = match crew.seat(index, stream) {
+            let spawn = |client, addr| {
+                let (seat, stream) = match crew.seat(index, client) {
                     Ok(seated) => seated,
                     Err(error) => return tracing::warn!(%error, "a connection cannot be served"),
                 };
                 let runtime = seat.runtime().clone();
-                let serving = serve(seat.worker, stream, client, drain.clone());
+                let serving = serve(seat.worker, stream, addr, drain.clone());
                 let held = (drain.guard(), admission.accepted(), seat);
                 // An async block would hold the future twice. What only carries bytes goes on by itself, in less memory.
                 runtime.spawn(serving.map(move |carrying| match carrying {
@@ -505,7 +505,8 @@ impl Worker {
                     None => drop(held),
                 }));
             };
-            listen::accept_loop(listener, pause, stop.signaled(), || crew.open(), spawn).await;
+            listen::accept_loop(listener, pause, stop.signaled(), spawn).await;
+            drop(until_all_are_served);
         });
         Ok(())
     }

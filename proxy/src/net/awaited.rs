@@ -5,13 +5,13 @@ use std::sync::{
     atomic::{AtomicUsize, Ordering},
 };
 
-use futures_util::task::AtomicWaker;
+use tokio::sync::Notify;
 
 /// What one worker waits for.
 #[derive(Default)]
 pub(crate) struct Awaited {
     n: AtomicUsize,
-    bystander: AtomicWaker,
+    came: Notify,
 }
 
 /// An answer that is awaited until this is dropped.
@@ -26,14 +26,14 @@ impl Awaited {
         BY_THIS_WORKER.with(Arc::clone)
     }
 
-    /// Whether there are any.
-    pub(crate) fn any(&self) -> bool {
-        self.n.load(Ordering::Relaxed) > 0
+    /// How many there are.
+    pub(crate) fn n(&self) -> usize {
+        self.n.load(Ordering::Relaxed)
     }
 
-    /// Has a task woken when one comes. Only the last that asked is.
-    pub(crate) fn wakes(&self, task: &std::task::Waker) {
-        self.bystander.register(task);
+    /// Waits until one comes.
+    pub(crate) async fn comes(&self) {
+        self.came.notified().await;
     }
 }
 
@@ -48,35 +48,32 @@ impl Answer {
 impl Drop for Answer {
     fn drop(&mut self) {
         self.0.n.fetch_sub(1, Ordering::Relaxed);
-        self.0.bystander.wake();
+        self.0.came.notify_waiters();
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{future::poll_fn, task::Poll};
+    use futures_util::FutureExt as _;
 
     use super::*;
 
     #[tokio::test]
-    async fn a_bystander_hears_of_the_first_answer_that_comes() {
+    async fn all_who_wait_hear_of_an_answer_that_comes_and_not_of_those_that_do_not() {
         let awaited = Awaited::by_this_worker();
-        assert!(!awaited.any());
+        assert_eq!(awaited.n(), 0);
         let (first, second) = (Answer::awaited(), Answer::awaited());
-        assert!(awaited.any());
-        let bystander = tokio::spawn(async move {
-            let mut polled = 0;
-            poll_fn(|cx| {
-                awaited.wakes(cx.waker());
-                polled += 1;
-                if polled == 2 { Poll::Ready(()) } else { Poll::Pending }
-            })
-            .await;
-            awaited.any()
-        });
-        tokio::task::yield_now().await;
+        assert_eq!(awaited.n(), 2);
+        let mut waiting = [Box::pin(awaited.comes()), Box::pin(awaited.comes())];
+        for waits in &mut waiting {
+            assert!(waits.now_or_never().is_none());
+        }
         drop(first);
-        assert!(bystander.await.unwrap(), "the second is awaited still");
+        assert_eq!(awaited.n(), 1);
+        for waits in waiting {
+            assert!(waits.now_or_never().is_some());
+        }
+        assert!(awaited.comes().now_or_never().is_none(), "the second is awaited still");
         drop(second);
     }
 }

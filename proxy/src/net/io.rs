@@ -70,15 +70,6 @@ impl Tcp {
         }
     }
 
-    /// The same, watched by the runtime that this is called in.
-    ///
-    /// # Errors
-    /// The process is short of what the system needs to watch a socket.
-    pub(crate) fn moved(self) -> io::Result<Self> {
-        let stream = TcpStream::from_std(self.stream.into_std()?)?;
-        Ok(Self { stream, ..self })
-    }
-
     pub(crate) fn socket(&self) -> &TcpStream {
         &self.stream
     }

@@ -1,20 +1,18 @@
 //! Listening sockets and the accept loop of one worker.
 
 use std::{
-    future::{Future, poll_fn},
+    convert::Infallible,
     io::{self, Read as _},
-    mem,
     net::{IpAddr, Ipv6Addr, SocketAddr},
-    pin::pin,
-    task::Poll,
+    os::fd::{AsFd as _, BorrowedFd},
+    sync::Arc,
     time::Duration,
 };
 
 use bytes::Bytes;
-use futures_util::FutureExt as _;
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::{
-    net::{TcpListener, TcpStream},
+    io::{Interest, unix::AsyncFd},
     time::Instant,
 };
 use tulle_core::addr::{self, ClientAddr};
@@ -22,29 +20,26 @@ use tulle_core::addr::{self, ClientAddr};
 use crate::net::{
     awaited::Awaited,
     connect::{self, SocketOptions},
-    io::Tcp,
     pause::Pause,
 };
 
-/// A client, with what was read of it.
-type Accepted = (Tcp, SocketAddr);
-
 /// How long an accept loop rests after the process ran out of descriptors or memory.
 const PAUSE_AFTER_ERROR: Duration = Duration::from_millis(50);
-/// So many clients who come so soon after each other, of whom so many are there at a time, are a crowd, until for so long nobody
-/// comes.
-const CROWD: u32 = 32;
+/// So many clients who come so soon after each other on average, while the number of those who are busy varies by so many, are a
+/// crowd, until for so long nobody comes.
+const CROWD: usize = 32;
 const SOON: Duration = Duration::from_micros(300);
-const COMPANY: usize = 4;
+const VARIATION: usize = 4;
 const DISPERSED: Duration = Duration::from_millis(2);
-/// How long a crowd is left alone, where no answer is awaited and where one is. Those who come meanwhile are accepted together,
-/// with what they have said: to be woken by each of them, and by each of their requests, would cost us, and them, more than they
-/// wait.
-const TOGETHER: [Duration; 2] = [Duration::from_micros(400), Duration::from_millis(1)];
+/// How long those of a crowd wait for an answer at most. They are accepted together, and with what they have said by then: to be
+/// woken by each of them, and by each of their requests, would cost us, and them, more than they wait.
+const TOGETHER: Duration = Duration::from_millis(1);
 /// How long a client of a crowd may be silent before it is served like others.
 const SILENCE: Duration = Duration::from_millis(2);
 /// What is read of a client before it is served; most requests.
 const FIRST_BYTES: usize = 2048;
+/// Clients that are accepted before others get their turn.
+const AT_ONCE: usize = 128;
 /// Connections that may wait to be accepted, unless the environment says otherwise.
 const BACKLOG: i32 = 4096;
 
@@ -99,20 +94,20 @@ pub(crate) fn acknowledge_with_answer(listener: &std::net::TcpListener) {
 }
 
 /// Accepts until `stop` resolves, then takes what the kernel already queued, so that nobody who got through the
-/// handshake is reset. `open` says how many connections there are.
+/// handshake is reset.
 pub(crate) async fn accept_loop(
     listener: std::net::TcpListener,
     pause: Pause,
     stop: impl Future<Output = ()>,
-    open: impl Fn() -> usize,
-    serve: impl Fn(Tcp, ClientAddr),
+    serve: impl Fn(Client, ClientAddr),
 ) {
-    let serve = |(stream, peer): Accepted| serve(stream, ClientAddr(addr::canonical(peer)));
-    let (mut crowd, mut lobby) = (Crowd::new(Instant::now()), Lobby::default());
+    let mut door = Door::new(&listener, serve);
     let accepting = async {
         loop {
-            one_by_one(&listener, &mut crowd, &open, &serve).await;
-            together(&listener, &pause, &mut crowd, &mut lobby, &open, &serve).await;
+            let Err(error) = door.accept(&pause).await;
+            tracing::warn!(%error, "accepting connections failed");
+            door.serve(|_| true);
+            tokio::time::sleep(PAUSE_AFTER_ERROR).await;
         }
     };
     tokio::select! {
@@ -121,120 +116,117 @@ pub(crate) async fn accept_loop(
         () = accepting => {}
     }
     // As the kernel has it: the runtime may not know of the latest yet.
-    if let Err(error) = lobby.fill(&listener) {
-        tracing::warn!(%error, "clients that were not served yet are lost");
-    }
-    lobby.release(serve, |_| true);
-}
-
-/// Serves clients as they come, up to the first of a crowd.
-async fn one_by_one(
-    listener: &std::net::TcpListener,
-    crowd: &mut Crowd,
-    open: impl Fn() -> usize,
-    serve: impl Fn(Accepted),
-) {
-    // Nothing else keeps the kernel from waking us for who comes than not to watch.
-    let watched = match listener.try_clone().and_then(TcpListener::from_std) {
-        Ok(watched) => watched,
-        Err(error) => {
-            tracing::warn!(%error, "watching for connections failed");
-            return tokio::time::sleep(PAUSE_AFTER_ERROR).await;
-        }
-    };
     loop {
-        let mut first = Some(watched.accept().await);
-        let (mut n, before) = (0, open());
-        let next = || first.take().or_else(|| watched.accept().now_or_never());
-        let serve = |(stream, peer)| {
-            n += 1;
-            serve((Tcp::new(stream), peer));
-        };
-        if let Err(error) = take(next, serve) {
-            tracing::warn!(%error, "accepting a connection failed");
-            tokio::time::sleep(PAUSE_AFTER_ERROR).await;
-        }
-        crowd.came(Instant::now(), n, before);
-        if crowd.is_there {
-            return;
+        match door.fill() {
+            Ok(More::Maybe) => {}
+            Ok(More::No) => break,
+            Err(error) => break tracing::warn!(%error, "clients that were not served yet are lost"),
         }
     }
+    door.serve(|_| true);
 }
 
-/// Serves a crowd when we are awake anyway, as an answer has come that was awaited, up to where nobody comes for a moment.
-async fn together(
-    listener: &std::net::TcpListener,
-    pause: &Pause,
-    crowd: &mut Crowd,
-    lobby: &mut Lobby,
-    open: impl Fn() -> usize,
-    serve: impl Fn(Accepted),
-) {
-    let awaited = Awaited::by_this_worker();
-    loop {
-        let mut waiting = pin!(pause.wait(TOGETHER[usize::from(awaited.any())]));
-        let mut is_woken = false;
-        let waited = poll_fn(|cx| {
-            if mem::replace(&mut is_woken, true) {
-                return Poll::Ready(Ok(()));
-            }
-            awaited.wakes(cx.waker());
-            waiting.as_mut().poll(cx)
-        });
-        if let Err(error) = waited.await {
-            tracing::debug!(%error, "connections are accepted one by one");
-            crowd.is_there = false;
-            return lobby.release(serve, |_| true);
-        }
-        let (now, before) = (Instant::now(), lobby.0.len());
-        if let Err(error) = lobby.fill(listener) {
-            tracing::warn!(%error, "accepting a connection failed");
-            tokio::time::sleep(PAUSE_AFTER_ERROR).await;
-        }
-        if lobby.0.is_empty() && now - crowd.last > SOON {
-            return;
-        }
-        crowd.came(now, (lobby.0.len() - before) as u32, before + open());
-        lobby.release(&serve, |client| client.speaks() || now - client.since > SILENCE);
-    }
+/// A client who was accepted, with what was read of it. No runtime watches it yet.
+pub(crate) struct Client {
+    pub(crate) stream: std::net::TcpStream,
+    pub(crate) said: Bytes,
 }
 
-/// Clients of a crowd that are accepted but not served.
-#[derive(Default)]
-struct Lobby(Vec<Waiting>);
+/// A listener, who came to it, and who of them is not served yet.
+struct Door<'l, S> {
+    listener: &'l std::net::TcpListener,
+    serve: S,
+    crowd: Crowd,
+    lobby: Vec<Waiting>,
+    /// The answers that this worker waits for.
+    awaited: Arc<Awaited>,
+}
 
 struct Waiting {
-    stream: std::net::TcpStream,
-    peer: SocketAddr,
+    client: Client,
+    addr: ClientAddr,
     since: Instant,
-    said: Bytes,
 }
 
-impl Lobby {
-    /// Takes in all who are queued.
-    fn fill(&mut self, listener: &std::net::TcpListener) -> io::Result<()> {
-        let next = || match listener.accept() {
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
-            accepted => Some(accepted.and_then(|(stream, peer)| stream.set_nonblocking(true).map(|()| (stream, peer)))),
-        };
-        let since = Instant::now();
-        take(next, |(stream, peer)| {
-            self.0.push(Waiting {
-                stream,
-                peer,
-                since,
-                said: Bytes::new(),
-            });
-        })
+/// Whether there may be more clients to accept.
+#[derive(PartialEq, Eq)]
+enum More {
+    Maybe,
+    No,
+}
+
+impl<'l, S: Fn(Client, ClientAddr)> Door<'l, S> {
+    fn new(listener: &'l std::net::TcpListener, serve: S) -> Self {
+        Self {
+            listener,
+            serve,
+            crowd: Crowd::new(Instant::now()),
+            lobby: Vec::new(),
+            awaited: Awaited::by_this_worker(),
+        }
     }
 
-    /// Serves those of whom `may` is true.
-    fn release(&mut self, serve: impl Fn(Accepted), may: impl FnMut(&mut Waiting) -> bool) {
-        for Waiting { stream, peer, said, .. } in self.0.extract_if(.., may) {
-            match TcpStream::from_std(stream) {
-                Ok(stream) => serve((Tcp::with_prefix(stream, said), peer)),
-                Err(error) => tracing::warn!(%error, "a connection cannot be served"),
+    /// Serves clients as they come. Those of a crowd wait for an answer, with which we will be awake anyway, if one is awaited.
+    ///
+    /// # Errors
+    /// What keeps us from accepting.
+    async fn accept(&mut self, pause: &Pause) -> io::Result<Infallible> {
+        let mut watched = None;
+        loop {
+            let now = Instant::now();
+            if self.crowd.is_there(now) && self.awaited.n() > 0 {
+                watched = None; // nothing else keeps the kernel from waking us for who comes
+                self.serve(|waiting| waiting.speaks() || now - waiting.since > SILENCE);
+                tokio::select! {
+                    biased;
+                    () = self.awaited.comes() => {}
+                    waited = pause.wait(TOGETHER) => waited?,
+                }
+                self.fill()?;
+            } else {
+                self.serve(|_| true);
+                let watched = match &watched {
+                    Some(watched) => watched,
+                    None => watched.insert(watch(self.listener.as_fd())?),
+                };
+                let mut readable = watched.readable().await?;
+                if self.fill()? == More::No {
+                    readable.clear_ready();
+                }
             }
+        }
+    }
+
+    /// Takes in those who are queued, but no more than it takes a moment to serve.
+    fn fill(&mut self) -> io::Result<More> {
+        let (now, before) = (Instant::now(), self.lobby.len());
+        let filled = loop {
+            if self.lobby.len() - before == AT_ONCE {
+                break Ok(More::Maybe);
+            }
+            let accepted = self.listener.accept();
+            match accepted.and_then(|(stream, addr)| stream.set_nonblocking(true).map(|()| (stream, addr))) {
+                Ok((stream, addr)) => self.lobby.push(Waiting {
+                    client: Client {
+                        stream,
+                        said: Bytes::new(),
+                    },
+                    addr: ClientAddr(addr::canonical(addr)),
+                    since: now,
+                }),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break Ok(More::No),
+                Err(error) if is_of_one_connection(&error) => {}
+                Err(error) => break Err(error),
+            }
+        };
+        self.crowd.came(now, self.lobby.len() - before, self.awaited.n());
+        filled
+    }
+
+    /// Serves those in the lobby of whom `may` is true.
+    fn serve(&mut self, may: impl FnMut(&mut Waiting) -> bool) {
+        for Waiting { client, addr, .. } in self.lobby.extract_if(.., may) {
+            (self.serve)(client, addr);
         }
     }
 }
@@ -243,33 +235,27 @@ impl Waiting {
     /// Whether there is something to do for this client.
     fn speaks(&mut self) -> bool {
         let mut space = [0; FIRST_BYTES];
-        match self.stream.read(&mut space) {
-            Ok(n) => self.said = Bytes::copy_from_slice(&space[..n]),
+        match self.client.stream.read(&mut space) {
+            Ok(n) => self.client.said = Bytes::copy_from_slice(&space[..n]),
             Err(error) => return error.kind() != io::ErrorKind::WouldBlock,
         }
         true
     }
 }
 
-/// Hands over all that `next` accepts, up to an error that is the listener's.
-fn take<C>(mut next: impl FnMut() -> Option<io::Result<C>>, mut hand_over: impl FnMut(C)) -> io::Result<()> {
-    while let Some(accepted) = next() {
-        match accepted {
-            Ok(connection) => hand_over(connection),
-            Err(error) if is_of_one_connection(&error) => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
+#[expect(unsafe_code, reason = "tokio asks for a promise")]
+fn watch(listener: BorrowedFd<'_>) -> io::Result<AsyncFd<BorrowedFd<'_>>> {
+    // SAFETY: what is borrowed stays open, and the same, until it is given back.
+    Ok(unsafe { AsyncFd::register_with_interest(listener, Interest::READABLE) }?)
 }
 
 /// Whether clients crowd: judged by each few dozen of them.
 struct Crowd {
-    is_there: bool,
+    is_one: bool,
     last: Instant,
-    /// The clients since the last judgement: since when, how many, and the fewest and most that were open at a time.
+    /// The clients since the last judgement: since when, how many, and the fewest and most that were busy at a time.
     since: Instant,
-    n: u32,
+    n: usize,
     least: usize,
     most: usize,
 }
@@ -277,7 +263,7 @@ struct Crowd {
 impl Crowd {
     fn new(now: Instant) -> Self {
         Self {
-            is_there: false,
+            is_one: false,
             last: now,
             since: now,
             n: 0,
@@ -286,8 +272,14 @@ impl Crowd {
         }
     }
 
-    /// Takes notice of `n` clients who came now, when `before` were open. Who opens one connection after the other is no crowd.
-    fn came(&mut self, now: Instant, n: u32, before: usize) {
+    /// Whether it is worth while to wait for more of them.
+    fn is_there(&self, now: Instant) -> bool {
+        self.is_one && now - self.last < SOON
+    }
+
+    /// Takes notice of `n` clients who came now, when so many others were `busy`. Who opens one connection after the other is no
+    /// crowd, whoever else stays.
+    fn came(&mut self, now: Instant, n: usize, busy: usize) {
         if n == 0 {
             return;
         }
@@ -296,12 +288,12 @@ impl Crowd {
         }
         self.last = now;
         self.n += n;
-        self.least = self.least.min(before);
-        self.most = self.most.max(before + n as usize);
+        self.least = self.least.min(busy);
+        self.most = self.most.max(busy + n);
         if self.n >= CROWD {
-            let is_there = now - self.since < SOON * self.n && self.most - self.least >= COMPANY;
+            let is_one = now - self.since < SOON * self.n as u32 && self.most - self.least >= VARIATION;
             *self = Self {
-                is_there,
+                is_one,
                 ..Self::new(now)
             };
         }
@@ -318,142 +310,189 @@ fn is_of_one_connection(error: &io::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::io::Write as _;
 
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use futures_util::FutureExt as _;
+    use tokio::{
+        io::AsyncReadExt as _,
+        net::{TcpListener, TcpStream},
+    };
 
     use super::*;
-    use crate::net::io::Io;
+    use crate::net::{
+        awaited::Answer,
+        io::{Io, Tcp},
+    };
 
     fn listening(options: SocketOptions) -> std::net::TcpListener {
         bind(([127, 0, 0, 1], 0).into(), None, Sharing::Alone, options).unwrap()
     }
 
-    /// Has 128 clients come, so many at once and so many microseconds after each other, to as many others as `others` says; says
+    /// Has 128 clients come, so many at once and so many microseconds after each other, to as many others as `busy` says; says
     /// when they are a crowd.
-    fn crowd_of(at_once: u32, after: u64, others: impl Fn(u32) -> usize) -> Vec<u32> {
+    fn crowd_of(at_once: usize, after: u64, busy: impl Fn(usize) -> usize) -> Vec<usize> {
         let mut now = Instant::now();
         let mut crowd = Crowd::new(now);
         let came = (1..=128 / at_once).map(|n| n * at_once);
         came.filter(|n| {
             now += Duration::from_micros(after);
-            crowd.came(now, at_once, others(*n));
-            crowd.is_there
+            crowd.came(now, at_once, busy(*n));
+            crowd.is_there(now)
         })
         .collect()
     }
 
     #[test]
     fn a_crowd_is_of_many_clients_who_come_soon_after_each_other_and_stay() {
-        assert_eq!(crowd_of(1, 200, |n| n as usize), (32..=128).collect::<Vec<_>>());
+        assert_eq!(crowd_of(1, 200, |n| n), (32..=128).collect::<Vec<_>>());
         assert_eq!(crowd_of(8, 1600, |_| 10), (32..=128).step_by(8).collect::<Vec<_>>());
-        let one_by_one = crowd_of(1, 200, |n| 10 + n as usize % 2);
+        let one_by_one = crowd_of(1, 200, |n| 10 + n % 2);
         assert!(one_by_one.is_empty(), "{one_by_one:?}");
-        let soon_more = |n: u32| if n > 40 { n as usize } else { 10 };
+        let soon_more = |n| if n > 40 { n } else { 10 };
         assert_eq!(crowd_of(1, 200, soon_more), (64..=128).collect::<Vec<_>>());
-        let no_more = |n: u32| if n > 40 { 10 } else { n as usize };
+        let no_more = |n| if n > 40 { 10 } else { n };
         assert_eq!(crowd_of(1, 200, no_more), (32..96).collect::<Vec<_>>());
-        let slowly = crowd_of(1, 400, |n| n as usize);
+        let slowly = crowd_of(1, 400, |n| n);
         assert!(slowly.is_empty(), "{slowly:?}");
         let few = crowd_of(8, 2400, |_| 10);
         assert!(few.is_empty(), "{few:?}");
     }
 
-    /// Accepts until the sender is used; what is accepted comes out of the receiver, and counts as open for as long as it could.
-    fn accepting() -> (
-        SocketAddr,
-        tokio::sync::oneshot::Sender<()>,
-        tokio::sync::mpsc::UnboundedReceiver<Tcp>,
-    ) {
+    #[test]
+    fn nobody_waits_for_more_of_a_crowd_after_a_moment_without_them() {
+        let mut now = Instant::now();
+        let mut crowd = Crowd::new(now);
+        crowd.came(now, 32, 0);
+        assert!(crowd.is_there(now));
+        now += SOON;
+        assert!(!crowd.is_there(now));
+        crowd.came(now, 1, 0);
+        assert!(crowd.is_there(now), "it is back");
+        now += DISPERSED * 2;
+        crowd.came(now, 1, 0);
+        assert!(!crowd.is_there(now), "these are others");
+    }
+
+    /// A listener, the clients that it served, and what stops it. The time stands still, but for what a test lets pass.
+    struct Accepting {
+        addr: SocketAddr,
+        stop: tokio::sync::oneshot::Sender<()>,
+        served: tokio::sync::mpsc::UnboundedReceiver<(Client, ClientAddr)>,
+    }
+
+    fn accepting() -> Accepting {
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         let listener = listening(SocketOptions::default());
         let addr = listener.local_addr().unwrap();
-        let (sender, accepted) = tokio::sync::mpsc::unbounded_channel();
+        let (sender, served) = tokio::sync::mpsc::unbounded_channel();
         tokio::spawn(async move {
-            let open = AtomicUsize::new(0);
-            let serve = |tcp, _| {
-                open.fetch_add(1, Ordering::Relaxed);
-                sender.send(tcp).unwrap();
-            };
-            accept_loop(
-                listener,
-                Pause::new().unwrap(),
-                stopped.map(|_| ()),
-                || open.load(Ordering::Relaxed),
-                serve,
-            )
-            .await;
+            let serve = |client, addr| sender.send((client, addr)).unwrap();
+            accept_loop(listener, Pause::new().unwrap(), stopped.map(|_| ()), serve).await;
         });
-        (addr, stop, accepted)
+        Accepting { addr, stop, served }
     }
 
-    #[tokio::test]
-    async fn all_of_a_crowd_are_served_and_those_still_queued_at_the_end() {
-        let (addr, stop, mut accepted) = accepting();
-        let mut open = Vec::new();
-        for _ in 0..100 {
-            open.push(TcpStream::connect(addr).await.unwrap());
+    impl Accepting {
+        /// Has one come who says this at once.
+        fn come(&self, said: &[u8]) -> std::net::TcpStream {
+            let mut client = std::net::TcpStream::connect(self.addr).unwrap();
+            client.write_all(said).unwrap();
+            client
         }
-        for _ in 0..100 {
-            accepted.recv().await.unwrap();
+
+        /// Has a crowd come, and be served.
+        async fn crowd(&mut self) -> Vec<std::net::TcpStream> {
+            let crowd = [(); CROWD].map(|()| self.come(b"hello"));
+            for _ in &crowd {
+                self.next().await;
+            }
+            crowd.into()
         }
-        let _last = std::net::TcpStream::connect(addr).unwrap();
-        stop.send(()).unwrap();
-        assert!(accepted.recv().await.is_some());
-        assert!(accepted.recv().await.is_none());
+
+        /// The next client that is served: what it had said by then, and all that it says.
+        async fn next(&mut self) -> (Bytes, TcpStream) {
+            let (client, _) = self.served.recv().await.unwrap();
+            (client.said, TcpStream::from_std(client.stream).unwrap())
+        }
     }
 
-    #[tokio::test]
-    async fn what_a_client_of_a_crowd_has_said_is_not_lost() {
-        let (addr, _stop, mut accepted) = accepting();
+    #[tokio::test(start_paused = true)]
+    async fn who_comes_while_no_answer_is_awaited_is_served_at_once_and_so_is_who_is_no_crowd() {
+        let mut accepting = accepting();
+        let answer = Answer::awaited();
+        let _alone = accepting.come(b"hello");
+        assert!(accepting.next().await.0.is_empty());
+        drop(answer);
+        let _crowd = accepting.crowd().await;
+        let _another = accepting.come(b"hello");
+        assert!(accepting.next().await.0.is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_crowd_is_served_with_what_it_has_said_and_nothing_is_lost() {
+        let mut accepting = accepting();
+        let _crowd = accepting.crowd().await;
+        let _answer = Answer::awaited();
         let mut open = Vec::new();
         for n in 0..100_u8 {
-            let mut client = TcpStream::connect(addr).await.unwrap();
-            client.write_all(&[n; 5000]).await.unwrap();
-            open.push(client);
+            open.push(accepting.come(&[n; 5000]));
         }
         let mut seen = Vec::new();
         for _ in 0..100 {
-            let mut said = [0; 5000];
-            accepted.recv().await.unwrap().read_exact(&mut said).await.unwrap();
-            assert_eq!(said, [said[0]; 5000]);
-            seen.push(said[0]);
+            let (said, stream) = accepting.next().await;
+            assert!(!said.is_empty());
+            let mut all = [0; 5000];
+            Tcp::with_prefix(stream, said).read_exact(&mut all).await.unwrap();
+            assert_eq!(all, [all[0]; 5000]);
+            seen.push(all[0]);
         }
         seen.sort_unstable();
         assert_eq!(seen, (0..100).collect::<Vec<_>>());
     }
 
-    #[tokio::test]
-    async fn who_waits_in_the_lobby_is_served_once_it_speaks_or_has_left() {
-        let listener = listening(SocketOptions::default());
-        let addr = listener.local_addr().unwrap();
-        let mut lobby = Lobby::default();
-        let mut silent = TcpStream::connect(addr).await.unwrap();
-        let mut speaking = TcpStream::connect(addr).await.unwrap();
-        let leaving = TcpStream::connect(addr).await.unwrap();
-        lobby.fill(&listener).unwrap();
-        let served = std::cell::RefCell::new(Vec::new());
-        let serve = |(tcp, peer): Accepted| served.borrow_mut().push((tcp, peer));
-        lobby.release(serve, Waiting::speaks);
-        assert!(served.borrow().is_empty());
-        speaking.write_all(b"hello").await.unwrap();
-        drop(leaving);
-        while lobby.0.len() > 1 {
-            lobby.release(serve, Waiting::speaks);
+    #[tokio::test(start_paused = true)]
+    async fn the_silent_of_a_crowd_are_served_after_a_moment_or_when_they_leave_or_when_no_answer_is_awaited() {
+        let mut accepting = accepting();
+        let _crowd = accepting.crowd().await;
+        let answer = Answer::awaited();
+        let leaves = accepting.come(b"");
+        let _speaks = accepting.come(b"hello");
+        assert_eq!(accepting.next().await.0, "hello", "who came before is left alone");
+        drop(leaves);
+        let (said, mut left) = accepting.next().await;
+        assert!(said.is_empty());
+        assert_eq!(left.read(&mut [0]).await.unwrap(), 0);
+
+        let (_silent, mut speak) = (accepting.come(b""), Vec::new());
+        for passed in 0.. {
+            speak.push(accepting.come(b"hello"));
+            if accepting.next().await.0.is_empty() {
+                assert_eq!(passed, SILENCE.as_micros() / 200 + 1);
+                break;
+            }
+            tokio::time::advance(Duration::from_micros(200)).await;
         }
-        assert_eq!(lobby.0[0].peer, silent.local_addr().unwrap());
-        silent.write_all(b"hello").await.unwrap();
-        while !lobby.0.is_empty() {
-            lobby.release(serve, Waiting::speaks);
+
+        let (_silent, _speaks) = (accepting.come(b""), accepting.come(b"hello"));
+        assert_eq!(accepting.next().await.0, "hello");
+        assert_eq!(accepting.next().await.0, "hello");
+        drop(answer);
+        assert!(accepting.next().await.0.is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn nobody_is_lost_at_the_end() {
+        let mut accepting = accepting();
+        let _crowd = accepting.crowd().await;
+        let _answer = Answer::awaited();
+        let _in_the_lobby = [accepting.come(b""), accepting.come(b"hello")];
+        assert_eq!(accepting.next().await.0, "hello");
+        let _queued = accepting.come(b"");
+        accepting.stop.send(()).unwrap();
+        for _ in 0..2 {
+            assert!(accepting.served.recv().await.is_some());
         }
-        for (mut tcp, peer) in served.take() {
-            let mut said = [0; 5];
-            let read = tcp.read_exact(&mut said).await;
-            assert_eq!(
-                read.is_ok(),
-                [speaking.local_addr().unwrap(), silent.local_addr().unwrap()].contains(&peer)
-            );
-        }
+        assert!(accepting.served.recv().await.is_none());
     }
 
     #[tokio::test]
