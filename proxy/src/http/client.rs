@@ -204,8 +204,8 @@ impl Client {
     /// # Errors
     /// See [`Error::retry`] for what may be tried again.
     pub(crate) async fn send(&self, ready: Ready, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
-        let _until_it_comes = Answer::awaited();
-        match ready {
+        let answer = Answer::awaited();
+        let answered = match ready {
             Ready::Http1(connection, pool) => {
                 let mut exchange = connection.send(req, self.addr, pool);
                 match exchange.head().await {
@@ -217,7 +217,9 @@ impl Client {
             Ready::Http2(send) => http2::send(send, req, self.addr).await,
             Ready::Stream(shared) => Box::pin(self.send_extended(*shared, req)).await,
             Ready::NoStream => Err(Error::NoStream { addr: self.addr }),
-        }
+        };
+        answer.may_pass().await;
+        answered
     }
 
     /// Asks for a stream that carries another protocol. HTTP/1 that asks for a WebSocket gets a connection of its own where the

@@ -34,6 +34,9 @@ const DISPERSED: Duration = Duration::from_millis(2);
 /// How long those of a crowd wait for an answer at most. They are accepted together, and with what they have said by then: to be
 /// woken by each of them, and by each of their requests, would cost us, and them, more than they wait.
 const TOGETHER: Duration = Duration::from_millis(1);
+/// Answers that are passed on before those of a crowd get their turn. Each brings its client back, so that all of them at once
+/// would leave the next hop without work until the first of many is served again.
+const ANSWERS_AT_ONCE: usize = 5;
 /// How long a client of a crowd may be silent before it is served like others.
 const SILENCE: Duration = Duration::from_millis(2);
 /// What is read of a client before it is served; most requests.
@@ -177,11 +180,13 @@ impl<'l, S: Fn(Client, ClientAddr)> Door<'l, S> {
             if self.crowd.is_there(now) && self.awaited.n() > 0 {
                 watched = None; // nothing else keeps the kernel from waking us for who comes
                 self.serve(|waiting| waiting.speaks() || now - waiting.since > SILENCE);
+                let turn = self.awaited.turn(ANSWERS_AT_ONCE);
                 tokio::select! {
                     biased;
                     () = self.awaited.comes() => {}
                     waited = pause.wait(TOGETHER) => waited?,
                 }
+                drop(turn);
                 self.fill()?;
             } else {
                 self.serve(|_| true);
@@ -310,7 +315,10 @@ fn is_of_one_connection(error: &io::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write as _;
+    use std::{
+        io::Write as _,
+        sync::atomic::{AtomicUsize, Ordering},
+    };
 
     use futures_util::FutureExt as _;
     use tokio::{
@@ -373,11 +381,13 @@ mod tests {
         assert!(!crowd.is_there(now), "these are others");
     }
 
-    /// A listener, the clients that it served, and what stops it. The time stands still, but for what a test lets pass.
+    /// A listener, the clients that it served, each after how many answers, and what stops it. The time stands still, but for
+    /// what a test lets pass.
     struct Accepting {
         addr: SocketAddr,
         stop: tokio::sync::oneshot::Sender<()>,
-        served: tokio::sync::mpsc::UnboundedReceiver<(Client, ClientAddr)>,
+        served: tokio::sync::mpsc::UnboundedReceiver<(Client, usize)>,
+        passed_on: Arc<AtomicUsize>,
     }
 
     fn accepting() -> Accepting {
@@ -385,11 +395,18 @@ mod tests {
         let listener = listening(SocketOptions::default());
         let addr = listener.local_addr().unwrap();
         let (sender, served) = tokio::sync::mpsc::unbounded_channel();
+        let passed_on = Arc::<AtomicUsize>::default();
+        let n = passed_on.clone();
         tokio::spawn(async move {
-            let serve = |client, addr| sender.send((client, addr)).unwrap();
+            let serve = |client, _| sender.send((client, n.load(Ordering::Relaxed))).unwrap();
             accept_loop(listener, Pause::new().unwrap(), stopped.map(|_| ()), serve).await;
         });
-        Accepting { addr, stop, served }
+        Accepting {
+            addr,
+            stop,
+            served,
+            passed_on,
+        }
     }
 
     impl Accepting {
@@ -448,6 +465,26 @@ mod tests {
         }
         seen.sort_unstable();
         assert_eq!(seen, (0..100).collect::<Vec<_>>());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn those_of_a_crowd_are_served_between_answers_to_others() {
+        let mut accepting = accepting();
+        let _crowd = accepting.crowd().await;
+        let come = Arc::new(tokio::sync::Notify::new());
+        for _ in 0..3 * ANSWERS_AT_ONCE {
+            let (answer, come, passed_on) = (Answer::awaited(), come.clone(), accepting.passed_on.clone());
+            tokio::spawn(async move {
+                come.notified().await;
+                answer.may_pass().await;
+                passed_on.fetch_add(1, Ordering::Relaxed);
+            });
+        }
+        let _first = accepting.come(b"hello");
+        accepting.next().await;
+        let _second = accepting.come(b"hello");
+        come.notify_waiters();
+        assert_eq!(accepting.served.recv().await.unwrap().1, ANSWERS_AT_ONCE);
     }
 
     #[tokio::test(start_paused = true)]
