@@ -487,7 +487,7 @@ impl Worker {
     where
         F: Future<Output = Option<Carrying>> + Send + 'static,
     {
-        let pause = Pause::new()?;
+        let pause = Pause::new(listen::TOGETHER)?;
         let (index, crew, drain, admission) = (self.index, crew.clone(), self.drain.clone(), admission.clone());
         let (stop, until_all_are_served) = (drain.clone(), drain.guard());
         loops.spawn(async move {

@@ -218,7 +218,7 @@ impl Client {
             Ready::Stream(shared) => Box::pin(self.send_extended(*shared, req)).await,
             Ready::NoStream => Err(Error::NoStream { addr: self.addr }),
         };
-        answer.may_pass().await;
+        answer.pass_on().await;
         answered
     }
 

@@ -1,40 +1,36 @@
 //! Answers that a worker waits for. When one comes the worker is awake, and may as well look after others.
 
-use std::{
-    future::poll_fn,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-    task::Poll,
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
 };
 
-use tokio::sync::Notify;
+use tokio::sync::{Notify, Semaphore};
 
 /// What one worker waits for.
 pub(crate) struct Awaited {
     n: AtomicUsize,
     came: Notify,
-    /// How many that have come may be passed on before somebody else's turn; only the worker itself counts.
-    left: AtomicUsize,
+    /// A permit for each that may be passed on now.
+    passes: Semaphore,
 }
 
 /// An answer that is awaited until this is dropped.
 pub(crate) struct Answer(Arc<Awaited>);
 
-/// So long as there is this, only so many answers are passed on.
-pub(crate) struct Turn<'a>(&'a Awaited);
+/// So long as there is this, answers are passed on a few at a time.
+pub(crate) struct Turns(Arc<Awaited>);
 
 thread_local! {
     static BY_THIS_WORKER: Arc<Awaited> = Arc::new(Awaited {
         n: AtomicUsize::new(0),
         came: Notify::new(),
-        left: AtomicUsize::new(ANY_NUMBER),
+        passes: Semaphore::new(ANY_NUMBER),
     });
 }
 
-/// More than there can be.
-const ANY_NUMBER: usize = usize::MAX;
+/// More than there will ever be.
+const ANY_NUMBER: usize = Semaphore::MAX_PERMITS / 2;
 
 impl Awaited {
     pub(crate) fn by_this_worker() -> Arc<Self> {
@@ -46,21 +42,34 @@ impl Awaited {
         self.n.load(Ordering::Relaxed)
     }
 
-    /// Waits until one comes.
+    /// Waits until one has come, or is not awaited any more.
     pub(crate) async fn comes(&self) {
         self.came.notified().await;
     }
 
-    /// Has no more than `most` of them passed on until the turn ends.
-    pub(crate) fn turn(&self, most: usize) -> Turn<'_> {
-        self.left.store(most, Ordering::Relaxed);
-        Turn(self)
+    /// Has none passed on but by turns. Of several who want that the latest decides, and any of them ends it.
+    pub(crate) fn by_turns(self: &Arc<Self>) -> Turns {
+        self.passes.forget_permits(ANY_NUMBER);
+        Turns(self.clone())
+    }
+
+    /// Has so many passed on, and no more.
+    fn pass(&self, n: usize) {
+        self.passes.forget_permits(ANY_NUMBER);
+        self.passes.add_permits(n);
     }
 }
 
-impl Drop for Turn<'_> {
+impl Turns {
+    /// Has the next `n` passed on, those first that have waited longest.
+    pub(crate) fn next(&self, n: usize) {
+        self.0.pass(n);
+    }
+}
+
+impl Drop for Turns {
     fn drop(&mut self) {
-        self.0.left.store(ANY_NUMBER, Ordering::Relaxed);
+        self.0.pass(ANY_NUMBER);
     }
 }
 
@@ -71,22 +80,11 @@ impl Answer {
         Self(awaited)
     }
 
-    /// Waits, now that it has come, until it may be passed on. Whoever has limited that must have heard of another by then.
-    pub(crate) async fn may_pass(&self) {
-        poll_fn(|cx| {
-            let left = &self.0.left;
-            match left.load(Ordering::Relaxed) {
-                0 => {
-                    cx.waker().wake_by_ref(); // behind all who have something to do
-                    Poll::Pending
-                }
-                n => {
-                    left.store(n - 1, Ordering::Relaxed);
-                    Poll::Ready(())
-                }
-            }
-        })
-        .await;
+    /// Waits, now that it has come, until it may be passed on, and ends.
+    pub(crate) async fn pass_on(self) {
+        if let Ok(pass) = self.0.passes.acquire().await {
+            pass.forget();
+        }
     }
 }
 
@@ -123,18 +121,25 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_so_many_answers_are_passed_on_before_the_turn_of_somebody_else() {
+    async fn by_turns_only_so_many_answers_are_passed_on_in_their_order() {
         let awaited = Awaited::by_this_worker();
-        let answers = [(); 4].map(|()| Answer::awaited());
-        let may_pass = || {
-            answers
-                .each_ref()
-                .map(|answer| answer.may_pass().now_or_never().is_some())
+        let mut passing = [(); 6].map(|()| Box::pin(Answer::awaited().pass_on()));
+        let mut passed = |mine: std::ops::Range<usize>| {
+            passing[mine]
+                .iter_mut()
+                .map(|answer| answer.now_or_never().is_some())
+                .collect::<Vec<_>>()
         };
-        assert_eq!(may_pass(), [true; 4]);
-        let turn = awaited.turn(3);
-        assert_eq!(may_pass(), [true, true, true, false]);
-        drop(turn);
-        assert_eq!(may_pass(), [true; 4]);
+        assert_eq!(passed(0..1), [true]);
+        let turns = awaited.by_turns();
+        assert_eq!(passed(1..5), [false; 4]);
+        turns.next(2);
+        assert_eq!(passed(1..5), [true, true, false, false]);
+        turns.next(1);
+        assert_eq!(passed(5..6), [false], "others came before");
+        assert_eq!(passed(3..5), [true, false]);
+        drop(turns);
+        assert_eq!(passed(4..6), [true; 2]);
+        assert_eq!(awaited.n(), 0);
     }
 }

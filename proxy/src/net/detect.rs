@@ -29,7 +29,7 @@ pub(crate) enum Look {
 /// Start of the HTTP/2 connection preface, enough to be sure.
 const H2_PREFACE: &[u8] = b"PRI * HTTP/2.0";
 /// A look never holds more than this; a request line that is longer is believed to be HTTP by its start.
-const MAX_LOOK: usize = 4096;
+pub(super) const MAX_LOOK: usize = 4096;
 
 /// Judges the first bytes of a connection. A request is one by its first line: what is wrong with the rest is the server's to
 /// refuse, however much of it came at once.

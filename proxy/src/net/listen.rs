@@ -20,6 +20,7 @@ use tulle_core::addr::{self, ClientAddr};
 use crate::net::{
     awaited::Awaited,
     connect::{self, SocketOptions},
+    detect,
     pause::Pause,
 };
 
@@ -31,17 +32,15 @@ const CROWD: usize = 32;
 const SOON: Duration = Duration::from_micros(300);
 const VARIATION: usize = 4;
 const DISPERSED: Duration = Duration::from_millis(2);
-/// How long those of a crowd wait for an answer at most. They are accepted together, and with what they have said by then: to be
+/// How long those of a crowd wait for an answer at most: if none has come by then, they are no crowd any more. They are accepted together, and with what they have said by then: to be
 /// woken by each of them, and by each of their requests, would cost us, and them, more than they wait.
-const TOGETHER: Duration = Duration::from_millis(1);
+pub(crate) const TOGETHER: Duration = Duration::from_millis(1);
 /// Answers that are passed on before those of a crowd get their turn. Each brings its client back, so that all of them at once
 /// would leave the next hop without work until the first of many is served again.
 const ANSWERS_AT_ONCE: usize = 5;
 /// How long a client of a crowd may be silent before it is served like others.
 const SILENCE: Duration = Duration::from_millis(2);
-/// What is read of a client before it is served; most requests.
-const FIRST_BYTES: usize = 2048;
-/// Clients that are accepted before others get their turn.
+/// Clients that are accepted before those are served who were accepted before.
 const AT_ONCE: usize = 128;
 /// Connections that may wait to be accepted, unless the environment says otherwise.
 const BACKLOG: i32 = 4096;
@@ -119,12 +118,8 @@ pub(crate) async fn accept_loop(
         () = accepting => {}
     }
     // As the kernel has it: the runtime may not know of the latest yet.
-    loop {
-        match door.fill() {
-            Ok(More::Maybe) => {}
-            Ok(More::No) => break,
-            Err(error) => break tracing::warn!(%error, "clients that were not served yet are lost"),
-        }
+    if let Err(error) = door.fill().await {
+        tracing::warn!(%error, "clients who were not accepted yet are lost");
     }
     door.serve(|_| true);
 }
@@ -169,41 +164,52 @@ impl<'l, S: Fn(Client, ClientAddr)> Door<'l, S> {
         }
     }
 
-    /// Serves clients as they come. Those of a crowd wait for an answer, with which we will be awake anyway, if one is awaited.
+    /// Serves clients as they come. Those of a crowd wait for an answer, with which we will be awake anyway, if one is awaited
+    /// that comes soon.
     ///
     /// # Errors
     /// What keeps us from accepting.
     async fn accept(&mut self, pause: &Pause) -> io::Result<Infallible> {
-        let mut watched = None;
+        let (awaited, mut watched, mut turns) = (self.awaited.clone(), None, None);
         loop {
             let now = Instant::now();
-            if self.crowd.is_there(now) && self.awaited.n() > 0 {
+            if self.crowd.is_there(now) && awaited.n() > 0 {
                 watched = None; // nothing else keeps the kernel from waking us for who comes
+                turns.get_or_insert_with(|| awaited.by_turns()).next(ANSWERS_AT_ONCE); // before those who come now
                 self.serve(|waiting| waiting.speaks() || now - waiting.since > SILENCE);
-                let turn = self.awaited.turn(ANSWERS_AT_ONCE);
                 tokio::select! {
                     biased;
-                    () = self.awaited.comes() => {}
-                    waited = pause.wait(TOGETHER) => waited?,
+                    () = awaited.comes() => {}
+                    waited = pause.wait() => {
+                        waited?;
+                        self.crowd = Crowd::new(Instant::now());
+                    }
                 }
-                drop(turn);
-                self.fill()?;
+                self.fill().await?;
             } else {
+                turns = None;
                 self.serve(|_| true);
                 let watched = match &watched {
                     Some(watched) => watched,
                     None => watched.insert(watch(self.listener.as_fd())?),
                 };
                 let mut readable = watched.readable().await?;
-                if self.fill()? == More::No {
-                    readable.clear_ready();
-                }
+                self.fill().await?;
+                readable.clear_ready();
             }
         }
     }
 
-    /// Takes in those who are queued, but no more than it takes a moment to serve.
-    fn fill(&mut self) -> io::Result<More> {
+    /// Takes in all who are queued. Where these are many, the first are served meanwhile, and whoever else there is.
+    async fn fill(&mut self) -> io::Result<()> {
+        while self.fill_some()? == More::Maybe {
+            self.serve(|_| true);
+            tokio::task::yield_now().await;
+        }
+        Ok(())
+    }
+
+    fn fill_some(&mut self) -> io::Result<More> {
         let (now, before) = (Instant::now(), self.lobby.len());
         let filled = loop {
             if self.lobby.len() - before == AT_ONCE {
@@ -239,7 +245,7 @@ impl<'l, S: Fn(Client, ClientAddr)> Door<'l, S> {
 impl Waiting {
     /// Whether there is something to do for this client.
     fn speaks(&mut self) -> bool {
-        let mut space = [0; FIRST_BYTES];
+        let mut space = [0; detect::MAX_LOOK];
         match self.client.stream.read(&mut space) {
             Ok(n) => self.client.said = Bytes::copy_from_slice(&space[..n]),
             Err(error) => return error.kind() != io::ErrorKind::WouldBlock,
@@ -391,15 +397,19 @@ mod tests {
     }
 
     fn accepting() -> Accepting {
+        accepting_from(listening(SocketOptions::default()), Duration::from_secs(60))
+    }
+
+    /// With another time that a crowd waits for an answer at most, which does not stand still.
+    fn accepting_from(listener: std::net::TcpListener, together: Duration) -> Accepting {
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
-        let listener = listening(SocketOptions::default());
         let addr = listener.local_addr().unwrap();
         let (sender, served) = tokio::sync::mpsc::unbounded_channel();
         let passed_on = Arc::<AtomicUsize>::default();
         let n = passed_on.clone();
         tokio::spawn(async move {
             let serve = |client, _| sender.send((client, n.load(Ordering::Relaxed))).unwrap();
-            accept_loop(listener, Pause::new().unwrap(), stopped.map(|_| ()), serve).await;
+            accept_loop(listener, Pause::new(together).unwrap(), stopped.map(|_| ()), serve).await;
         });
         Accepting {
             addr,
@@ -467,24 +477,72 @@ mod tests {
         assert_eq!(seen, (0..100).collect::<Vec<_>>());
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn those_of_a_crowd_are_served_between_answers_to_others() {
-        let mut accepting = accepting();
-        let _crowd = accepting.crowd().await;
-        let come = Arc::new(tokio::sync::Notify::new());
+    /// Has answers come, three times as many as are passed on at once, to a crowd of which somebody is served.
+    async fn answers(accepting: &mut Accepting) -> tokio::task::JoinSet<()> {
+        let (come, mut passing) = (Arc::new(tokio::sync::Notify::new()), tokio::task::JoinSet::new());
         for _ in 0..3 * ANSWERS_AT_ONCE {
             let (answer, come, passed_on) = (Answer::awaited(), come.clone(), accepting.passed_on.clone());
-            tokio::spawn(async move {
+            passing.spawn(async move {
                 come.notified().await;
-                answer.may_pass().await;
+                answer.pass_on().await;
                 passed_on.fetch_add(1, Ordering::Relaxed);
             });
         }
         let _first = accepting.come(b"hello");
         accepting.next().await;
-        let _second = accepting.come(b"hello");
         come.notify_waiters();
+        passing
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn those_of_a_crowd_are_served_between_answers_to_others() {
+        let mut accepting = accepting();
+        let _crowd = accepting.crowd().await;
+        let passing = answers(&mut accepting).await;
+        let _another = accepting.come(b"hello");
         assert_eq!(accepting.served.recv().await.unwrap().1, ANSWERS_AT_ONCE);
+        passing.join_all().await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn no_answer_waits_for_a_listener_that_has_ended() {
+        let mut accepting = accepting();
+        let _crowd = accepting.crowd().await;
+        let passing = answers(&mut accepting).await;
+        accepting.stop.send(()).unwrap();
+        passing.join_all().await;
+    }
+
+    #[tokio::test]
+    async fn a_crowd_that_waits_for_an_answer_in_vain_is_none() {
+        let mut accepting = accepting_from(listening(SocketOptions::default()), Duration::from_micros(1));
+        let _answer = Answer::awaited();
+        for _ in 0..3 {
+            let _crowd = accepting.crowd().await;
+            let _silent = accepting.come(b"");
+            assert!(accepting.next().await.0.is_empty());
+        }
+    }
+
+    #[tokio::test]
+    async fn others_have_their_turn_while_a_long_queue_is_accepted() {
+        let listener = listening(SocketOptions::default());
+        let addr = listener.local_addr().unwrap();
+        let _queued = [(); AT_ONCE + 1].map(|()| std::net::TcpStream::connect(addr).unwrap());
+        let mut accepting = accepting_from(listener, TOGETHER);
+        let passed_on = accepting.passed_on.clone();
+        tokio::spawn(async move {
+            loop {
+                passed_on.fetch_add(1, Ordering::Relaxed);
+                tokio::task::yield_now().await;
+            }
+        });
+        let mut turns = Vec::new();
+        for _ in 0..=AT_ONCE {
+            turns.push(accepting.served.recv().await.unwrap().1);
+        }
+        assert_eq!(turns[0], turns[AT_ONCE - 1]);
+        assert!(turns[AT_ONCE - 1] < turns[AT_ONCE], "{turns:?}");
     }
 
     #[tokio::test(start_paused = true)]
@@ -496,6 +554,7 @@ mod tests {
         let _speaks = accepting.come(b"hello");
         assert_eq!(accepting.next().await.0, "hello", "who came before is left alone");
         drop(leaves);
+        drop(Answer::awaited());
         let (said, mut left) = accepting.next().await;
         assert!(said.is_empty());
         assert_eq!(left.read(&mut [0]).await.unwrap(), 0);
@@ -503,6 +562,7 @@ mod tests {
         let (_silent, mut speak) = (accepting.come(b""), Vec::new());
         for passed in 0.. {
             speak.push(accepting.come(b"hello"));
+            drop(Answer::awaited());
             if accepting.next().await.0.is_empty() {
                 assert_eq!(passed, SILENCE.as_micros() / 200 + 1);
                 break;
@@ -511,6 +571,7 @@ mod tests {
         }
 
         let (_silent, _speaks) = (accepting.come(b""), accepting.come(b"hello"));
+        drop(Answer::awaited());
         assert_eq!(accepting.next().await.0, "hello");
         assert_eq!(accepting.next().await.0, "hello");
         drop(answer);
