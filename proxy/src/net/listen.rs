@@ -32,8 +32,9 @@ const CROWD: usize = 32;
 const SOON: Duration = Duration::from_micros(300);
 const VARIATION: usize = 4;
 const DISPERSED: Duration = Duration::from_millis(2);
-/// How long those of a crowd wait for an answer at most: if none has come by then, they are no crowd any more. They are accepted together, and with what they have said by then: to be
-/// woken by each of them, and by each of their requests, would cost us, and them, more than they wait.
+/// How long those of a crowd wait for an answer at most: if none has come by then, they are no crowd any more. They are accepted
+/// together, and with what they have said by then: to be woken by each of them, and by each of their requests, would cost us, and
+/// them, more than they wait.
 pub(crate) const TOGETHER: Duration = Duration::from_millis(1);
 /// Answers that are passed on before those of a crowd get their turn. Each brings its client back, so that all of them at once
 /// would leave the next hop without work until the first of many is served again.
@@ -513,7 +514,7 @@ mod tests {
         passing.join_all().await;
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn a_crowd_that_waits_for_an_answer_in_vain_is_none() {
         let mut accepting = accepting_from(listening(SocketOptions::default()), Duration::from_micros(1));
         let _answer = Answer::awaited();
