@@ -4,15 +4,16 @@
 use std::{convert::Infallible, fmt::Debug, future::Future, num::NonZeroUsize};
 
 use bytes::{Bytes, BytesMut};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Version};
 use http_body_util::{BodyExt as _, Collected, Empty};
-use hyper::{body::Incoming, service::service_fn};
+use hyper::{body::Incoming, client::conn::http1, service::service_fn};
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use prost::Message as _;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use crate::{
-    http::h1::fuzz::{self as h1, Whole},
+    http::h1::fuzz::{self as h1, Answer, Whole},
     net::{
         detect::{self, Verdict},
         socks,
@@ -120,8 +121,11 @@ pub fn chunks(bytes: &[u8]) {
     assert_eq!(h1::chunks(&mut pieces).ok(), whole.ok());
 }
 
-/// A request that we take, others read in the same way; and so do we, once we have written it anew.
+/// A request that we take, others read in the same way; and so do we, once we have written it anew. It is taken as soon as it is
+/// there.
 pub fn requests(bytes: &[u8]) {
+    let [at_once, by_bytes] = h1::request_ends(bytes);
+    assert_eq!(at_once, by_bytes);
     let ours = h1::requests(Bytes::copy_from_slice(bytes));
     for whole in &ours {
         for written in h1::written(whole) {
@@ -144,22 +148,60 @@ fn others_agree(ours: &[Whole<(Method, String)>], bytes: &[u8]) {
     }
 }
 
-/// A response that we take, others read in the same way.
+/// A response that we take, others read in the same way; and so do we, once we have written it anew, for whomever. It is taken
+/// as soon as it is there.
 pub fn responses(bytes: &[u8]) {
-    let Some(ours) = h1::response(Bytes::copy_from_slice(bytes)) else {
+    let [at_once, by_bytes] = h1::response_ends(bytes);
+    assert_eq!(at_once, by_bytes);
+    let Some((ours, _)) = h1::response(Bytes::copy_from_slice(bytes), &Method::GET) else {
         return;
     };
     if let Some(theirs) = block_on(hyper_s_response(bytes)) {
-        same(&ours, &theirs);
+        same(&ours.last, &theirs);
+    }
+    for (version, method) in [
+        (Version::HTTP_11, Method::GET),
+        (Version::HTTP_10, Method::GET),
+        (Version::HTTP_11, Method::HEAD),
+    ] {
+        for written in h1::response_written(&ours, version, &method) {
+            written_well(&ours, version, &method, &written);
+        }
     }
 }
 
-/// Two readings of a message, of which we may have put the host right.
+/// What we have written to who asked in this way is read as what it was made of, up to its end.
+fn written_well(ours: &Answer, version: Version, method: &Method, written: &Bytes) {
+    let Some((again, true)) = h1::response(written.clone(), method) else {
+        panic!("{ours:?} is written as {written:?}");
+    };
+    assert_eq!(again.interims.len(), ours.interims.len(), "{written:?}");
+    for ((status, headers), (before, headers_before)) in again.interims.iter().zip(&ours.interims) {
+        assert_eq!(status, before);
+        assert_eq!(h1::passed_on(headers), h1::passed_on(headers_before));
+    }
+    let mut expected = ours.last.clone();
+    if *method == Method::HEAD {
+        expected.body.clear();
+    }
+    if *method == Method::HEAD || version == Version::HTTP_10 {
+        expected.trailers.clear();
+    }
+    same(&again.last, &expected);
+    if *method == Method::GET {
+        let theirs = block_on(hyper_s_response(written));
+        same(
+            &again.last,
+            &theirs.unwrap_or_else(|| panic!("{written:?} is none for others")),
+        );
+    }
+}
+
+/// Two readings of a message, of which we may have put the host right, and left out what is no trailer.
 fn same<T: PartialEq + Debug>(one: &Whole<T>, other: &Whole<T>) {
     assert_eq!((&one.head, &one.body), (&other.head, &other.body));
-    for (one, other) in [(&one.headers, &other.headers), (&one.trailers, &other.trailers)] {
-        assert_eq!(h1::passed_on(one), h1::passed_on(other));
-    }
+    assert_eq!(h1::passed_on(&one.headers), h1::passed_on(&other.headers));
+    assert_eq!(h1::trailers(&one.trailers), h1::trailers(&other.trailers));
 }
 
 /// How many headers and trailers hyper is to take: as many as we do, and more than an input has room for.
@@ -194,17 +236,27 @@ async fn hyper_s_requests(bytes: &[u8]) -> Vec<Result<Whole<(Method, String)>, (
     seen.into_inner()
 }
 
-async fn hyper_s_response(bytes: &[u8]) -> Option<Whole<u16>> {
-    let io = TokioIo::new(tokio::io::join(bytes, tokio::io::sink()));
-    let (mut sender, connection) = hyper::client::conn::http1::handshake(io).await.ok()?;
-    let exchange = async {
-        let rsp = sender.send_request(Request::new(Empty::<Bytes>::new())).await.ok()?;
-        let (parts, body) = rsp.into_parts();
-        let body = body.collect().await.ok()?;
-        Some(whole(parts.status.as_u16(), parts.headers, body))
+/// As hyper's client reads it, once it has asked: what came before would be nobody's.
+async fn hyper_s_response(bytes: &[u8]) -> Option<Whole<StatusCode>> {
+    let (client, mut server) = tokio::io::duplex(bytes.len().max(1024));
+    let serve = async move {
+        if matches!(server.read(&mut [0; 1024]).await, Ok(1..)) {
+            // It may have seen enough.
+            let _ = server.write_all(bytes).await;
+        }
     };
-    let (_, whole) = tokio::join!(connection, exchange);
-    whole
+    let exchange = async {
+        let (mut sender, connection) = http1::handshake(TokioIo::new(client)).await.ok()?;
+        let exchange = async {
+            let rsp = sender.send_request(Request::new(Empty::<Bytes>::new())).await.ok()?;
+            let (parts, body) = rsp.into_parts();
+            let body = body.collect().await.ok()?;
+            Some(whole(parts.status, parts.headers, body))
+        };
+        let (whole, _) = tokio::join!(exchange, connection);
+        whole
+    };
+    tokio::join!(exchange, serve).0
 }
 
 fn whole<T>(head: T, headers: HeaderMap, body: Collected<Bytes>) -> Whole<T> {
@@ -219,6 +271,18 @@ fn whole<T>(head: T, headers: HeaderMap, body: Collected<Bytes>) -> Whole<T> {
 #[cfg(test)]
 mod tests {
     use std::{fs, path::Path};
+
+    #[test]
+    fn others_read_messages_that_are_well_formed() {
+        let requests = b"POST /a HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\nokGET /b HTTP/1.1\r\nhost: a\r\n\r\n";
+        let theirs = super::block_on(super::hyper_s_requests(requests));
+        let theirs: Vec<_> = theirs.into_iter().map(|read| read.map(|whole| whole.body)).collect();
+        assert_eq!(theirs, [Ok(b"ok".to_vec()), Ok(Vec::new())]);
+        let response = b"HTTP/1.1 100 Continue\r\n\r\n\
+            HTTP/1.1 201 Created\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n";
+        let theirs = super::block_on(super::hyper_s_response(response)).unwrap();
+        assert_eq!((theirs.head.as_u16(), &theirs.body[..]), (201, &b"ok"[..]));
+    }
 
     /// Tries everything that is kept for a target.
     fn replay(target: &str, holds: fn(&[u8])) {

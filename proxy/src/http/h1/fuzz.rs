@@ -1,12 +1,13 @@
 //! Readings of whole messages, for what must hold of them.
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use futures_util::stream;
-use http::{HeaderMap, Method, Request, Version, header};
+use http::{HeaderMap, Method, Request, Response, StatusCode, Version, header};
 use http_body::Frame;
-use http_body_util::{BodyExt as _, Full, StreamBody};
+use http_body_util::{BodyExt as _, Full, StreamBody, combinators::UnsyncBoxBody};
 
 use crate::http::{
+    error::Error,
     h1::{
         framing::{Chunk, Decoded, Framing},
         head, write,
@@ -15,7 +16,7 @@ use crate::http::{
 };
 
 /// A message that has come whole.
-#[derive(Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Whole<T> {
     pub(crate) head: T,
     pub(crate) headers: HeaderMap,
@@ -86,29 +87,63 @@ pub(crate) fn passed_on(headers: &HeaderMap) -> HeaderMap {
     headers
 }
 
+/// What of trailers is some.
+pub(crate) fn trailers(trailers: &HeaderMap) -> HeaderMap {
+    let lines = passed_on(trailers);
+    let lines = lines.iter().filter(|(name, _)| headers::is_trailer(name));
+    lines.map(|(name, value)| (name.clone(), value.clone())).collect()
+}
+
 /// A request as we write it: with the length of its body, where nothing comes after it, and in chunks.
 pub(crate) fn written(whole: &Whole<(Method, String)>) -> Vec<Bytes> {
-    let mut req = Request::new(());
-    *req.method_mut() = whole.head.0.clone();
-    *req.uri_mut() = whole.head.1.parse().expect("it was a target before");
-    *req.headers_mut() = whole.headers.clone();
-    headers::strip_hop_by_hop(req.headers_mut());
+    let of_body = |(headers, body)| {
+        let mut req = Request::new(body);
+        *req.method_mut() = whole.head.0.clone();
+        *req.uri_mut() = whole.head.1.parse().expect("it was a target before");
+        *req.headers_mut() = headers;
+        encoded(write::request(req))
+    };
+    bodies(whole).into_iter().map(of_body).collect()
+}
+
+/// A response as we write it to who asked in this way, with what goes before it: with the length of its body, where nothing comes
+/// after it, and piece by piece.
+pub(crate) fn response_written(answer: &Answer, version: Version, method: &Method) -> Vec<Bytes> {
+    let mut before = BytesMut::new();
+    for (status, headers) in &answer.interims {
+        let mut rsp = Response::new(());
+        *rsp.status_mut() = *status;
+        *rsp.headers_mut() = headers.clone();
+        write::interim(&rsp, &mut before);
+    }
+    let of_body = |(headers, body)| {
+        let mut rsp = Response::new(body);
+        *rsp.status_mut() = answer.last.head;
+        *rsp.headers_mut() = headers;
+        let (message, _) = write::response(rsp, write::Answered { version, method }, write::Afterwards::Kept);
+        [&before[..], &encoded(message)].concat().into()
+    };
+    bodies(&answer.last).into_iter().map(of_body).collect()
+}
+
+/// The ways to send what is in a message, each with the headers that go with it.
+fn bodies<T>(whole: &Whole<T>) -> Vec<(HeaderMap, UnsyncBoxBody<Bytes, Error>)> {
+    let mut headers = whole.headers.clone();
+    headers::strip_hop_by_hop(&mut headers);
     let body = Bytes::from(whole.body.clone());
     let mut all = Vec::new();
     if whole.trailers.is_empty() {
         let known = Full::new(body.clone()).map_err(|never| match never {});
-        all.push(encoded(write::request(req.clone().map(|()| known))));
+        all.push((headers.clone(), known.boxed_unsync()));
     }
     if !body.is_empty() || !whole.trailers.is_empty() {
-        req.headers_mut().remove(header::CONTENT_LENGTH);
+        headers.remove(header::CONTENT_LENGTH);
         let half = body.len() / 2;
         let pieces = [body.slice(..half), body.slice(half..)];
         let pieces = pieces.into_iter().filter(|piece| !piece.is_empty()).map(Frame::data);
         let trailers = (!whole.trailers.is_empty()).then(|| Frame::trailers(whole.trailers.clone()));
-        let frames = pieces.chain(trailers).map(Ok);
-        all.push(encoded(write::request(
-            req.map(|()| StreamBody::new(stream::iter(frames))),
-        )));
+        let frames: Vec<_> = pieces.chain(trailers).map(Ok).collect();
+        all.push((headers, StreamBody::new(stream::iter(frames)).boxed_unsync()));
     }
     all
 }
@@ -124,24 +159,55 @@ fn encoded<B: write::Sent>(mut message: write::Message<B>) -> Bytes {
     out.into()
 }
 
-/// The response to a GET, if it comes whole before the bytes end.
-pub(crate) fn response(mut bytes: Bytes) -> Option<Whole<u16>> {
+/// A response, and the interim ones before it.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pub(crate) interims: Vec<(StatusCode, HeaderMap)>,
+    pub(crate) last: Whole<StatusCode>,
+}
+
+/// The response to a request of this method, if it comes whole before the bytes end; and whether nothing comes after it.
+pub(crate) fn response(mut bytes: Bytes, method: &Method) -> Option<(Answer, bool)> {
+    let mut interims = Vec::new();
     loop {
-        let head = head::response(&mut bytes, &Method::GET).ok()??;
-        let status = head.response.status();
+        let head = head::response(&mut bytes, method).ok()??;
+        let (status, headers) = (head.response.status(), head.response.headers().clone());
+        if status == StatusCode::SWITCHING_PROTOCOLS {
+            return None;
+        }
         if status.is_informational() {
-            if status.as_u16() == 101 {
-                return None;
-            }
+            interims.push((status, headers));
             continue;
         }
         let mut framing = head.framing;
         let (body, trailers) = body(&mut framing, &mut bytes, &mut std::iter::empty()).ok()?;
-        return Some(Whole {
-            head: status.as_u16(),
-            headers: head.response.headers().clone(),
+        let last = Whole {
+            head: status,
+            headers,
             body,
             trailers,
-        });
+        };
+        return Some((Answer { interims, last }, bytes.is_empty()));
     }
+}
+
+/// The bytes of a request's head, for who gets all of it at once and for who gets one after the other.
+pub(crate) fn request_ends(bytes: &[u8]) -> [Option<usize>; 2] {
+    ends(bytes, |bytes| matches!(head::request(bytes), Ok(Some(_))))
+}
+
+/// As [`request_ends`], of a response.
+pub(crate) fn response_ends(bytes: &[u8]) -> [Option<usize>; 2] {
+    ends(bytes, |bytes| {
+        matches!(head::response(bytes, &Method::GET), Ok(Some(_)))
+    })
+}
+
+fn ends(bytes: &[u8], is_head: impl Fn(&mut Bytes) -> bool) -> [Option<usize>; 2] {
+    let end = |come: usize| {
+        let mut rest = Bytes::copy_from_slice(&bytes[..come]);
+        is_head(&mut rest).then(|| come - rest.len())
+    };
+    let looked_at = |come: &usize| *come == 1 || head::may_end(&bytes[..*come], come - 1);
+    [end(bytes.len()), (1..=bytes.len()).filter(looked_at).find_map(end)]
 }
