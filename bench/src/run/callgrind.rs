@@ -24,7 +24,8 @@ pub(super) struct Counts {
     pub(super) functions: BTreeMap<String, u64>,
     /// Instructions by the source file that they are of, wherever that was inlined; none for programs without line tables.
     pub(super) files: BTreeMap<String, u64>,
-    pub(super) allocations: u64,
+    /// Allocations by the function that asked for them.
+    pub(super) allocations: BTreeMap<String, u64>,
 }
 
 /// Has the process write what it has counted since the last dump, and start again from zero.
@@ -75,7 +76,7 @@ fn parse(text: &str) -> Counts {
             is_call = true;
             if ALLOCATORS.contains(&called.as_str()) && !ALLOCATORS.contains(&function.as_str()) {
                 let calls = calls.split_whitespace().next().and_then(|calls| calls.parse().ok());
-                counts.allocations += calls.unwrap_or(0_u64);
+                *counts.allocations.entry(function.clone()).or_default() += calls.unwrap_or(0_u64);
             }
         } else if line.starts_with(|first: char| first.is_ascii_digit() || "+-*".contains(first)) {
             // The line after "calls=" is what the called function cost, which is counted there.
@@ -141,6 +142,6 @@ mod tests {
         assert_eq!(functions, [("a::b", 16), ("malloc", 60), ("posix_memalign", 7)]);
         let files: Vec<(&str, u64)> = counts.files.iter().map(|(name, n)| (name.as_str(), *n)).collect();
         assert_eq!(files, [("a.rs", 10), ("b.rs", 5), ("malloc.c", 68)]);
-        assert_eq!(counts.allocations, 3);
+        assert_eq!(counts.allocations, [("a::b".to_owned(), 3)].into());
     }
 }

@@ -48,6 +48,8 @@ struct Cost {
     allocations: f64,
     /// Instructions of the functions that have the most, without those they call.
     functions: BTreeMap<String, f64>,
+    /// Allocations by the function that asks for them, of those that do so in more than a few requests.
+    allocating: BTreeMap<String, f64>,
     /// Instructions of what shows requests to somebody, where nobody wants to see them.
     #[serde(skip)]
     unwatched: f64,
@@ -159,29 +161,36 @@ fn percent(before: f64, now: f64) -> f64 {
 
 /// Says what costs more than it did, and which functions do.
 fn compare(before: &Cost, now: &Cost) -> Option<String> {
-    let mut why = Vec::new();
-    for (what, before, now) in [
+    let totals = [
         ("instructions", before.instructions, now.instructions),
         ("allocations", before.allocations, now.allocations),
-    ] {
-        if now > before * (1.0 + TOLERANCE) {
-            why.push(format!("a request costs {now:.1} {what}, before {before:.1}"));
-        }
-    }
+    ];
+    let dearer = |(_, before, now): &(&str, f64, f64)| *now > before * (1.0 + TOLERANCE);
+    let why: Vec<_> = totals
+        .into_iter()
+        .filter(dearer)
+        .map(|(what, before, now)| format!("a request costs {now:.1} {what}, before {before:.1}"))
+        .collect();
     if why.is_empty() {
         return None;
     }
-    let grown = |(name, now): (&String, &f64)| {
-        let before = before.functions.get(name).copied().unwrap_or_default();
-        (
-            now - before,
-            format!("\n  {name}: {now:.0} instructions, before {before:.0}"),
-        )
+    let named = [
+        grown("instructions", &before.functions, &now.functions),
+        grown("allocations", &before.allocating, &now.allocating),
+    ];
+    Some(why.join(", ") + &named.concat())
+}
+
+/// The functions of which there is most more of `what`, a line each.
+fn grown(what: &str, before: &BTreeMap<String, f64>, now: &BTreeMap<String, f64>) -> String {
+    let more = |(name, now): (&String, &f64)| {
+        let before = before.get(name).copied().unwrap_or_default();
+        (now - before, format!("\n  {name}: {now:.1} {what}, before {before:.1}"))
     };
-    let mut functions: Vec<(f64, String)> = now.functions.iter().map(grown).collect();
+    let mut functions: Vec<(f64, String)> = now.iter().map(more).collect();
     functions.sort_by(|a, b| b.0.total_cmp(&a.0));
     let named = functions.into_iter().take(NAMED).filter(|(more, _)| *more > 0.0);
-    Some(why.join(", ") + &named.map(|(_, line)| line).collect::<String>())
+    named.map(|(_, line)| line).collect()
 }
 
 /// What requests cost while nobody taps them or one of so many is tapped, one after the other in the same sidecars.
@@ -279,9 +288,16 @@ impl Cost {
         let instructions: f64 = functions.values().sum();
         let watching = |(file, _): &(&String, &u64)| WATCHING.iter().any(|of| file.contains(of));
         let unwatched: u64 = counts.files.iter().filter(watching).map(|(_, n)| n).sum();
+        let to_hundredths = |n: f64| (n * 100.0).round() / 100.0;
+        let allocations: BTreeMap<String, f64> = counts
+            .allocations
+            .into_iter()
+            .map(|(name, n)| (name, to_hundredths(each(n))))
+            .collect();
         Self {
             instructions: instructions.round(),
-            allocations: (each(counts.allocations) * 100.0).round() / 100.0,
+            allocations: to_hundredths(allocations.values().sum()),
+            allocating: allocations.into_iter().filter(|(_, n)| *n > RARELY).collect(),
             functions: functions
                 .into_iter()
                 .filter(|(_, n)| *n > instructions * SHARE)
@@ -305,6 +321,8 @@ const EVENTS: f64 = 3.0;
 const TOLERANCE: f64 = 0.02;
 /// Functions with less than this share of the instructions are not noted down.
 const SHARE: f64 = 0.001;
+/// Functions that ask for memory in no more than this share of the requests are not noted down.
+const RARELY: f64 = 0.05;
 /// By how much less than this a request may cost more where one of a hundred is tapped.
 const TAPPED: f64 = 0.03;
 /// What shows requests to somebody.
@@ -326,6 +344,7 @@ mod tests {
             instructions,
             allocations: 9.0,
             functions: functions.collect(),
+            allocating: [("a".to_owned(), 9.0)].into(),
             unwatched: 4.0,
             shown: 0.0,
         }
@@ -338,13 +357,17 @@ mod tests {
         let why = compare(&before, &cost(1030.0, &[("a", 580.0), ("b", 300.0), ("c", 50.0)])).unwrap();
         assert_eq!(
             why,
-            "a request costs 1030.0 instructions, before 1000.0\n  c: 50 instructions, before 0"
+            "a request costs 1030.0 instructions, before 1000.0\n  c: 50.0 instructions, before 0.0"
         );
         let more = Cost {
             allocations: 9.3,
+            allocating: [("a".to_owned(), 8.8), ("b".to_owned(), 0.5)].into(),
             ..cost(1000.0, &[])
         };
-        assert!(compare(&before, &more).unwrap().contains("9.3 allocations, before 9.0"));
+        assert_eq!(
+            compare(&before, &more).unwrap(),
+            "a request costs 9.3 allocations, before 9.0\n  b: 0.5 allocations, before 0.0"
+        );
     }
 
     #[test]
@@ -356,9 +379,10 @@ mod tests {
             files: [("/x/proxy/src/tap/mod.rs", 1500), ("/x/proxy/src/http/server.rs", 3500)]
                 .map(|(path, n)| (path.to_owned(), n))
                 .into(),
-            allocations: 4600,
+            allocations: [("a", 4550), ("b", 50)].map(|(name, n)| (name.to_owned(), n)).into(),
         };
         let cost = Cost::of(counts, REQUESTS);
         assert_eq!((cost.instructions, cost.allocations, cost.unwatched), (10.0, 9.2, 3.0));
+        assert_eq!(cost.allocating, [("a".to_owned(), 9.1), ("b".to_owned(), 0.1)].into());
     }
 }

@@ -238,6 +238,7 @@ fn allocations(scene: &Scene, duration: Duration) -> anyhow::Result<Sample> {
         (Metric::ServerAllocations, each(before.1.calls, after.1.calls)),
         (Metric::ClientAllocatedBytes, each(before.0.bytes, after.0.bytes)),
         (Metric::ServerAllocatedBytes, each(before.1.bytes, after.1.bytes)),
+        (Metric::Failed, driven.failed as f64),
     ]))
 }
 

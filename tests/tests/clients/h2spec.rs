@@ -14,10 +14,15 @@ fn failures(host: &Namespace, ip: &str) -> Vec<String> {
         .lines()
         .find(|line| line.contains(" tests, "))
         .unwrap_or_default();
-    assert!(summary.starts_with("145 tests, "), "{said:?}");
+    assert!(
+        summary.starts_with("145 tests, ") && summary.contains(" 0 skipped"),
+        "{said:?}"
+    );
     let list = said.out.split("Failures:").nth(1).unwrap_or_default();
     let failed = list.lines().map(str::trim).filter(|line| line.starts_with('×'));
-    failed.map(str::to_owned).collect()
+    let failed: Vec<_> = failed.map(str::to_owned).collect();
+    assert_eq!(said.status.success(), failed.is_empty(), "{said:?}");
+    failed
 }
 
 #[test]

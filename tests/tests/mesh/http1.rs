@@ -108,6 +108,35 @@ fn long_heads_pass_and_longer_ones_are_told_so() {
 }
 
 #[test]
+fn each_direction_has_the_longest_head_that_it_is_given() {
+    let mesh = mesh().workload("client").workload("web");
+    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_MAX_HEAD_SIZE", "1000");
+    let mesh = mesh.env("TULLE_PROXY_INBOUND_HTTP1_MAX_HEAD_SIZE", "3000");
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        for (is_inbound, most) in [(false, 1000), (true, 3000)] {
+            for (longer, status) in [(0, "200"), (1, "431")] {
+                let mut client = match is_inbound {
+                    true => mesh.arrive(STRANGER, "web", HTTP).await,
+                    false => dial(mesh).await,
+                };
+                let start = "GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\na: ";
+                let fill = "b".repeat(most + longer - start.len() - 4);
+                client
+                    .write_all(format!("{start}{fill}\r\n\r\n").as_bytes())
+                    .await
+                    .unwrap();
+                let rsp = rest(&mut client).await;
+                assert!(
+                    rsp.starts_with(&format!("HTTP/1.1 {status} ")),
+                    "{most} + {longer}: {rsp}"
+                );
+            }
+        }
+    });
+}
+
+#[test]
 fn a_head_that_does_not_come_is_waited_for_only_so_long() {
     let mesh = mesh().workload("client").workload("web");
     let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_HEAD_TIMEOUT", "200ms");
