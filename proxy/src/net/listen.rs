@@ -18,7 +18,7 @@ use tokio::{
 use tulle_core::addr::{self, ClientAddr};
 
 use crate::net::{
-    awaited::Awaited,
+    awaited::{Awaited, Turns},
     connect::{self, SocketOptions},
     detect,
     pause::Pause,
@@ -139,6 +139,8 @@ struct Door<'l, S> {
     lobby: Vec<Waiting>,
     /// The answers that this worker waits for.
     awaited: Arc<Awaited>,
+    /// While those of a crowd are served between them.
+    turns: Option<Turns>,
 }
 
 struct Waiting {
@@ -162,6 +164,7 @@ impl<'l, S: Fn(Client, ClientAddr)> Door<'l, S> {
             crowd: Crowd::new(Instant::now()),
             lobby: Vec::new(),
             awaited: Awaited::by_this_worker(),
+            turns: None,
         }
     }
 
@@ -171,12 +174,13 @@ impl<'l, S: Fn(Client, ClientAddr)> Door<'l, S> {
     /// # Errors
     /// What keeps us from accepting.
     async fn accept(&mut self, pause: &Pause) -> io::Result<Infallible> {
-        let (awaited, mut watched, mut turns) = (self.awaited.clone(), None, None);
+        let (awaited, mut watched) = (self.awaited.clone(), None);
         loop {
             let now = Instant::now();
             if self.crowd.is_there(now) && awaited.n() > 0 {
                 watched = None; // nothing else keeps the kernel from waking us for who comes
-                turns.get_or_insert_with(|| awaited.by_turns()).next(ANSWERS_AT_ONCE); // before those who come now
+                let turns = self.turns.get_or_insert_with(|| awaited.by_turns());
+                turns.next(ANSWERS_AT_ONCE); // before those who come now
                 self.serve(|waiting| waiting.speaks() || now - waiting.since > SILENCE);
                 tokio::select! {
                     biased;
@@ -188,7 +192,7 @@ impl<'l, S: Fn(Client, ClientAddr)> Door<'l, S> {
                 }
                 self.fill().await?;
             } else {
-                turns = None;
+                self.turns = None;
                 self.serve(|_| true);
                 let watched = match &watched {
                     Some(watched) => watched,
@@ -201,9 +205,11 @@ impl<'l, S: Fn(Client, ClientAddr)> Door<'l, S> {
         }
     }
 
-    /// Takes in all who are queued. Where these are many, the first are served meanwhile, and whoever else there is.
+    /// Takes in all who are queued. Where these are many, the first are served meanwhile, and whoever else there is: that takes
+    /// longer than any answer should wait.
     async fn fill(&mut self) -> io::Result<()> {
         while self.fill_some()? == More::Maybe {
+            self.turns = None;
             self.serve(|_| true);
             tokio::task::yield_now().await;
         }
@@ -502,6 +508,21 @@ mod tests {
         let passing = answers(&mut accepting).await;
         let _another = accepting.come(b"hello");
         assert_eq!(accepting.served.recv().await.unwrap().1, ANSWERS_AT_ONCE);
+        passing.join_all().await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn no_answer_waits_for_a_long_queue_to_be_accepted() {
+        let mut accepting = accepting();
+        let _crowd = accepting.crowd().await;
+        let passing = answers(&mut accepting).await;
+        let queued = [(); 2 * AT_ONCE].map(|()| accepting.come(b"hello"));
+        let mut passed_on = Vec::new();
+        for _ in &queued {
+            passed_on.push(accepting.served.recv().await.unwrap().1);
+        }
+        assert_eq!(passed_on[AT_ONCE - 1], ANSWERS_AT_ONCE);
+        assert_eq!(passed_on[AT_ONCE], 3 * ANSWERS_AT_ONCE);
         passing.join_all().await;
     }
 

@@ -110,7 +110,7 @@ impl Framing {
                         *seen = inbox.len();
                         let trailers = if may_end { trailers(inbox)? } else { None };
                         let Some(trailers) = trailers else {
-                            return if inbox.len() < MAX_TRAILERS {
+                            return if inbox.len() <= MAX_TRAILERS {
                                 Ok(Decoded::More)
                             } else {
                                 Err("its trailers")
@@ -179,7 +179,7 @@ fn trailers(inbox: &mut Bytes) -> Result<Option<HeaderMap>, &'static str> {
     let is_lone = |(at, byte): (usize, &u8)| *byte == b'\n' && (at == 0 || inbox[at - 1] != b'\r');
     let mut lines = [httparse::EMPTY_HEADER; MAX_HEAD_LINES];
     match httparse::parse_headers(inbox, &mut lines) {
-        Ok(httparse::Status::Complete((used, lines))) => {
+        Ok(httparse::Status::Complete((used, lines))) if used <= MAX_TRAILERS => {
             let mut trailers = HeaderMap::with_capacity(lines.len());
             for line in lines {
                 let name = HeaderName::from_bytes(line.name.as_bytes()).map_err(|_| "a trailer")?;

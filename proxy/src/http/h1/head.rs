@@ -44,7 +44,7 @@ pub(crate) struct ResponseHead {
 /// Why a head was not accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BadHead {
-    /// More lines than anybody needs.
+    /// More than anybody needs.
     TooLong,
     Wrong(&'static str),
 }
@@ -121,6 +121,7 @@ pub(crate) fn response(bytes: &mut Bytes, method: &Method) -> Result<Option<Resp
         result = config.parse_response_with_uninit_headers(&mut parsed, bytes, &mut many);
     }
     let used = match result {
+        Ok(httparse::Status::Complete(used)) if used > MAX_HEAD => return Err(BadHead::TooLong),
         Ok(httparse::Status::Complete(used)) => used,
         Ok(httparse::Status::Partial) => return Ok(None),
         Err(error) => return Err(refused(error)),
@@ -415,6 +416,14 @@ mod tests {
             assert!(parse_response(text).is_err(), "{text}");
         }
         assert!(parse_response("HTTP/1.1 200 OK\r\ncontent-le").unwrap().is_none());
+    }
+
+    #[test]
+    fn the_head_of_a_response_has_a_longest_length() {
+        let start = "HTTP/1.1 200 OK\r\na: ";
+        let of = |len: usize| start.to_owned() + &"b".repeat(len - start.len() - 4) + "\r\n\r\n";
+        assert!(parse_response(&of(MAX_HEAD)).unwrap().is_some());
+        assert_eq!(parse_response(&of(MAX_HEAD + 1)).unwrap_err(), BadHead::TooLong);
     }
 
     #[test]
