@@ -4,7 +4,7 @@
 use std::{convert::Infallible, fmt::Debug, future::Future, num::NonZeroUsize};
 
 use bytes::{Bytes, BytesMut};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Version};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Version, header};
 use http_body_util::{BodyExt as _, Collected, Empty};
 use hyper::{body::Incoming, client::conn::http1, service::service_fn};
 use hyper_util::rt::TokioIo;
@@ -70,9 +70,18 @@ pub fn socks(bytes: &[u8]) {
     }
 }
 
-/// A transport header is what it is written as.
+/// A transport header is what it is written as, and ends where it ends, whatever follows.
 pub fn transport_header(bytes: &[u8]) {
-    if let Decoded::Header(header, _) = TransportHeader::decode(bytes) {
+    if let Decoded::Header(header, len) = TransportHeader::decode(bytes) {
+        let exact = TransportHeader::decode(&bytes[..len]);
+        assert!(
+            matches!(&exact, Decoded::Header(same, _) if *same == header),
+            "{exact:?}, {header:?} with more"
+        );
+        for end in 0..len {
+            let part = TransportHeader::decode(&bytes[..end]);
+            assert!(matches!(part, Decoded::Incomplete), "{part:?} after {end} bytes");
+        }
         let mut written = BytesMut::new();
         header.encode(&mut written);
         let Decoded::Header(again, len) = TransportHeader::decode(&written) else {
@@ -126,13 +135,17 @@ pub fn chunks(bytes: &[u8]) {
 pub fn requests(bytes: &[u8]) {
     let [at_once, by_bytes] = h1::request_ends(bytes);
     assert_eq!(at_once, by_bytes);
-    let ours = h1::requests(Bytes::copy_from_slice(bytes));
+    let ours = h1::requests(&mut Bytes::copy_from_slice(bytes));
     for whole in &ours {
         for written in h1::written(whole) {
-            let again = h1::requests(written.clone());
-            assert_eq!(again.len(), 1, "{whole:?} is written as {written:?}");
+            let mut rest = written.clone();
+            let again = h1::requests(&mut rest);
+            assert!(
+                again.len() == 1 && rest.is_empty(),
+                "{whole:?} is written as {written:?}"
+            );
             same(&again[0], whole);
-            others_agree(&again, &written);
+            assert_eq!(others_agree(&again, &written), 1, "others do not take {written:?}");
         }
     }
     if !ours.is_empty() {
@@ -140,12 +153,23 @@ pub fn requests(bytes: &[u8]) {
     }
 }
 
-/// What hyper takes, it reads as we do. It may refuse a head, but the body of one that it takes is ours.
-fn others_agree(ours: &[Whole<(Method, String)>], bytes: &[u8]) {
-    for (ours, theirs) in ours.iter().zip(block_on(hyper_s_requests(bytes))) {
-        let theirs = theirs.unwrap_or_else(|head| panic!("of {head:?} the body is wrong, for us it is {ours:?}"));
-        same(ours, &theirs);
+/// What hyper takes, it reads as we do; says how many of our requests these are. It may refuse a head, but the body of one that it
+/// takes is ours.
+fn others_agree(ours: &[Whole<(Method, String)>], bytes: &[u8]) -> usize {
+    let theirs = block_on(hyper_s_requests(bytes));
+    for (ours, theirs) in ours.iter().zip(&theirs) {
+        match theirs {
+            Ok(theirs) => {
+                same(ours, theirs);
+                // An absolute target has the host that counts, and we put the header right.
+                if !ours.head.1.contains("://") {
+                    assert_eq!(ours.headers.get(header::HOST), theirs.headers.get(header::HOST));
+                }
+            }
+            Err(head) => panic!("of {head:?} the body is wrong, for us it is {ours:?}"),
+        }
     }
+    theirs.len().min(ours.len())
 }
 
 /// A response that we take, others read in the same way; and so do we, once we have written it anew, for whomever. It is taken
@@ -246,7 +270,9 @@ async fn hyper_s_response(bytes: &[u8]) -> Option<Whole<StatusCode>> {
         }
     };
     let exchange = async {
-        let (mut sender, connection) = http1::handshake(TokioIo::new(client)).await.ok()?;
+        let mut handshake = http1::Builder::new();
+        handshake.max_headers(MOST_HEADERS);
+        let (mut sender, connection) = handshake.handshake(TokioIo::new(client)).await.ok()?;
         let exchange = async {
             let rsp = sender.send_request(Request::new(Empty::<Bytes>::new())).await.ok()?;
             let (parts, body) = rsp.into_parts();

@@ -55,16 +55,16 @@ impl App {
             }
 
             let mut tries = 0;
-            let responses = loop {
+            let answer = loop {
                 tries += 1;
                 match client(dial().await, case).await {
                     // A proxy may not be ready, or use a connection that the answer of the row before has ended.
                     None if tries < MOST_TRIES => tokio::time::sleep(PAUSE).await,
-                    responses => break responses.unwrap_or_default(),
+                    answer => break answer.unwrap_or_default(),
                 }
             };
             let requests = self.state.lock().requests.clone();
-            outcomes.push(judge(case, &requests, &responses));
+            outcomes.push(judge(case, &requests, &answer));
         }
         outcomes
     }
@@ -82,9 +82,17 @@ fn latin1(text: &str) -> Vec<u8> {
     text.chars().map(byte).collect()
 }
 
+/// What a client got.
+#[derive(Default)]
+struct Answer {
+    responses: Vec<Message>,
+    /// Whether more could come, had it waited longer.
+    is_open: bool,
+}
+
 /// Sends what a row says, and returns all responses: those it must get, or all there are until the connection ends; nothing
 /// if the connection was no good from the beginning.
-async fn client(mut stream: TcpStream, case: &Case) -> Option<Vec<Message>> {
+async fn client(mut stream: TcpStream, case: &Case) -> Option<Answer> {
     let n_wanted = match case.wanted {
         Wanted::Requests(requests) => requests.len(),
         Wanted::Response(_) | Wanted::BadGateway(_) => 1,
@@ -114,8 +122,9 @@ async fn client(mut stream: TcpStream, case: &Case) -> Option<Vec<Message>> {
         }
         Ok::<_, io::Error>(End::Unknown)
     };
-    let end = tokio::time::timeout(PATIENCE, exchange).await;
-    let end = match end {
+    let exchanged = tokio::time::timeout(PATIENCE, exchange).await;
+    let is_open = exchanged.is_err();
+    let end = match exchanged {
         Ok(Ok(end)) => end,
         Ok(Err(_)) | Err(_) => End::Unknown,
     };
@@ -123,7 +132,7 @@ async fn client(mut stream: TcpStream, case: &Case) -> Option<Vec<Message>> {
     if len < bytes.len() {
         responses.push(Message::unread(&bytes[len..]));
     }
-    Some(responses)
+    Some(Answer { responses, is_open })
 }
 
 /// Has a request answered that nothing is wrong with.
@@ -159,7 +168,7 @@ fn finals(messages: &[Message]) -> usize {
     messages.iter().filter(|message| message.status() >= 200).count()
 }
 
-fn judge(case: &Case, requests: &[Message], responses: &[Message]) -> Outcome {
+fn judge(case: &Case, requests: &[Message], Answer { responses, is_open }: &Answer) -> Outcome {
     let last = responses.last();
     let statuses: Vec<u16> = responses.iter().map(Message::status).collect();
     let told = |statuses: &[u16]| statuses.iter().map(u16::to_string).collect::<Vec<_>>().join(" ");
@@ -207,6 +216,7 @@ fn judge(case: &Case, requests: &[Message], responses: &[Message]) -> Outcome {
         },
         Wanted::Cut => match last {
             Some(last) if last.is_whole && last.status() < 400 => Some("looks whole".to_owned()),
+            Some(_) if *is_open => Some("left open".to_owned()),
             Some(_) => None,
             None => Some("no answer".to_owned()),
         },

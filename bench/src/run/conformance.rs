@@ -145,6 +145,7 @@ Otherwise the cell says what happened:
 - statuses that the client saw, or no answer within five seconds or before the connection ended;
 - \"passes it\": the application got what should have been refused;
 - \"looks whole\": the client cannot tell that the answer was cut;
+- \"left open\": the client still waits for the rest of an answer that was cut;
 - \"sends\": the request line that the application got;
 - \"with\" and \"without\": a header line that should not, or should, have arrived;
 - \"other bytes\": something that is no answer of HTTP/1.1.

@@ -24,11 +24,13 @@ pub(crate) struct Whole<T> {
     pub(crate) trailers: HeaderMap,
 }
 
-/// The data and the trailers of a body in chunks, or why there are none.
-pub(crate) fn chunks(pieces: &mut dyn Iterator<Item = Bytes>) -> Result<(Vec<u8>, HeaderMap), &'static str> {
+/// The data and the trailers of a body in chunks, and what follows it, or why there are none.
+pub(crate) fn chunks(pieces: &mut dyn Iterator<Item = Bytes>) -> Result<(Vec<u8>, HeaderMap, Vec<u8>), &'static str> {
     let mut inbox = Bytes::new();
     let mut framing = Framing::Chunked(Chunk::Size);
-    body(&mut framing, &mut inbox, pieces)
+    let (data, trailers) = body(&mut framing, &mut inbox, pieces)?;
+    let rest = [&inbox[..], &pieces.collect::<Vec<_>>().concat()].concat();
+    Ok((data, trailers, rest))
 }
 
 fn body(
@@ -51,13 +53,13 @@ fn body(
     }
 }
 
-/// All whole requests of a connection, up to the first that is refused, or after which nothing may come.
-pub(crate) fn requests(mut bytes: Bytes) -> Vec<Whole<(Method, String)>> {
+/// All whole requests of a connection, up to the first that is refused, or after which nothing may come; leaves what follows.
+pub(crate) fn requests(bytes: &mut Bytes) -> Vec<Whole<(Method, String)>> {
     let mut all = Vec::new();
-    while let Ok(Some(head)) = head::request(&mut bytes) {
+    while let Ok(Some(head)) = head::request(bytes) {
         let (method, target) = (head.request.method().clone(), head.request.uri().to_string());
         let mut framing = head.framing;
-        let Ok((body, trailers)) = body(&mut framing, &mut bytes, &mut std::iter::empty()) else {
+        let Ok((body, trailers)) = body(&mut framing, bytes, &mut std::iter::empty()) else {
             break;
         };
         let ends = !head.keep_alive
