@@ -95,12 +95,10 @@ pub(crate) async fn connect(io: Io, params: &Params) -> Result<Shared, Error> {
     builder
         .initial_window_size(params.stream_window)
         .initial_connection_window_size(params.connection_window)
+        .max_frame_size(params.max_frame_size)
         .max_header_list_size(params.max_header_list)
         .initial_max_send_streams(UNTOLD)
         .enable_push(false);
-    if let Some(size) = params.max_frame_size {
-        builder.max_frame_size(size);
-    }
     if let Some(streams) = params.max_resets {
         builder.max_concurrent_reset_streams(streams);
     }

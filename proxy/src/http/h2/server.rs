@@ -68,14 +68,12 @@ where
     builder
         .initial_window_size(params.stream_window)
         .initial_connection_window_size(params.connection_window)
+        .max_frame_size(params.max_frame_size)
         // Who sends more hears of it without a reason, or loses the connection.
         .max_header_list_size(params.max_header_list.saturating_mul(2))
         .enable_connect_protocol();
     if let Some(streams) = params.max_concurrent_streams {
         builder.max_concurrent_streams(streams);
-    }
-    if let Some(size) = params.max_frame_size {
-        builder.max_frame_size(size);
     }
     if let Some(size) = params.max_send_buffer {
         builder.max_send_buffer_size(size);
