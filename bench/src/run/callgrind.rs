@@ -114,8 +114,8 @@ fn plain(name: &str) -> String {
     }
 }
 
-/// What hands out memory. One of them that calls another is one allocation.
-const ALLOCATORS: [&str; 8] = [
+/// What hands out memory, in C and in Rust. One of them that calls another is one allocation.
+const ALLOCATORS: [&str; 14] = [
     "malloc",
     "calloc",
     "realloc",
@@ -124,6 +124,12 @@ const ALLOCATORS: [&str; 8] = [
     "__libc_malloc",
     "__libc_calloc",
     "__libc_realloc",
+    "__rustc::__rust_alloc",
+    "__rustc::__rust_alloc_zeroed",
+    "__rustc::__rust_realloc",
+    "__rustc::__rdl_alloc",
+    "__rustc::__rdl_alloc_zeroed",
+    "__rustc::__rdl_realloc",
 ];
 
 #[cfg(test)]
@@ -136,12 +142,21 @@ mod tests {
             ob=(1) /proxy\nfl=(1) a.rs\nfn=(1) a::b::h0123456789abcdef\n0 10\n\
             cfi=(2) malloc.c\ncfn=(2) malloc\ncalls=3 0\n0 300\nfi=(3) b.rs\n0 5\n\n\
             fl=(2)\nfn=(2)\n0 60\ncfn=(3) posix_memalign\ncalls=1 0\n0 7\n\n\
-            fn=(3)\n+0 7\n\nfn=(4) a::b'2\n0 1\ntotals: 83\n";
+            fn=(3)\n+0 7\n\nfn=(4) a::b'2\n0 1\ncfn=(5) __rustc::__rdl_alloc\ncalls=2 0\n0 9\n\n\
+            fn=(5)\n+0 3\ncfn=(2)\ncalls=2 0\n0 6\ntotals: 92\n";
         let counts = parse(dump);
         let functions: Vec<(&str, u64)> = counts.functions.iter().map(|(name, n)| (name.as_str(), *n)).collect();
-        assert_eq!(functions, [("a::b", 16), ("malloc", 60), ("posix_memalign", 7)]);
+        assert_eq!(
+            functions,
+            [
+                ("__rustc::__rdl_alloc", 3),
+                ("a::b", 16),
+                ("malloc", 60),
+                ("posix_memalign", 7)
+            ]
+        );
         let files: Vec<(&str, u64)> = counts.files.iter().map(|(name, n)| (name.as_str(), *n)).collect();
-        assert_eq!(files, [("a.rs", 10), ("b.rs", 5), ("malloc.c", 68)]);
-        assert_eq!(counts.allocations, [("a::b".to_owned(), 3)].into());
+        assert_eq!(files, [("a.rs", 10), ("b.rs", 5), ("malloc.c", 71)]);
+        assert_eq!(counts.allocations, [("a::b".to_owned(), 5)].into());
     }
 }
