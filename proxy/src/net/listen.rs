@@ -119,7 +119,7 @@ pub(crate) async fn accept_loop(
         () = accepting => {}
     }
     // As the kernel has it: the runtime may not know of the latest yet.
-    if let Err(error) = door.fill().await {
+    if let Err(error) = door.fill(&mut None).await {
         tracing::warn!(%error, "clients who were not accepted yet are lost");
     }
     door.serve(|_| true);
@@ -139,8 +139,6 @@ struct Door<'l, S> {
     lobby: Vec<Waiting>,
     /// The answers that this worker waits for.
     awaited: Arc<Awaited>,
-    /// While those of a crowd are served between them.
-    turns: Option<Turns>,
 }
 
 struct Waiting {
@@ -164,7 +162,6 @@ impl<'l, S: Fn(Client, ClientAddr)> Door<'l, S> {
             crowd: Crowd::new(Instant::now()),
             lobby: Vec::new(),
             awaited: Awaited::by_this_worker(),
-            turns: None,
         }
     }
 
@@ -174,13 +171,13 @@ impl<'l, S: Fn(Client, ClientAddr)> Door<'l, S> {
     /// # Errors
     /// What keeps us from accepting.
     async fn accept(&mut self, pause: &Pause) -> io::Result<Infallible> {
-        let (awaited, mut watched) = (self.awaited.clone(), None);
+        let (awaited, mut watched, mut turns) = (self.awaited.clone(), None, None);
         loop {
             let now = Instant::now();
             if self.crowd.is_there(now) && awaited.n() > 0 {
                 watched = None; // nothing else keeps the kernel from waking us for who comes
-                let turns = self.turns.get_or_insert_with(|| awaited.by_turns());
-                turns.next(ANSWERS_AT_ONCE); // before those who come now
+                let by_turns = turns.get_or_insert_with(|| awaited.by_turns());
+                by_turns.next(ANSWERS_AT_ONCE); // before those who come now
                 self.serve(|waiting| waiting.speaks() || now - waiting.since > SILENCE);
                 tokio::select! {
                     biased;
@@ -190,16 +187,16 @@ impl<'l, S: Fn(Client, ClientAddr)> Door<'l, S> {
                         self.crowd = Crowd::new(Instant::now());
                     }
                 }
-                self.fill().await?;
+                self.fill(&mut turns).await?;
             } else {
-                self.turns = None;
+                turns = None;
                 self.serve(|_| true);
                 let watched = match &watched {
                     Some(watched) => watched,
                     None => watched.insert(watch(self.listener.as_fd())?),
                 };
                 let mut readable = watched.readable().await?;
-                self.fill().await?;
+                self.fill(&mut turns).await?;
                 readable.clear_ready();
             }
         }
@@ -207,9 +204,9 @@ impl<'l, S: Fn(Client, ClientAddr)> Door<'l, S> {
 
     /// Takes in all who are queued. Where these are many, the first are served meanwhile, and whoever else there is: that takes
     /// longer than any answer should wait.
-    async fn fill(&mut self) -> io::Result<()> {
+    async fn fill(&mut self, turns: &mut Option<Turns>) -> io::Result<()> {
         while self.fill_some()? == More::Maybe {
-            self.turns = None;
+            *turns = None;
             self.serve(|_| true);
             tokio::task::yield_now().await;
         }
