@@ -376,7 +376,7 @@ fn http2_server(direction: &Direction) -> h2::Params {
             interval: pings.interval,
             timeout: pings.timeout,
         }),
-        max_frame_size: server.max_frame_size.unwrap_or(h2::Params::FRAME_SIZE),
+        max_frame_size: server.max_frame_size,
         max_concurrent_streams: Some(server.max_concurrent_streams),
         max_send_buffer: server.max_send_buf_size,
         max_pending_resets: server.max_pending_accept_reset_streams,

@@ -191,6 +191,11 @@ impl Io {
         }
     }
 
+    /// Whether its bytes are TLS's, which the other end is of the mesh for.
+    pub(crate) fn is_encrypted(&self) -> bool {
+        !matches!(self.stream, Stream::Tcp(_))
+    }
+
     /// Whether this is a plain connection to `peer` on this host.
     pub(crate) fn is_local(&self, peer: IpAddr) -> bool {
         let Stream::Tcp(Tcp { stream, .. }) = &self.stream else {

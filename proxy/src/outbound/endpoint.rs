@@ -174,7 +174,7 @@ fn http2_params(ours: &h2::Params, spec: &EndpointSpec) -> h2::Params {
                 timeout: pings.timeout,
             })
             .or(ours.keep_alive),
-        max_frame_size: theirs.max_frame_size.unwrap_or(ours.max_frame_size),
+        max_frame_size: theirs.max_frame_size.or(ours.max_frame_size),
         max_send_buffer: theirs
             .max_send_buf_size
             .map(|size| size as usize)
@@ -211,7 +211,7 @@ mod tests {
             stream_window: 2,
             keep_alive: Some(h2::KeepAlive { interval, timeout }),
             max_resets: Some(3),
-            max_frame_size: 4,
+            max_frame_size: Some(4),
             max_send_buffer: Some(5),
             ..ours
         };

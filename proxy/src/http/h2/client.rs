@@ -95,7 +95,7 @@ pub(crate) async fn connect(io: Io, params: &Params) -> Result<Shared, Error> {
     builder
         .initial_window_size(params.stream_window)
         .initial_connection_window_size(params.connection_window)
-        .max_frame_size(params.max_frame_size)
+        .max_frame_size(params.max_frame_size.unwrap_or(Params::FRAME_SIZE))
         .max_header_list_size(params.max_header_list)
         .initial_max_send_streams(UNTOLD)
         .enable_push(false);

@@ -26,8 +26,9 @@ pub(crate) struct Params {
     /// Flow-control window of a connection, in bytes.
     pub(crate) connection_window: u32,
     pub(crate) keep_alive: Option<KeepAlive>,
-    /// Largest frame that is taken, in bytes.
-    pub(crate) max_frame_size: u32,
+    /// Largest frame that is taken, in bytes; `None` is [`FRAME_SIZE`](Self::FRAME_SIZE) of peers and servers, and of clients
+    /// outside the mesh the protocol's own.
+    pub(crate) max_frame_size: Option<u32>,
     /// That a client may have open at a time; `None` is no limit, and what clients of ours have.
     pub(crate) max_concurrent_streams: Option<u32>,
     pub(crate) max_send_buffer: Option<usize>,
@@ -53,7 +54,7 @@ impl Default for Params {
             stream_window: 1 << 20,
             connection_window: 4 << 20,
             keep_alive: None,
-            max_frame_size: Self::FRAME_SIZE,
+            max_frame_size: None,
             max_concurrent_streams: None,
             max_send_buffer: None,
             max_pending_resets: None,
@@ -64,7 +65,8 @@ impl Default for Params {
 }
 
 impl Params {
-    /// A piece of a body in one frame: 4 % less CPU in bulk than the protocol's 16 KiB.
+    /// A piece of a body in one frame: 4 % less CPU in bulk than the protocol's 16 KiB. Clients of any make hear of 16 KiB, as
+    /// from most servers.
     pub(crate) const FRAME_SIZE: u32 = 64 << 10;
 
     /// The header list that a head of HTTP/1 may become, of so many bytes. Each header counts 32 bytes more than its name and

@@ -30,7 +30,7 @@ use crate::{
         body::Body,
         error::Error,
         h2::{
-            From, Received,
+            From, Params, Received,
             batch::batched,
             send::{self, Sending},
             stream::Stream,
@@ -68,10 +68,13 @@ where
     builder
         .initial_window_size(params.stream_window)
         .initial_connection_window_size(params.connection_window)
-        .max_frame_size(params.max_frame_size)
         // Who sends more hears of it without a reason, or loses the connection.
         .max_header_list_size(params.max_header_list.saturating_mul(2))
         .enable_connect_protocol();
+    let of_peers = || io.is_encrypted().then_some(Params::FRAME_SIZE);
+    if let Some(size) = params.max_frame_size.or_else(of_peers) {
+        builder.max_frame_size(size);
+    }
     if let Some(streams) = params.max_concurrent_streams {
         builder.max_concurrent_streams(streams);
     }
