@@ -203,11 +203,15 @@ impl<'l, S: Fn(Client, ClientAddr)> Door<'l, S> {
     }
 
     /// Takes in all who are queued. Where these are many, the first are served meanwhile, and whoever else there is: that takes
-    /// longer than any answer should wait.
+    /// longer than any answer should wait. Most of them have said something, and what they are is known with that: else the
+    /// memory for finding out would be taken for all of them at a time, and not be given back.
     async fn fill(&mut self, turns: &mut Option<Turns>) -> io::Result<()> {
         while self.fill_some()? == More::Maybe {
             *turns = None;
-            self.serve(|_| true);
+            self.serve(|waiting| {
+                waiting.speaks();
+                true
+            });
             tokio::task::yield_now().await;
         }
         Ok(())
@@ -521,6 +525,15 @@ mod tests {
         assert_eq!(passed_on[AT_ONCE - 1], ANSWERS_AT_ONCE);
         assert_eq!(passed_on[AT_ONCE], 3 * ANSWERS_AT_ONCE);
         passing.join_all().await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn those_of_a_long_queue_are_served_with_what_they_have_said() {
+        let mut accepting = accepting();
+        let _queued = [(); AT_ONCE + 1].map(|()| accepting.come(b"hello"));
+        for _ in 0..AT_ONCE {
+            assert_eq!(accepting.next().await.0, "hello");
+        }
     }
 
     #[tokio::test(start_paused = true)]
