@@ -191,7 +191,7 @@ impl Io {
         }
     }
 
-    /// Whether its bytes are TLS's, which the other end is of the mesh for.
+    /// Whether its bytes are TLS's: the other end is of the mesh then.
     pub(crate) fn is_encrypted(&self) -> bool {
         !matches!(self.stream, Stream::Tcp(_))
     }

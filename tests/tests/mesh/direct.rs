@@ -1,13 +1,12 @@
 //! Transport headers at a proxy's own port: those that are whole, however they come, and those that never will be.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
@@ -15,7 +14,7 @@ use tulle_control::trust;
 use tulle_core::names::port;
 use tulle_tests::apps;
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{HTTP, Mesh, STRANGER, identity, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, identity, mesh};
 
 /// A connection with the identity of a peer to the own port of the proxy of `web`.
 async fn connect(mesh: &Mesh) -> TlsStream<TcpStream> {
@@ -24,7 +23,7 @@ async fn connect(mesh: &Mesh) -> TlsStream<TcpStream> {
 }
 
 /// Greets the proxy of `web` as a peer that speaks one of these.
-async fn secured(mesh: &Mesh, stream: TcpStream, protocols: &[&[u8]]) -> TlsStream<TcpStream> {
+pub(crate) async fn secured(mesh: &Mesh, stream: TcpStream, protocols: &[&[u8]]) -> TlsStream<TcpStream> {
     let mut roots = RootCertStore::empty();
     let anchors = CertificateDer::pem_slice_iter(mesh.files().anchors.as_bytes());
     roots.add_parsable_certificates(anchors.map(Result::unwrap));
@@ -62,25 +61,6 @@ fn header(length: usize, message: &[u8]) -> Vec<u8> {
 fn to(port: u16) -> [u8; 3] {
     assert!((1 << 7..1 << 14).contains(&port));
     [1 << 3, (port & 0x7f) as u8 | 0x80, (port >> 7) as u8]
-}
-
-/// What a server of HTTP/2 says that it takes, by the numbers of the settings.
-async fn settings(mut stream: impl AsyncRead + AsyncWrite + Unpin) -> HashMap<u16, u32> {
-    let no_settings = [0, 0, 0, 4, 0, 0, 0, 0, 0];
-    let preface = [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", &no_settings[..]].concat();
-    stream.write_all(&preface).await.unwrap();
-    stream.flush().await.unwrap();
-    let mut head = [0; 9];
-    stream.read_exact(&mut head).await.unwrap();
-    let [_, high, low, kind, ..] = head;
-    assert_eq!(kind, 4, "a server's settings come first");
-    let mut told = vec![0; u16::from_be_bytes([high, low]).into()];
-    stream.read_exact(&mut told).await.unwrap();
-    let number = |bytes: &[u8]| bytes.iter().fold(0, |sum, byte| sum << 8 | u32::from(*byte));
-    let pairs = told.chunks(6).map(|pair| pair.split_at(2));
-    pairs
-        .map(|(name, value)| (number(name) as u16, number(value)))
-        .collect()
 }
 
 const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n\r\n";
@@ -162,23 +142,5 @@ fn a_header_is_not_waited_for_longer_than_a_handshake() {
         .await;
         let error = ["error=\"transport header timeout\""];
         assert_eq!(mesh.metric("web", "inbound_tcp_errors_total", &error).await, 2.);
-    });
-}
-
-#[test]
-fn peers_may_send_larger_frames_than_clients_of_any_make() {
-    const MAX_FRAME_SIZE: u16 = 5;
-    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        apps::echo(mesh, "web").await;
-        let arrived = mesh.arrive(STRANGER, "web", HTTP).await;
-        let to_peer = settings(secured(mesh, arrived, &[]).await).await;
-        assert_eq!(to_peer.get(&MAX_FRAME_SIZE), Some(&(64 << 10)), "{to_peer:?}");
-        for stream in [
-            mesh.dial("client", mesh.service("web", HTTP)).await,
-            mesh.arrive(STRANGER, "web", HTTP).await,
-        ] {
-            let told = settings(stream).await;
-            assert_eq!(told.get(&MAX_FRAME_SIZE), None, "{told:?}");
-        }
     });
 }

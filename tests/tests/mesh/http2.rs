@@ -6,13 +6,15 @@ use std::sync::Arc;
 use futures_util::future::join_all;
 use h2::Reason;
 use http::Response;
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tulle_tests::apps;
 use tulle_tests::client::{Http2, request2};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, STRANGER, mesh};
+
+use crate::direct::secured;
 
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
@@ -75,10 +77,10 @@ impl Frame {
 }
 
 /// A connection, its frames as they are.
-struct Frames(TcpStream);
+struct Frames<S>(S);
 
-impl Frames {
-    async fn over(mut stream: TcpStream) -> Self {
+impl<S: AsyncRead + AsyncWrite + Unpin> Frames<S> {
+    async fn over(mut stream: S) -> Self {
         stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
         let mut frames = Self(stream);
         frames.send([Frame::new(SETTINGS, 0, 0, b"")]).await;
@@ -89,6 +91,7 @@ impl Frames {
     async fn send(&mut self, frames: impl IntoIterator<Item = Frame>) {
         let bytes: Vec<u8> = frames.into_iter().flat_map(|frame| frame.bytes()).collect();
         self.0.write_all(&bytes).await.unwrap();
+        self.0.flush().await.unwrap();
     }
 
     /// The next frame, unless the connection has ended.
@@ -186,6 +189,22 @@ fn settings_of_the_environment_are_told_and_kept_to() {
                 req.headers_mut().insert("x-long", "x".repeat(length).parse().unwrap());
                 assert_eq!(client.ask(req).await.unwrap().status, status, "{length}");
             }
+        }
+    });
+}
+
+#[test]
+fn peers_may_send_larger_frames_than_clients_of_any_make() {
+    /// What its settings say of the largest frame.
+    async fn told(stream: impl AsyncRead + AsyncWrite + Unpin) -> Option<u32> {
+        let settings = Frames::over(stream).await.next_of(SETTINGS).await.settings();
+        settings.get(&5).copied()
+    }
+    serving(&[], async |mesh: &Mesh, connections| {
+        let arrived = mesh.arrive(STRANGER, "web", HTTP).await;
+        assert_eq!(told(secured(mesh, arrived, &[]).await).await, Some(64 << 10));
+        for stream in connections {
+            assert_eq!(told(stream).await, None);
         }
     });
 }
