@@ -4,7 +4,7 @@
 use std::{convert::Infallible, fmt::Debug, future::Future, num::NonZeroUsize};
 
 use bytes::{Bytes, BytesMut};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Version, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
 use http_body_util::{BodyExt as _, Collected, Empty};
 use hyper::{body::Incoming, client::conn::http1, service::service_fn};
 use hyper_util::rt::TokioIo;
@@ -148,9 +148,37 @@ pub fn requests(bytes: &[u8]) {
             assert_eq!(others_agree(&again, &written), 1, "others do not take {written:?}");
         }
     }
-    if !ours.is_empty() {
+    if let Some(first) = ours.first() {
         others_agree(&ours, bytes);
+        parser_agrees(first, at_once, bytes);
     }
+}
+
+/// httparse by itself, which knows nothing of bodies and of what a host is, reads the same lines, to the same end.
+fn parser_agrees(ours: &Whole<(Method, String)>, end: Option<usize>, bytes: &[u8]) {
+    let mut lines = [httparse::EMPTY_HEADER; MOST_HEADERS];
+    let mut theirs = httparse::Request::new(&mut lines);
+    let parsed = theirs.parse(bytes);
+    assert_eq!(
+        parsed.map(|parsed| parsed.is_complete().then(|| parsed.unwrap())),
+        Ok(end)
+    );
+    let target = theirs
+        .path
+        .unwrap_or_default()
+        .parse::<Uri>()
+        .map(|uri| uri.to_string());
+    assert_eq!(theirs.method, Some(ours.head.0.as_str()));
+    assert_eq!(target.ok().as_ref(), Some(&ours.head.1));
+    assert_eq!(h1::passed_on(&map(theirs.headers)), h1::passed_on(&ours.headers));
+}
+
+fn map(lines: &[httparse::Header<'_>]) -> HeaderMap {
+    let line = |line: &httparse::Header<'_>| {
+        let name = HeaderName::from_bytes(line.name.as_bytes()).expect("a name");
+        (name, HeaderValue::from_bytes(line.value).expect("a value"))
+    };
+    lines.iter().map(line).collect()
 }
 
 /// What hyper takes, it reads as we do; says how many of our requests these are. It may refuse a head, but the body of one that it
@@ -182,6 +210,17 @@ pub fn responses(bytes: &[u8]) {
     };
     if let Some(theirs) = block_on(hyper_s_response(bytes)) {
         same(&ours.last, &theirs);
+    }
+    let mut lines = [httparse::EMPTY_HEADER; MOST_HEADERS];
+    let mut theirs = httparse::Response::new(&mut lines);
+    // By itself it takes no blank before a colon.
+    if theirs.parse(bytes).is_ok() {
+        let (status, headers) = match ours.interims.first() {
+            Some((status, headers)) => (status, headers),
+            None => (&ours.last.head, &ours.last.headers),
+        };
+        assert_eq!(theirs.code, Some(status.as_u16()));
+        assert_eq!(h1::passed_on(&map(theirs.headers)), h1::passed_on(headers));
     }
     for (version, method) in [
         (Version::HTTP_11, Method::GET),
