@@ -20,7 +20,7 @@ pub enum Wanted {
     /// The application gets these requests and no others, and the client a good answer to each.
     Requests(&'static [Request]),
     /// The application gets no whole request, neither this nor one that comes at once behind it, and the client one of these
-    /// statuses.
+    /// statuses and the end of its connection.
     Refused(&'static [u16]),
     /// The client gets this response.
     Response(Response),
@@ -631,6 +631,15 @@ pub const CASES: &[Case] = &[
         "HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok",
         response(&[103, 200], "ok", &[]),
     ),
+    Case {
+        sends: &["GET / HTTP/1.0\r\nhost: web.test\r\n\r\n"],
+        ..answers(
+            "15.2 of RFC 9110",
+            "a hint, which clients of HTTP/1.0 do not know",
+            "HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok",
+            response(&[200], "ok", &[]),
+        )
+    },
     answers(
         "15.2 of RFC 9110",
         "a permission that nobody waits for",

@@ -96,7 +96,7 @@ async fn client(mut stream: TcpStream, case: &Case) -> Option<Answer> {
     let n_wanted = match case.wanted {
         Wanted::Requests(requests) => requests.len(),
         Wanted::Response(_) | Wanted::BadGateway(_) => 1,
-        // A refusal ends the connection, or is followed by silence; what is cut ends it.
+        // Both end the connection.
         Wanted::Refused(_) | Wanted::Cut => usize::MAX,
     };
     // Once a connection is known to be one of HTTP, nobody takes what is bad HTTP for something else.
@@ -199,7 +199,7 @@ fn judge(case: &Case, requests: &[Message], Answer { responses, is_open }: &Answ
             n => format!("passes {n}, {}", told(&statuses)),
         }),
         Wanted::Refused(wanted) => match (requests.len(), last.map(Message::status)) {
-            (0, Some(status)) if wanted.contains(&status) => None,
+            (0, Some(status)) if wanted.contains(&status) => is_open.then(|| format!("{found}, left open")),
             (0, _) => Some(found.clone()),
             _ if found == "passed" => Some("passes it".to_owned()),
             _ => Some(found.clone()),

@@ -443,6 +443,28 @@ fn a_response_that_ends_with_its_connection_is_not_taken_for_whole_when_it_is_cu
 }
 
 #[test]
+fn clients_of_http10_may_keep_their_connection_and_hear_no_hints() {
+    let mesh = mesh().workload("client").workload("web");
+    mesh.run(async |mesh: &Mesh| {
+        let _app = apps::raw(mesh.listen("web", HTTP).await, |mut stream| async move {
+            let mut asked = [0; 4096];
+            while matches!(stream.read(&mut asked).await, Ok(1..)) {
+                let answer = "HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
+                stream.write_all(answer.as_bytes()).await.unwrap();
+            }
+        });
+        let mut client = dial(mesh).await;
+        for _ in 0..3 {
+            let asked = b"GET / HTTP/1.0\r\nhost: web.test\r\nconnection: keep-alive\r\n\r\n";
+            client.write_all(asked).await.unwrap();
+            let rsp = read_until(&mut client, "\r\n\r\nok").await;
+            assert!(rsp.starts_with("HTTP/1.0 200 OK\r\n"), "{rsp}");
+            assert!(rsp.contains("\r\nconnection: keep-alive\r\n"), "{rsp}");
+        }
+    });
+}
+
+#[test]
 fn connections_are_reused_whatever_the_bodies() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {

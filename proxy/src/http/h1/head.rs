@@ -411,6 +411,8 @@ mod tests {
             "HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n",
             "HTTP/1.1 200 OK\r\ntransfer-encoding: gzip\r\n\r\n",
             "HTTP/1.1 20 OK\r\n\r\n",
+            "HTTP/1.1 200 OK\r\na: b\r\n c\r\ncontent-length: 5\r\n\r\n",
+            "HTTP/1.1 200 OK\r\na: b\rc\r\ncontent-length: 5\r\n\r\n",
             "SMTP ready\r\n",
         ] {
             assert!(parse_response(text).is_err(), "{text}");
