@@ -220,9 +220,7 @@ Two sidecars with mutual TLS between a client and a server: tulle, HAProxy, ngin
 that a mesh needs is on in tulle: certificates of the identity service, a policy that authorizes every request by the identity of its \
 client, discovery, balancing, metrics. The others have configurations as lean as their documentation makes them, without logs, \
 statistics and checks; they are in `bench/peers`, with the reason for each choice. In the rows `outbound-only` and `inbound-only` there \
-is one sidecar, without TLS. nginx has no row with two workers: its only balance between processes is the kernel's, by chance. Nor has \
-it one with bodies of 1 MiB: it sends no more of a request once its response has begun, so that connections to an application that \
-answers while it reads stand still.
+is one sidecar, without TLS. nginx has no row with two workers: its only balance between processes is the kernel's, by chance.
 
 Client and server each share a network namespace with their sidecar, as in a pod, on one bridge, with TCP's `reno` (unless the \
 machine has `cubic`): others pace what they send, which bodies then wait for. Ports and connection tracking are reused \

@@ -131,8 +131,6 @@ impl Row {
             Self::Idle | Self::IdleOpaque => peer != Peer::None,
             // nginx has a process for each worker, and one process is what is measured.
             Self::OneWorker | Self::TwoWorkers => !matches!(peer, Peer::None | Peer::Nginx),
-            // nginx sends no more of a request once its response has begun, and the application answers while it reads.
-            Self::Post1Mib => peer != Peer::Nginx,
             // The same as with both for who has none.
             Self::OutboundOnly | Self::InboundOnly => peer != Peer::None,
             // The others wait for as long as anything may take, or know nothing of it.
