@@ -73,19 +73,23 @@ fn destinations_are_shown_with_their_endpoints() {
 #[test]
 fn policies_connections_and_certificates_are_shown() {
     talking(async |mesh: &Mesh| {
-        let policies = json(mesh, "web", "/debug/policies").await;
+        // Whether or not somebody has dialled the port.
+        let policies = eventually("the control plane has told the policies of both ports", async || {
+            let policies = json(mesh, "web", "/debug/policies").await;
+            let told = |port: u16| {
+                let all = policies.as_array().unwrap();
+                all.iter()
+                    .any(|shown| shown["port"] == port && shown["source"] == "control plane")
+            };
+            (told(HTTP) && told(OPAQUE)).then_some(policies)
+        })
+        .await;
         let of = |port: u16| {
             let found = policies.as_array().unwrap().iter().find(|shown| shown["port"] == port);
             found.unwrap_or_else(|| panic!("{policies:#}"))
         };
         assert_eq!(of(HTTP)["protocol"], "detect");
         assert_eq!(of(OPAQUE)["protocol"], "opaque");
-        assert_eq!(
-            of(OPAQUE)["source"],
-            "control plane",
-            "whether or not somebody has dialled it"
-        );
-        assert_eq!(of(HTTP)["source"], "control plane");
         assert!(of(HTTP)["authorizations"].as_array().is_some_and(|all| !all.is_empty()));
 
         let connections = json(mesh, "web", "/debug/connections").await;
