@@ -89,10 +89,9 @@ pub(crate) fn passed_on(headers: &HeaderMap) -> HeaderMap {
     headers
 }
 
-/// What of trailers is some.
+/// What of trailers is some. A list of what concerns one connection is none, and so has no say about the others.
 pub(crate) fn trailers(trailers: &HeaderMap) -> HeaderMap {
-    let lines = passed_on(trailers);
-    let lines = lines.iter().filter(|(name, _)| headers::is_trailer(name));
+    let lines = trailers.iter().filter(|(name, _)| headers::is_trailer(name));
     lines.map(|(name, value)| (name.clone(), value.clone())).collect()
 }
 
