@@ -278,14 +278,21 @@ mod tests {
 
     use bytes::Bytes;
     use http::Request;
-    use tokio::net::{TcpListener, TcpStream};
+    use tokio::{
+        io::{AsyncReadExt as _, AsyncWriteExt as _},
+        net::{TcpListener, TcpStream},
+    };
 
     use super::*;
     use crate::net::connect::ConnectError;
     use crate::net::io::Tcp;
 
-    /// What becomes of a request that is reset unread, when the application is dialled again with this result.
-    async fn reset_then(again: impl Fn(SocketAddr) -> ConnectError + Send + Sync + 'static) -> Error {
+    /// What becomes of a request to an application that does this with its connection, and is dialled again with this
+    /// result.
+    async fn ended_then<F: Future<Output = ()>>(
+        end: impl FnOnce(TcpStream) -> F,
+        again: impl Fn(SocketAddr) -> ConnectError + Send + Sync + 'static,
+    ) -> Error {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let dials = AtomicU64::new(0);
@@ -305,23 +312,28 @@ mod tests {
         let client = Client::new(addr, connect, Params::default(), pool);
         let ready = client.ready(Protocol::Http1, Reuse::Pooled).await.unwrap();
         let (application, _) = listener.accept().await.unwrap();
-        let unread = async move {
-            application.peek(&mut [0]).await.unwrap();
-        };
         let mut post = Request::post("/")
             .body(Body::full(Bytes::from_static(b"a body")))
             .unwrap();
-        let (sent, ()) = tokio::join!(client.send(ready, &mut post), unread);
+        let (sent, ()) = tokio::join!(client.send(ready, &mut post), end(application));
         sent.err().unwrap()
+    }
+
+    async fn reset_then(again: impl Fn(SocketAddr) -> ConnectError + Send + Sync + 'static) -> Error {
+        let reset = async |application: TcpStream| {
+            application.peek(&mut [0]).await.unwrap();
+        };
+        ended_then(reset, again).await
+    }
+
+    fn refused(addr: SocketAddr) -> ConnectError {
+        let source = io::ErrorKind::ConnectionRefused.into();
+        ConnectError::Io { addr, source }
     }
 
     #[tokio::test]
     async fn only_a_refusal_tells_that_a_reset_request_was_not_read() {
-        let refused = reset_then(|addr| {
-            let source = io::ErrorKind::ConnectionRefused.into();
-            ConnectError::Io { addr, source }
-        });
-        assert_eq!(refused.await.retry(), Retry::NeverSent);
+        assert_eq!(reset_then(refused).await.retry(), Retry::NeverSent);
         let limit = Duration::from_secs(1);
         let slow = reset_then(move |addr| ConnectError::Timeout { addr, limit });
         assert_ne!(slow.await.retry(), Retry::NeverSent);
@@ -330,6 +342,29 @@ mod tests {
             ConnectError::Io { addr, source }
         });
         assert_ne!(out_of_files.await.retry(), Retry::NeverSent);
+    }
+
+    /// As on a machine with more to do than processors, where whoever is told of the end runs before who has ended.
+    #[tokio::test]
+    async fn a_request_was_not_read_where_the_application_closes_a_while_after_its_end() {
+        let slow = async |mut application: TcpStream| {
+            application.peek(&mut [0]).await.unwrap();
+            application.shutdown().await.unwrap();
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        };
+        assert_eq!(ended_then(slow, refused).await.retry(), Retry::NeverSent);
+    }
+
+    #[tokio::test]
+    async fn a_request_that_was_read_is_not_sent_again_whatever_follows() {
+        let read = async |mut application: TcpStream| {
+            let mut request = [0; 1024];
+            let mut n = 0;
+            while !request[..n].ends_with(b"a body") {
+                n += application.read(&mut request[n..]).await.unwrap();
+            }
+        };
+        assert_ne!(ended_then(read, refused).await.retry(), Retry::NeverSent);
     }
 
     /// What a server of HTTP/2 has a WebSocket, and an extended CONNECT, go by.

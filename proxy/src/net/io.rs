@@ -204,7 +204,15 @@ impl Io {
         stream.local_addr().is_ok_and(|local| local.ip() == peer)
     }
 
-    /// Whether what was written after the other side's end was thrown away: the kernel's answer to it has come.
+    /// Waits until the kernel says that the connection is broken, even if the other side's end has come; at once under TLS.
+    pub(crate) async fn broken(&self) {
+        if let Stream::Tcp(Tcp { stream, .. }) = &self.stream {
+            // What is wrong, and whether it is, is asked for afterwards.
+            let _ = stream.ready(Interest::ERROR).await;
+        }
+    }
+
+    /// Whether what was written was thrown away after the other side's end: the kernel's answer to it has come.
     pub(crate) fn wrote_after_end(&self) -> bool {
         let Stream::Tcp(Tcp { stream, .. }) = &self.stream else {
             return false;
