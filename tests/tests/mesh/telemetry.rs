@@ -197,8 +197,11 @@ fn a_refused_request_is_shown_with_what_refused_it() {
         let said = said("tap pod/web -n shop --count 1").await;
         let end = said.lines().last().unwrap_or_default();
         assert!(end.contains("cause=\"policy-denied:default/deny; why="), "{said}");
-        let denied = json("stat pod/web -n shop").await["rows"][0]["deniedPerSecond"].as_f64();
-        assert!(denied > Some(0.0), "{denied:?}");
+        eventually("there are refused requests", async || {
+            let answer = json("stat pod/web -n shop").await;
+            (answer["rows"][0]["deniedPerSecond"].as_f64()? > 0.0).then_some(())
+        })
+        .await;
     });
 }
 
