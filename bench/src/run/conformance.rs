@@ -135,8 +135,8 @@ The rows are in `bench/src/conformance/cases.rs`, with all bytes; tests try them
 
 The table is our reading of RFC 9112, and a strict one: where the RFC leaves a choice, it has ours.
 So a difference of others is shown here, not judged.
-In the rows with a (*) it is tulle that departs from the RFC, and they are not counted: a request without a host goes on to the address that it was sent to, and HTTP/1.0 stays HTTP/1.0, because an application that has lived with either has to go on doing so in a mesh.
 Some are as good as ours, a path in place of an absolute target for instance; with others two readers may disagree on where a request ends.
+In the rows with a (*) it is tulle that departs from the RFC, and they are not counted: a request without a host goes on to the address that it was sent to, and HTTP/1.0 stays HTTP/1.0, because an application that has lived with either has to go on doing so in a mesh.
 
 Each connection begins with a plain request that is answered, then come the bytes of the row.
 `ok` is what the table wants: a request that arrives as it was sent, a refusal by 400 (or 501 for a coding that nobody knows), an answer that arrives, 502 in place of one that is none, an end that cannot be taken for a good one.

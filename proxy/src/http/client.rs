@@ -249,15 +249,16 @@ impl Client {
         }
     }
 
-    /// Sends once more what nobody has read, or may be read twice. An application that listens no more is ending: then the
-    /// request was unread for sure, and the error says that it cannot be reached.
+    /// Sends once more what nobody has read, or may be read twice. An application that listens no more is ending: what was
+    /// thrown away then counts as unread, and the error says that it cannot be reached.
     async fn send_again(&self, exchange: Exchange, why: NoHead) -> Result<Response<Body>, Error> {
         let pool = exchange.pool();
         let Failed { error, unread } = exchange.failed(why).await;
-        let Some(unread) = unread else { return Err(error) };
+        let Some(mut unread) = unread else { return Err(error) };
         let io = match (self.connect)(Protocol::Http1).await {
             Ok(io) if unread.certain => io,
-            Err(failed) if unread.certain || failed.is_refusal() => return Err(failed),
+            Err(failed) if unread.certain => return Err(failed),
+            Err(failed) if failed.is_refusal() && unread.is_thrown_away().await => return Err(failed),
             // It listens still, or that cannot be told.
             Ok(_) | Err(_) => return Err(error),
         };
@@ -287,17 +288,18 @@ mod tests {
     use crate::net::connect::ConnectError;
     use crate::net::io::Tcp;
 
-    /// What becomes of a request to an application that does this with its connection, and is dialled again with this
-    /// result.
-    async fn ended_then<F: Future<Output = ()>>(
-        end: impl FnOnce(TcpStream) -> F,
-        again: impl Fn(SocketAddr) -> ConnectError + Send + Sync + 'static,
-    ) -> Error {
+    /// What becomes of a request to an application that does this with its connection. Where there is no error for a second
+    /// dial, the application listens still.
+    async fn ended(
+        end: impl AsyncFnOnce(TcpStream),
+        again: impl Fn(SocketAddr) -> Option<ConnectError> + Send + Sync + 'static,
+    ) -> (Result<Response<Body>, Error>, bool) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let dials = AtomicU64::new(0);
         let connect: Connect = Box::new(move |_| {
-            let failed = (dials.fetch_add(1, Ordering::Relaxed) > 0).then(|| Error::connect(again(addr)));
+            let is_first = dials.fetch_add(1, Ordering::Relaxed) == 0;
+            let failed = again(addr).filter(|_| !is_first).map(Error::connect);
             Box::pin(async move {
                 match failed {
                     Some(failed) => Err(failed),
@@ -315,15 +317,32 @@ mod tests {
         let mut post = Request::post("/")
             .body(Body::full(Bytes::from_static(b"a body")))
             .unwrap();
-        let (sent, ()) = tokio::join!(client.send(ready, &mut post), end(application));
-        sent.err().unwrap()
+        let mut twice = false;
+        let sent = {
+            let end_and_answer = async {
+                end(application).await;
+                loop {
+                    let (mut second, _) = listener.accept().await.unwrap();
+                    twice |= second.read(&mut [0; 1024]).await.is_ok_and(|n| n > 0);
+                    // Who only asked whether somebody listens is gone.
+                    let _ = second.write_all(b"HTTP/1.1 204 No Content\r\n\r\n").await;
+                }
+            };
+            tokio::select! {
+                biased; // what ends at once ends before
+                () = end_and_answer => unreachable!(),
+                sent = client.send(ready, &mut post) => sent,
+            }
+        };
+        (sent, twice)
     }
 
-    async fn reset_then(again: impl Fn(SocketAddr) -> ConnectError + Send + Sync + 'static) -> Error {
-        let reset = async |application: TcpStream| {
-            application.peek(&mut [0]).await.unwrap();
-        };
-        ended_then(reset, again).await
+    /// Whether it may be sent to another endpoint, where the second dial fails with this.
+    async fn retry_where(
+        end: impl AsyncFnOnce(TcpStream),
+        again: impl Fn(SocketAddr) -> ConnectError + Send + Sync + 'static,
+    ) -> Retry {
+        ended(end, move |addr| Some(again(addr))).await.0.unwrap_err().retry()
     }
 
     fn refused(addr: SocketAddr) -> ConnectError {
@@ -331,40 +350,73 @@ mod tests {
         ConnectError::Io { addr, source }
     }
 
-    #[tokio::test]
-    async fn only_a_refusal_tells_that_a_reset_request_was_not_read() {
-        assert_eq!(reset_then(refused).await.retry(), Retry::NeverSent);
+    fn timed_out(addr: SocketAddr) -> ConnectError {
         let limit = Duration::from_secs(1);
-        let slow = reset_then(move |addr| ConnectError::Timeout { addr, limit });
-        assert_ne!(slow.await.retry(), Retry::NeverSent);
-        let out_of_files = reset_then(|addr| {
-            let source = nix::Error::EMFILE.into();
-            ConnectError::Io { addr, source }
-        });
-        assert_ne!(out_of_files.await.retry(), Retry::NeverSent);
+        ConnectError::Timeout { addr, limit }
+    }
+
+    /// With the request unread.
+    async fn reset(application: TcpStream) {
+        application.peek(&mut [0]).await.unwrap();
     }
 
     /// As on a machine with more to do than processors, where whoever is told of the end runs before who has ended.
-    #[tokio::test]
-    async fn a_request_was_not_read_where_the_application_closes_a_while_after_its_end() {
-        let slow = async |mut application: TcpStream| {
-            application.peek(&mut [0]).await.unwrap();
-            application.shutdown().await.unwrap();
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        };
-        assert_eq!(ended_then(slow, refused).await.retry(), Retry::NeverSent);
+    async fn reset_a_while_after_the_end(mut application: TcpStream) {
+        application.peek(&mut [0]).await.unwrap();
+        application.shutdown().await.unwrap();
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+
+    async fn read(application: &mut TcpStream) {
+        let mut request = Vec::new();
+        while !request.ends_with(b"a body") {
+            application.read_buf(&mut request).await.unwrap();
+        }
     }
 
     #[tokio::test]
-    async fn a_request_that_was_read_is_not_sent_again_whatever_follows() {
-        let read = async |mut application: TcpStream| {
-            let mut request = [0; 1024];
-            let mut n = 0;
-            while !request[..n].ends_with(b"a body") {
-                n += application.read(&mut request[n..]).await.unwrap();
-            }
+    async fn only_a_refusal_tells_that_a_reset_request_was_not_read() {
+        let out_of_files = |addr| ConnectError::Io {
+            addr,
+            source: nix::Error::EMFILE.into(),
         };
-        assert_ne!(ended_then(read, refused).await.retry(), Retry::NeverSent);
+        assert_eq!(retry_where(reset, refused).await, Retry::NeverSent);
+        assert_ne!(retry_where(reset, timed_out).await, Retry::NeverSent);
+        assert_ne!(retry_where(reset, out_of_files).await, Retry::NeverSent);
+        let late = reset_a_while_after_the_end;
+        assert_eq!(retry_where(late, refused).await, Retry::NeverSent);
+        assert_ne!(retry_where(late, timed_out).await, Retry::NeverSent);
+    }
+
+    #[tokio::test]
+    async fn a_request_that_was_read_is_not_sent_again() {
+        let whole = async |mut application: TcpStream| read(&mut application).await;
+        let to_a_reset = async |mut application: TcpStream| {
+            read(&mut application).await;
+            application.shutdown().await.unwrap();
+            application.set_zero_linger().unwrap();
+        };
+        let to_its_middle = async |mut application: TcpStream| {
+            application.read_exact(&mut [0; 32]).await.unwrap();
+            application.shutdown().await.unwrap();
+        };
+        for (sent, twice) in [
+            ended(whole, |_| None).await,
+            ended(to_a_reset, |_| None).await,
+            ended(to_its_middle, |_| None).await,
+            ended(reset_a_while_after_the_end, |_| None).await,
+        ] {
+            assert!(matches!(sent, Err(Error::Closed { .. })) && !twice, "{sent:?}");
+        }
+        assert_ne!(retry_where(whole, refused).await, Retry::NeverSent);
+    }
+
+    /// Its application had closed the connection before, which nobody had noticed yet.
+    #[tokio::test]
+    async fn a_request_that_came_after_the_end_is_sent_again() {
+        let closed = async |application: TcpStream| drop(application);
+        let (sent, twice) = ended(closed, |_| None).await;
+        assert!(sent.is_ok() && twice, "{sent:?}");
     }
 
     /// What a server of HTTP/2 has a WebSocket, and an extended CONNECT, go by.

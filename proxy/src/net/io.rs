@@ -3,6 +3,7 @@
 use std::{
     io,
     net::IpAddr,
+    os::fd::AsRawFd as _,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
@@ -218,6 +219,18 @@ impl Io {
             return false;
         };
         matches!(stream.take_error(), Ok(Some(error)) if error.kind() == io::ErrorKind::BrokenPipe)
+    }
+
+    /// Bytes that were written and that the other side's kernel has not acknowledged; unknown under TLS.
+    #[expect(unsafe_code, reason = "no crate asks for it")]
+    pub(crate) fn unacknowledged(&self) -> Option<usize> {
+        let Stream::Tcp(Tcp { stream, .. }) = &self.stream else {
+            return None;
+        };
+        let mut n: libc::c_int = 0;
+        // SAFETY: the socket is open, and the kernel writes one integer, which lives.
+        let asked = unsafe { libc::ioctl(stream.as_raw_fd(), libc::TIOCOUTQ, &raw mut n) };
+        usize::try_from(n).ok().filter(|_| asked == 0)
     }
 
     fn note_error<T>(&mut self, result: &io::Result<T>) {

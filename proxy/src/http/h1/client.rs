@@ -49,18 +49,29 @@ pub(crate) struct Failed {
     pub(crate) unread: Option<Unread>,
 }
 
-/// A request of which nothing has left, that left in one piece to an application of this host and was thrown away by the
-/// kernel, or that may be sent twice.
+/// A request of which nothing has left, that left in one piece to an application of this host and may have been thrown
+/// away by the kernel, or that may be sent twice.
 ///
 /// An application that ends closes its idle connections; what is on its way to one of them is lost. The kernel tells:
 /// it answers bytes that nobody has read, or that nobody can read any more, with a reset.
 pub(crate) struct Unread {
     upload: write::Message<Body>,
     method: Method,
-    /// Whether it may be sent again whatever else is found: nobody can have read it, or that does not matter. Otherwise
-    /// there was a reset, which an application may also ask for after it has read everything (`SO_LINGER` of 0); whether
-    /// it did, only shows in whether it still listens.
+    /// Whether it may be sent again whatever else is found: nobody can have read it, or that does not matter.
     pub(crate) certain: bool,
+    /// The connection, where it has ended and a reset may follow.
+    ended: Option<Box<Io>>,
+}
+
+impl Unread {
+    /// Whether it was thrown away by an application that listens no more. One that listens may have asked for a reset after
+    /// it had read everything (`SO_LINGER` of 0), or a part.
+    pub(crate) async fn is_thrown_away(&mut self) -> bool {
+        match &self.ended {
+            Some(io) => is_thrown_away(io).await,
+            None => true,
+        }
+    }
 }
 
 /// Why there is no response head.
@@ -195,14 +206,15 @@ impl Exchange {
         let Some(upload) = unread.filter(|_| is_repeatable || may_be_unread) else {
             return Failed { error, unread: None };
         };
-        let certain = is_repeatable || !sent || (matches!(why, NoHead::End) && is_thrown_away(&io).await);
-        let maybe = certain || matches!(why, NoHead::Reset);
+        let ended = matches!(why, NoHead::End);
+        let certain = is_repeatable || !sent || (ended && is_late(&io, upload.unsent()).await);
         Failed {
             error,
-            unread: maybe.then_some(Unread {
+            unread: Some(Unread {
                 upload,
                 method: self.method,
                 certain,
+                ended: ended.then_some(io),
             }),
         }
     }
@@ -275,6 +287,12 @@ async fn soon_after<T>(response: &mut oneshot::Sender<T>) {
 /// read is thrown away: no time at all, or as long as it waits for a processor. A container that has used up its share gets
 /// the next one after up to 100 ms.
 const CLOSING: Duration = Duration::from_millis(250);
+
+/// Whether a request of so many bytes came to an application that had ended the connection before, and closed it: an end
+/// acknowledges all that has come until then.
+async fn is_late(io: &Io, len: usize) -> bool {
+    io.unacknowledged() == Some(len) && is_thrown_away(io).await
+}
 
 /// Whether the kernel says that what was written was thrown away, after the other side's end.
 async fn is_thrown_away(io: &Io) -> bool {

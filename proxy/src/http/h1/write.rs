@@ -33,8 +33,8 @@ const INLINE: usize = 4 * 1024;
 /// which takes no more than 64 KiB at once.
 const TOGETHER: usize = read::SIZE;
 
-/// The longest request that is remembered until its response comes, in bytes. Whoever reads a socket reads as much at
-/// once: of such a request that left in one piece, all was read, or nothing.
+/// The longest request that is remembered until its response comes, in bytes. Who reads a socket reads as much at once,
+/// as a rule: of such a request that left in one piece, all was read, or nothing.
 const ONE_PIECE: usize = 4 * 1024;
 
 /// How long a head waits for a short body that is about to come, so that both leave in one piece. It is there already,
@@ -278,7 +278,7 @@ impl Hold {
 impl Message<Body> {
     /// Whether the time of its body is over, to be asked while nothing more can be written.
     pub(crate) fn poll_late(&mut self, cx: &mut Context<'_>) -> Poll<Error> {
-        let unsent = self.out.len() + self.data.len() + self.tail.len();
+        let unsent = self.unsent();
         self.body.poll_late(unsent, cx)
     }
 }
@@ -356,6 +356,11 @@ impl<B: Sent> Message<B> {
             // The rest of it is copied, so that a tail only ever follows data.
             self.out.put_slice(std::mem::take(&mut self.tail));
         }
+    }
+
+    /// Bytes that are encoded and still to be written.
+    pub(crate) fn unsent(&self) -> usize {
+        self.out.len() + self.data.len() + self.tail.len()
     }
 
     fn is_written(&self) -> bool {
