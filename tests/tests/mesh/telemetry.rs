@@ -194,9 +194,13 @@ fn a_tap_shows_requests_and_what_explains_their_failure() {
 #[test]
 fn a_refused_request_is_shown_with_what_refused_it() {
     busy_in(mesh().flag("--default-policy=deny"), async |_: &Mesh| {
-        let said = said("tap pod/web -n shop --count 1").await;
-        let end = said.lines().last().unwrap_or_default();
-        assert!(end.contains("cause=\"policy-denied:default/deny; why="), "{said}");
+        // The first ones may have come before the policy.
+        eventually("a refused request is shown", async || {
+            let said = said("tap pod/web -n shop --count 1").await;
+            let end = said.lines().last()?;
+            end.contains("cause=\"policy-denied:default/deny; why=").then_some(())
+        })
+        .await;
         eventually("there are refused requests", async || {
             let answer = json("stat pod/web -n shop").await;
             (answer["rows"][0]["deniedPerSecond"].as_f64()? > 0.0).then_some(())
