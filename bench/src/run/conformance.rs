@@ -132,6 +132,8 @@ The sidecars are tulle's, and others with the configurations of `bench/peers`, w
 Between their sidecars tulle, HAProxy and Envoy speak HTTP/2, nginx speaks HTTP/1.
 `tulle-bench conformance --to docs/conformance.md` makes this file; it needs root, and what `./run bench` installs.
 The rows are in `bench/src/conformance/cases.rs`, with all bytes; tests try them with both sidecars of tulle and with each alone.
+HTTP/2 is tried by h2spec, in `tests/tests/clients/h2spec.rs`: both sidecars pass its 145 cases on a port that is said to speak it.
+Where that has to be found out, one fails (3.5/2): what does not begin as HTTP/2 is none, and goes to the application as it is; HAProxy fails it, too, where it finds out.
 
 The table is our reading of RFC 9112, and a strict one: where the RFC leaves a choice, it has ours.
 So a difference of others is shown here, not judged.

@@ -3,11 +3,11 @@
 use tulle_core::netns::Namespace;
 
 use crate::programs;
-use crate::scene::{H2C, SERVER, scene, service};
+use crate::scene::{H2C, HTTP, SERVER, scene, service};
 
 /// Runs all of it, and returns what failed.
-fn failures(host: &Namespace, ip: &str) -> Vec<String> {
-    let port = H2C.to_string();
+fn failures(host: &Namespace, ip: &str, port: u16) -> Vec<String> {
+    let port = port.to_string();
     let said = programs::run(host, "h2spec", &["-h", ip, "-p", &port, "-o", "2"], b"");
     let summary = said
         .out
@@ -28,8 +28,11 @@ fn failures(host: &Namespace, ip: &str) -> Vec<String> {
 #[test]
 fn both_servers_of_http_2_conform() {
     let Some(scene) = scene(&["h2spec"]) else { return };
-    let outbound = failures(&scene.client, &service(H2C).ip().to_string());
+    let outbound = failures(&scene.client, &service(H2C).ip().to_string(), H2C);
     assert_eq!(outbound, [] as [&str; 0], "outbound");
-    let inbound = failures(&scene.outside, &SERVER.to_string());
+    let inbound = failures(&scene.outside, &SERVER.to_string(), H2C);
     assert_eq!(inbound, [] as [&str; 0], "inbound");
+    // Where nothing says what is spoken, what is not the preface of HTTP/2 is not HTTP/2.
+    let detected = failures(&scene.client, &service(HTTP).ip().to_string(), HTTP);
+    assert_eq!(detected, ["× 2: Sends invalid connection preface"], "detected");
 }
