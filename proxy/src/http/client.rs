@@ -288,8 +288,8 @@ mod tests {
     use crate::net::connect::ConnectError;
     use crate::net::io::Tcp;
 
-    /// What becomes of a request to an application that does this with its connection. Where there is no error for a second
-    /// dial, the application listens still.
+    /// What becomes of a request to an application that does this with its connection, and whether it came on a second one.
+    /// Where there is no error for a second dial, the application listens still.
     async fn ended(
         end: impl AsyncFnOnce(TcpStream),
         again: impl Fn(SocketAddr) -> Option<ConnectError> + Send + Sync + 'static,

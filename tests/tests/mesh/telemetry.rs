@@ -193,11 +193,15 @@ fn a_tap_shows_requests_and_what_explains_their_failure() {
 
 #[test]
 fn a_refused_request_is_shown_with_what_refused_it() {
-    busy_in(mesh().flag("--default-policy=deny"), async |_: &Mesh| {
-        // The first ones may have come before the policy.
-        eventually("a refused request is shown", async || {
+    // As an injector says it to both: until its policy has come, a sidecar goes by its own default.
+    let mesh = mesh()
+        .flag("--default-policy=deny")
+        .env("INBOUND_DEFAULT_POLICY", "deny");
+    busy_in(mesh, async |_: &Mesh| {
+        eventually("the policy refuses a request, as the default did before", async || {
             let said = said("tap pod/web -n shop --count 1").await;
-            let end = said.lines().last()?;
+            let end = said.lines().last().unwrap_or_default();
+            assert!(end.contains("cause=\"policy-denied:default"), "{said}");
             end.contains("cause=\"policy-denied:default/deny; why=").then_some(())
         })
         .await;
