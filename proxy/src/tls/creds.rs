@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use rustls::client::Resumption;
-use rustls::crypto::{CryptoProvider, aws_lc_rs};
+use rustls::crypto::{CryptoProvider, aws_lc_rs, ring};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use rustls::server::NoServerSessionStorage;
-use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use rustls::{ClientConfig, RootCertStore, ServerConfig, SupportedCipherSuite};
 use tokio::sync::watch;
 use tulle_core::identity::Identity;
 use tulle_core::names::TRANSPORT_ALPN;
@@ -432,12 +432,9 @@ pub(crate) fn algorithms() -> (String, String) {
 /// recorded today must not become readable later.
 fn provider() -> CryptoProvider {
     use aws_lc_rs::{cipher_suite, kx_group};
+    let [aes_128, aes_256] = aes_gcm();
     CryptoProvider {
-        cipher_suites: vec![
-            cipher_suite::TLS13_AES_128_GCM_SHA256,
-            cipher_suite::TLS13_AES_256_GCM_SHA384,
-            cipher_suite::TLS13_CHACHA20_POLY1305_SHA256,
-        ],
+        cipher_suites: vec![aes_128, aes_256, cipher_suite::TLS13_CHACHA20_POLY1305_SHA256],
         kx_groups: vec![
             kx_group::X25519MLKEM768,
             kx_group::X25519,
@@ -446,4 +443,36 @@ fn provider() -> CryptoProvider {
         ],
         ..aws_lc_rs::default_provider()
     }
+}
+
+/// AES-GCM of the library that is the faster one on this processor.
+///
+/// aws-lc encrypts four blocks at a time with AVX-512, and one without; ring two at a time where a processor has VAES without
+/// AVX-512, as Zen 3 and most of Intel's since Alder Lake: 16 KiB take 2.4 µs there in place of 4.0, 150 bytes 0.17 in place
+/// of 0.26.
+fn aes_gcm() -> [SupportedCipherSuite; 2] {
+    if has_vaes_without_avx512() {
+        use ring::cipher_suite;
+        [
+            cipher_suite::TLS13_AES_128_GCM_SHA256,
+            cipher_suite::TLS13_AES_256_GCM_SHA384,
+        ]
+    } else {
+        use aws_lc_rs::cipher_suite;
+        [
+            cipher_suite::TLS13_AES_128_GCM_SHA256,
+            cipher_suite::TLS13_AES_256_GCM_SHA384,
+        ]
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_vaes_without_avx512() -> bool {
+    use std::arch::is_x86_feature_detected as has;
+    has!("vaes") && has!("vpclmulqdq") && has!("avx2") && !has!("avx512bw")
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn has_vaes_without_avx512() -> bool {
+    false
 }
