@@ -146,10 +146,11 @@ impl Drop for Process {
     fn drop(&mut self) {
         let asked_at = Instant::now();
         let pid = i32::try_from(self.child.id()).map(Pid::from_raw);
-        // Asking and killing fail only when it has ended already.
-        let _ = pid.map(|pid| kill(pid, Signal::SIGTERM));
         while matches!(self.child.try_wait(), Ok(None)) && asked_at.elapsed() < PATIENCE {
-            std::thread::sleep(Duration::from_millis(5));
+            // Asking and killing fail only when it has ended already. Asked once, a server's sidecar serves on for as long as the
+            // application listens, which may be longer than this process has patience; asked again, it ends.
+            let _ = pid.map(|pid| kill(pid, Signal::SIGTERM));
+            std::thread::sleep(ASK_AGAIN);
         }
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -158,6 +159,7 @@ impl Drop for Process {
 
 /// How long it may take to end by itself, as it has to where it writes something at its end.
 const PATIENCE: Duration = Duration::from_secs(2);
+const ASK_AGAIN: Duration = Duration::from_millis(20);
 
 fn first_number(text: &str) -> Option<u64> {
     text.split_whitespace().next()?.parse().ok()
@@ -210,6 +212,26 @@ mod tests {
         let (user, kernel) = process.ticks().unwrap();
         assert!(user + kernel > 0);
         assert_eq!(process.threads().unwrap().len(), 1);
+    }
+
+    #[test]
+    fn a_process_that_wants_to_be_asked_twice_ends_by_itself() {
+        let dir = tempfile::tempdir().unwrap();
+        let written = dir.path().join("written");
+        let at_the_second = format!("echo all > {}; exit", written.display());
+        let mut command = Command::new("sh");
+        command.args([
+            "-c",
+            "trap 'trap \"$1\" TERM' TERM; echo ready; while :; do sleep 0.01; done",
+            "sh",
+            &at_the_second,
+        ]);
+        let mut process = Process::start("patient", command, dir.path()).unwrap();
+        process
+            .wait_for("handler", |process| Ok(process.last_words() == "ready"))
+            .unwrap();
+        drop(process);
+        assert_eq!(std::fs::read_to_string(written).unwrap(), "all\n");
     }
 
     #[test]
