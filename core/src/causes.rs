@@ -113,7 +113,7 @@ pub const ALL: &[Cause] = &[
         "bad-request",
         Whose::Client,
         "400, INVALID_ARGUMENT",
-        "The request breaks the rules of HTTP, or its body broke off.",
+        "The request breaks the rules of HTTP or in HTTP/1 has more than 128 trailers, or its body broke off.",
         "`l5d-proxy-error` says which rule. Compare what the client sends with RFC 9112; a client that gave up on an upload is seen like this, too.",
     ),
     cause(

@@ -13,11 +13,12 @@ use bytes::Bytes;
 use http::{Request, Response};
 use http_body::{Body as _, Frame, SizeHint};
 use parking_lot::Mutex;
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::time::Instant;
 
 use crate::http::{
     body::Body,
     error::{Error, Late},
+    timer::Timer,
 };
 
 /// When a request is given up.
@@ -39,7 +40,7 @@ pub(crate) struct Terms {
 pub(crate) struct Limits {
     terms: Terms,
     pace: Arc<Mutex<Pace>>,
-    sleep: Pin<Box<Sleep>>,
+    timer: Timer,
 }
 
 /// How the two bodies of a stream move on.
@@ -84,9 +85,8 @@ enum Role {
 }
 
 impl Limits {
-    /// Begins to watch over `req`.
-    pub(crate) fn of(terms: Terms, req: &mut Request<Body>) -> Self {
-        let now = Instant::now();
+    /// Begins to watch over `req`, which is sent `now`.
+    pub(crate) fn of(terms: Terms, req: &mut Request<Body>, now: Instant) -> Self {
         let is_sent = req.body().is_end_stream();
         let pace = Arc::new(Mutex::new(Pace {
             sent_at: is_sent.then_some(now),
@@ -106,7 +106,7 @@ impl Limits {
         Self {
             terms,
             pace,
-            sleep: Box::pin(sleep_until(now)),
+            timer: Timer::default(),
         }
     }
 
@@ -152,7 +152,9 @@ impl Limits {
 
     /// Watches over a response to its end, now that it is handed on.
     pub(crate) fn response(mut self, rsp: Response<Body>) -> Response<Body> {
-        if rsp.body().is_end_stream() {
+        let terms = self.terms;
+        let is_limited = terms.deadline.is_some() || terms.response.is_some() || terms.idle.is_some();
+        if !is_limited || rsp.body().is_end_stream() {
             return rsp;
         }
         self.pace.lock().moved_at = Instant::now();
@@ -172,10 +174,8 @@ impl Limits {
             let Some((at, late)) = self.next(cx, phase) else {
                 return Poll::Pending;
             };
-            if self.sleep.deadline() != at {
-                self.sleep.as_mut().reset(at);
-            }
-            ready!(self.sleep.as_mut().poll(cx));
+            self.timer.set(at);
+            ready!(self.timer.poll(cx));
             // Data that passed since has put it off.
             if self.next(cx, phase).is_none_or(|(at, _)| at > Instant::now()) {
                 continue;
@@ -403,7 +403,7 @@ mod tests {
         };
         let ended = async |terms| {
             let start = Instant::now();
-            let late = wait(&mut Limits::of(terms, &mut Request::new(Body::empty()))).await;
+            let late = wait(&mut Limits::of(terms, &mut Request::new(Body::empty()), Instant::now())).await;
             (late, start.elapsed())
         };
         assert_eq!(ended(terms).await, (Late::Head(S), S));
@@ -427,7 +427,7 @@ mod tests {
             response: Some(2 * S),
             ..Terms::default()
         };
-        let mut limits = Limits::of(terms, &mut req);
+        let mut limits = Limits::of(terms, &mut req, Instant::now());
         let (late, ()) = tokio::join!(wait(&mut limits), async {
             advance(5 * S).await;
             req.into_body().collect().await.unwrap();
@@ -436,7 +436,7 @@ mod tests {
     }
 
     fn response(terms: Terms, body: Body) -> Body {
-        let limits = Limits::of(terms, &mut Request::new(Body::empty()));
+        let limits = Limits::of(terms, &mut Request::new(Body::empty()), Instant::now());
         limits.response(Response::new(body)).into_body()
     }
 
@@ -505,7 +505,10 @@ mod tests {
             deadline,
             ..Terms::default()
         };
-        assert_eq!(wait(&mut Limits::of(terms, &mut req)).await, Late::Request(S));
+        assert_eq!(
+            wait(&mut Limits::of(terms, &mut req, Instant::now())).await,
+            Late::Request(S)
+        );
         let error = req.into_body().collect().await.unwrap_err();
         assert!(error.is_of_request_body(), "{error}");
     }

@@ -21,6 +21,7 @@ pub(crate) mod replay;
 pub(crate) mod respond;
 pub(crate) mod server;
 mod spare;
+mod timer;
 pub(crate) mod tunnel;
 pub(crate) mod upload;
 pub(crate) mod websocket;

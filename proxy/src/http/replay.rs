@@ -54,8 +54,8 @@ impl Kept {
         self.0.as_ref().is_some_and(|state| !state.lock().spent)
     }
 
-    /// The body from its start, where that is still possible. Who is still sending it finds that it has broken off.
-    pub(crate) fn again(self) -> Option<Body> {
+    /// The body from its start, where that is still possible; once. Who is still sending it finds that it has broken off.
+    pub(crate) fn again(&self) -> Option<Body> {
         let mut state = self.0.as_ref()?.lock();
         if state.spent {
             return None;

@@ -50,6 +50,8 @@ pub(super) struct Dispatch<'a> {
     pub(super) started: Instant,
     /// Endpoints that earlier tries were sent to.
     pub(super) n_tried_before: usize,
+    /// The request as it is to be sent again, where somebody has a copy that stays good.
+    pub(super) kept: Option<&'a Copy>,
 }
 
 /// One attempt at a request, as its route counts it.
@@ -160,8 +162,10 @@ impl Dispatch<'_> {
         counted: &mut Option<Counted>,
     ) -> Result<Response<Body>, Error> {
         let needs = Needs::of(req, upgrade.is_some());
-        let mut copy = upgrade.is_none().then(|| Copy::of(req, replay::LIMIT));
+        let needs_copy = upgrade.is_none() && self.kept.is_none();
+        let mut own = needs_copy.then(|| Copy::of(req, replay::LIMIT));
         loop {
+            let copy = own.as_ref().or(self.kept);
             let mut at_once = tried.is_empty();
             let (endpoint, ready) = {
                 let mut reached = pin!(self.reach(tried, needs));
@@ -199,11 +203,11 @@ impl Dispatch<'_> {
             let cause = match &sent {
                 // Only who has an identity has a proxy that could know.
                 Ok(rsp) if endpoint.identity().is_some() && self.may_try_another(tried.len()) => never_reached(rsp),
-                Err(error) if self.resendable(error, copy.as_ref(), tried.len()) => Some(error.cause()),
+                Err(error) if self.resendable(error, copy, tried.len()) => Some(error.cause()),
                 _ => None,
             };
             // A request of which no copy is left ends with what has become of it.
-            let again = cause.and_then(|cause| Some((cause, copy.take()?.request()?)));
+            let again = cause.and_then(|cause| Some((cause, copy?.request()?)));
             let sent = match sent {
                 Err(error) if cause.is_some() && again.is_none() => Err(Error::TooLargeToRetry(Box::new(error))),
                 sent => sent,
@@ -248,7 +252,7 @@ impl Dispatch<'_> {
                         }
                     }
                     *req = again;
-                    copy = Some(Copy::of(req, replay::LIMIT));
+                    own = needs_copy.then(|| Copy::of(req, replay::LIMIT));
                 }
             }
             tried.push(endpoint);
@@ -405,18 +409,23 @@ impl Copy {
         self.body.as_ref().is_none_or(Kept::is_whole)
     }
 
-    /// The request again, if its body could be kept.
-    pub(super) fn request(self) -> Option<Request<Body>> {
-        let body = match self.body {
+    /// Whether the request has no body, so that this copy stays good however often it is sent.
+    pub(super) fn has_no_body(&self) -> bool {
+        self.body.is_none()
+    }
+
+    /// The request again, if its body could be kept; a body once.
+    pub(super) fn request(&self) -> Option<Request<Body>> {
+        let body = match &self.body {
             None => Body::empty(),
             Some(kept) => kept.again()?,
         };
         let mut req = Request::new(body);
-        *req.method_mut() = self.method;
-        *req.uri_mut() = self.uri;
+        *req.method_mut() = self.method.clone();
+        *req.uri_mut() = self.uri.clone();
         *req.version_mut() = self.version;
-        for (name, value) in self.headers {
-            req.headers_mut().append(name, value);
+        for (name, value) in &self.headers {
+            req.headers_mut().append(name.clone(), value.clone());
         }
         Some(req)
     }

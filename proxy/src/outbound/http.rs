@@ -18,7 +18,7 @@ use crate::{
         backend::Backends,
         destination::{Destination, HttpPlan, Plan, Router},
         discover::Found,
-        dispatch::{Counted, Dispatch},
+        dispatch::{Copy, Counted, Dispatch},
         metrics::{self, BackendSeries, Passage, RouteSeries},
         reach::Tried,
     },
@@ -137,7 +137,8 @@ impl HttpConnection {
             Ok(()) => match allowed {
                 None => {
                     let attempt = to(by, backends, found.prefix, Some((&entered, Last::Certainly)));
-                    attempt.send(req, upgrade, &mut Tried::new(), None).await // O7–O11
+                    let started = entered.upload.started();
+                    attempt.send(started, req, upgrade, &mut Tried::new(), None, None).await // O7–O11
                 }
                 // Larger, as it has timers.
                 Some(allowed) => {
@@ -299,23 +300,22 @@ pub(super) enum Last {
 }
 
 impl Attempt<'_> {
-    /// Draws a backend and sends what is in `req` to it, within `limits`, rather to endpoints that are not among `tried`.
+    /// Draws a backend and sends what is in `req` to it, beginning at `started`, within `limits`, rather to endpoints that are
+    /// not among `tried`; `copy` is what the caller has kept of it, if anything.
     ///
     /// # Errors
     /// As [`Dispatch::run`], or a filter answers.
     pub(super) async fn send(
         &self,
+        started: Instant,
         req: &mut Request<Body>,
         upgrade: &mut Option<oneshot::Receiver<Leg>>,
         tried: &mut Tried,
         limits: Option<&mut Limits>,
+        copy: Option<&Copy>,
     ) -> Result<Response<Body>, Error> {
         let choice = self.backends.choose()?;
         filters::apply(&choice.filters, req, self.prefix)?;
-        let started = match self.entered {
-            Some((entered, Last::Certainly)) => entered.upload.started(), // the only one
-            _ => Instant::now(),
-        };
         let mut counted = self
             .entered
             .zip(choice.series.as_ref())
@@ -330,6 +330,8 @@ impl Attempt<'_> {
             drain: &self.connection.drain,
             started,
             n_tried_before: tried.len(),
+            // What is the backend's own is in no copy of the caller's, and the limits are on this body alone.
+            kept: copy.filter(|copy| choice.filters.is_empty() && copy.has_no_body()),
         };
         let sent = dispatch.run(req, upgrade, tried, limits, &mut counted).await;
         let mut rsp = sent.inspect_err(|error| {

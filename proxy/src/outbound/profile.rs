@@ -144,8 +144,8 @@ impl ProfilePlan {
             ..Terms::default()
         };
         let sent = match upgrade {
-            None => tries::run(attempt, req, terms, retries.as_ref(), &tally).await,
-            Some(_) => tries::once(attempt, req, upgrade, terms, &tally).await,
+            None => tries::run(attempt, started, req, terms, retries.as_ref(), &tally).await,
+            Some(_) => tries::once(attempt, started, req, upgrade, terms, &tally).await,
         };
         tally.is_over = true;
         match sent {
@@ -187,13 +187,14 @@ impl<'a> Attempts<'a> {
 /// The client has left.
 impl Drop for Attempts<'_> {
     fn drop(&mut self) {
+        if self.is_over {
+            return;
+        }
         let left = classify::failed(&Error::Left);
         if *self.is_trying.get_mut() {
             self.metrics.attempts.response(left);
         }
-        if !self.is_over {
-            self.metrics.logical.response(left);
-        }
+        self.metrics.logical.response(left);
     }
 }
 
@@ -207,7 +208,6 @@ impl Tally for Attempts<'_> {
         self.is_trying.store(false, Ordering::Relaxed);
         self.metrics.attempts.response(match result {
             Ok(rsp) => {
-                let grpc = grpc.or_else(|| classify::grpc_status(rsp.headers()));
                 let class = self.route.and_then(|route| route.classify(rsp.status()));
                 Outcome {
                     status: rsp.status(),

@@ -122,7 +122,7 @@ impl Allowed {
             idle: timeouts.idle,
         };
         if upgrade.is_some() {
-            return once(attempt, req, upgrade, terms, tally).await;
+            return once(attempt, start, req, upgrade, terms, tally).await;
         }
         let retries = retry.filter(|retry| retry.max_retries > 0).map(|retry| {
             self.budget.deposit(start);
@@ -138,34 +138,39 @@ impl Allowed {
                 budget: &self.budget,
             }
         });
-        run(attempt, req, terms, retries.as_ref(), tally).await
+        run(attempt, start, req, terms, retries.as_ref(), tally).await
     }
 }
 
-/// Sends a request for an upgrade. What follows its answer is not a response, and has all the time it wants.
+/// Sends a request for an upgrade, from `started` on. What follows its answer is not a response, and has all the time it wants.
 ///
 /// # Errors
 /// It brought no answer, or not in time.
 pub(super) async fn once(
     attempt: &Attempt<'_>,
+    started: Instant,
     req: &mut Request<Body>,
     upgrade: &mut Option<oneshot::Receiver<Leg>>,
     terms: Terms,
     tally: &impl Tally,
 ) -> Result<Response<Body>, Error> {
-    let mut limits = Limits::of(terms, req);
+    let mut limits = Limits::of(terms, req, started);
     tally.begun();
-    let sent = attempt.send(req, upgrade, &mut Tried::new(), Some(&mut limits)).await;
-    tally.ended(&sent, None);
+    let mut tried = Tried::new();
+    let sent = attempt
+        .send(started, req, upgrade, &mut tried, Some(&mut limits), None)
+        .await;
+    tally.ended(&sent, grpc_in_head(&sent));
     sent
 }
 
-/// Sends a request, once or more often.
+/// Sends a request, once or more often, from `started` on.
 ///
 /// # Errors
 /// The last try brought no response.
 pub(super) async fn run(
     attempt: &Attempt<'_>,
+    mut started: Instant,
     req: &mut Request<Body>,
     terms: Terms,
     retries: Option<&Retries<'_>>,
@@ -181,20 +186,27 @@ pub(super) async fn run(
         let head = more.and_then(|retries| retries.timeout);
         let terms = Terms { head, ..terms };
         let sees_grpc = retries.is_some_and(Retries::sees_grpc);
-        let mut limits = (sees_grpc || terms != Terms::default()).then(|| Limits::of(terms, req));
+        let mut limits = (sees_grpc || terms != Terms::default()).then(|| Limits::of(terms, req, started));
         tally.begun();
-        let sent = attempt.send(req, &mut None, &mut tried, limits.as_mut()).await;
+        let sent = attempt
+            .send(started, req, &mut None, &mut tried, limits.as_mut(), copy.as_ref())
+            .await;
         let (result, grpc) = match (sent, &mut limits) {
             // A client that has more to say may wait for the head before it does.
-            (Ok(mut rsp), Some(limits)) if sees_grpc && limits.is_sent() => match limits.body(peek(&mut rsp)).await {
-                Ok(grpc) => (Ok(rsp), grpc),
-                Err(error) => {
-                    // Who sent it hears of it, where its time was over.
-                    rsp.into_body().end_with(Err(&error));
-                    (Err(error), None)
+            (Ok(mut rsp), Some(limits)) if sees_grpc && is_open(&rsp) && limits.is_sent() => {
+                match limits.body(peek(&mut rsp)).await {
+                    Ok(grpc) => (Ok(rsp), grpc),
+                    Err(error) => {
+                        // Who sent it hears of it, where its time was over.
+                        rsp.into_body().end_with(Err(&error));
+                        (Err(error), None)
+                    }
                 }
-            },
-            (result, _) => (result, None),
+            }
+            (result, _) => {
+                let grpc = grpc_in_head(&result);
+                (result, grpc)
+            }
         };
         tally.ended(&result, grpc);
         let is_wanted = !retries.is_some_and(|retries| retries.after.calls(&result, is_grpc, grpc));
@@ -232,7 +244,7 @@ pub(super) async fn run(
         if !delay.is_zero() {
             sleep(delay).await;
         }
-        *req = again;
+        (*req, started) = (again, Instant::now());
         n_retries += 1;
         tally.retried();
     }
@@ -269,7 +281,6 @@ impl After<'_> {
     fn calls(&self, result: &Result<Response<Body>, Error>, is_grpc: bool, grpc: Option<i32>) -> bool {
         match (self, result) {
             (Self::Statuses(conditions), Ok(rsp)) => {
-                let grpc = grpc.or_else(|| classify::grpc_status(rsp.headers()));
                 is_in(&conditions.http, rsp.status().as_u16())
                     || grpc.is_some_and(|code| conditions.grpc.contains(&code))
             }
@@ -280,10 +291,7 @@ impl After<'_> {
                 let answer = error.answer();
                 is_in(&conditions.http, answer.status.as_u16()) || (is_grpc && conditions.grpc.contains(&answer.grpc))
             }
-            (Self::Failures(route), Ok(rsp)) => {
-                let grpc = grpc.or_else(|| classify::grpc_status(rsp.headers()));
-                fails(route, rsp.status(), grpc)
-            }
+            (Self::Failures(route), Ok(rsp)) => fails(route, rsp.status(), grpc),
             (Self::Failures(route), Err(error)) if error.side() == Side::Peer => {
                 let answer = error.answer();
                 fails(route, answer.status, is_grpc.then_some(answer.grpc))
@@ -327,13 +335,18 @@ fn is_in(ranges: &[RangeInclusive<u16>], status: u16) -> bool {
     ranges.iter().any(|range| range.contains(&status))
 }
 
-/// The status of a gRPC response, where that is in its head or in trailers that follow one piece of data at most. Nobody waits
-/// for more than that piece. As long as this waits, the rest of the body stays where it is.
+fn grpc_in_head(result: &Result<Response<Body>, Error>) -> Option<i32> {
+    classify::grpc_status(result.as_ref().ok()?.headers())
+}
+
+/// Whether a response is one of gRPC whose status is not in its head.
+fn is_open(rsp: &Response<Body>) -> bool {
+    headers::is_grpc(rsp.version(), rsp.headers()) && classify::grpc_status(rsp.headers()).is_none()
+}
+
+/// The status of a gRPC response, where that is in trailers that follow one piece of data at most. Nobody waits for more than
+/// that piece. As long as this waits, the rest of the body stays where it is.
 async fn peek(rsp: &mut Response<Body>) -> Result<Option<i32>, Error> {
-    let is_open = headers::is_grpc(rsp.version(), rsp.headers()) && classify::grpc_status(rsp.headers()).is_none();
-    if !is_open {
-        return Ok(None);
-    }
     let body = rsp.body_mut();
     let (mut kept, mut trailers) = (VecDeque::<Bytes>::new(), None);
     let mut next = body.frame().await.transpose()?;

@@ -160,6 +160,8 @@ impl ResponseCondition {
 pub(crate) struct Budget {
     terms: RetryBudget,
     start: Instant,
+    /// How long a step is, in nanoseconds.
+    step: u64,
     account: Mutex<Account>,
 }
 
@@ -181,6 +183,7 @@ impl Budget {
         Self {
             terms,
             start: now,
+            step: nanos(terms.ttl / SLOTS).max(1),
             account: Mutex::default(),
         }
     }
@@ -212,9 +215,13 @@ impl Budget {
     }
 
     fn step(&self, now: Instant) -> u64 {
-        let step = (self.terms.ttl / SLOTS).as_nanos().max(1);
-        u64::try_from(now.saturating_duration_since(self.start).as_nanos() / step).unwrap_or(u64::MAX)
+        nanos(now.saturating_duration_since(self.start)) / self.step
     }
+}
+
+/// A duration in nanoseconds; more than 584 years are as good as for ever.
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl Account {

@@ -11,5 +11,4 @@ pub(super) mod head;
 pub(crate) mod pool;
 mod read;
 pub(crate) mod server;
-mod timer;
 mod write;
