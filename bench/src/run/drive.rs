@@ -93,6 +93,7 @@ pub(super) fn measure(
         Row::HttpC64
         | Row::OutboundOnly
         | Row::InboundOnly
+        | Row::Unruled
         | Row::Routed
         | Row::Profiled
         | Row::OneWorker

@@ -54,6 +54,9 @@ pub(crate) enum Row {
     OutboundOnly,
     /// HTTP/1 on 64 connections through the server's sidecar alone, from a client that has none.
     InboundOnly,
+    /// HTTP/1 on 64 connections without any rules once more, beside the two that are compared with it: the machine of an hour ago
+    /// is another one.
+    Unruled,
     /// HTTP/1 on 64 connections by routes with retries, timeouts and a filter, and a route's own authorization.
     Routed,
     /// HTTP/1 on 64 connections by a ServiceProfile with retries and a timeout.
@@ -134,7 +137,9 @@ impl Row {
             // The same as with both for who has none.
             Self::OutboundOnly | Self::InboundOnly => peer != Peer::None,
             // The others wait for as long as anything may take, or know nothing of it.
-            Self::Allocations | Self::SlowHeads | Self::Hostile | Self::Routed | Self::Profiled => peer == Peer::Tulle,
+            Self::Allocations | Self::SlowHeads | Self::Hostile | Self::Unruled | Self::Routed | Self::Profiled => {
+                peer == Peer::Tulle
+            }
             _ => true,
         }
     }
@@ -151,7 +156,13 @@ impl Row {
             alone: false,
         };
         match self {
-            Self::HttpC1 | Self::HttpC16 | Self::HttpC64 | Self::Post1Kib | Self::Post32Kib | Self::NewHttp => both,
+            Self::HttpC1
+            | Self::HttpC16
+            | Self::HttpC64
+            | Self::Post1Kib
+            | Self::Post32Kib
+            | Self::NewHttp
+            | Self::Unruled => both,
             // After it, HAProxy's connection between the sidecars may answer nothing any more.
             Self::Post1Mib => Setup { alone: true, ..both },
             Self::Http2 | Self::Grpc | Self::GrpcStream => Setup {
