@@ -97,6 +97,8 @@ pub mod annotation {
     pub const SKIP_OUTBOUND_PORTS: &str = "config.linkerd.io/skip-outbound-ports";
     /// `tproxy` lets the application see its clients' addresses; ours alone.
     pub const INBOUND_MODE: &str = "config.tulle.dev/inbound-mode";
+    /// `allow` lets inbound IPv6 bypass the proxy where IPv6 is not redirected; ours alone.
+    pub const UNREDIRECTED_IPV6: &str = "config.tulle.dev/unredirected-ipv6";
     pub const DEFAULT_INBOUND_POLICY: &str = "config.linkerd.io/default-inbound-policy";
     pub const REQUIRE_IDENTITY_INBOUND_PORTS: &str = "config.linkerd.io/proxy-require-identity-inbound-ports";
     pub const ACCESS_LOG: &str = "config.linkerd.io/access-log";

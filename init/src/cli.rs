@@ -59,7 +59,7 @@ pub struct RedirectArgs {
     /// Redirect only these inbound ports [default: all]
     #[arg(short = 'r', long, value_name = "PORTS")]
     ports_to_redirect: Vec<String>,
-    /// Inbound ports and ranges that stay direct, besides 4190 and 4191
+    /// Inbound ports and ranges that stay direct, those that the proxy serves itself included [default: 4190,4191]
     #[arg(long, value_name = "PORTS")]
     inbound_ports_to_ignore: Vec<String>,
     /// Outbound ports and ranges that stay direct
@@ -116,7 +116,7 @@ pub struct RedirectArgs {
     /// Accepted for compatibility: follows from the flavour
     #[arg(long, value_name = "NAME", overrides_with = "firewall_save_bin_path")]
     firewall_save_bin_path: Option<String>,
-    /// Redirect IPv6 too [default: true, where the namespace has it]
+    /// Redirect IPv6 too [default: true, where the namespace has it]; see --unredirected-ipv6
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = go_bool, overrides_with = "ipv6")]
     ipv6: Option<bool>,
 
@@ -142,6 +142,10 @@ pub struct RedirectArgs {
     /// application sees its clients' addresses. The proxy then needs TULLE_PROXY_INBOUND_MODE=tproxy and NET_RAW
     #[arg(long, value_enum, value_name = "redirect|tproxy", default_value = "redirect", help_heading = OURS, overrides_with = "inbound_mode")]
     inbound_mode: InboundModeArg,
+    /// What happens to inbound IPv6 connections with --ipv6=false, where the namespace has IPv6: drop, or allow, which
+    /// lets them bypass the proxy and its policies
+    #[arg(long, value_enum, value_name = "drop|allow", default_value = "drop", help_heading = OURS, overrides_with = "unredirected_ipv6")]
+    unredirected_ipv6: UnredirectedArg,
     /// Drop TCP packets that belong to no known connection, instead of letting them provoke resets
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = go_bool, help_heading = OURS)]
     drop_invalid: Option<bool>,
@@ -241,6 +245,12 @@ enum InboundModeArg {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
+enum UnredirectedArg {
+    Drop,
+    Allow,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
 enum ReportArg {
     Json,
 }
@@ -285,10 +295,14 @@ impl RedirectArgs {
     fn options(&self) -> Result<Options, OptionError> {
         let bad = if self.lenient { BadEntry::Skip } else { BadEntry::Refuse };
         let listed = options::ports("--ports-to-redirect", &self.ports_to_redirect, bad)?;
-        let families = if self.ipv6 == Some(false) {
-            Families::V4
-        } else {
-            Families::Both
+        let families = match (self.ipv6, self.unredirected_ipv6) {
+            (Some(false), UnredirectedArg::Drop) => Families::V4DropV6,
+            (Some(false), UnredirectedArg::Allow) => Families::V4,
+            _ => Families::Both,
+        };
+        let inbound_skip_ports = match self.inbound_ports_to_ignore.as_slice() {
+            [] => options::default_inbound_skip_ports(),
+            lists => options::ports("--inbound-ports-to-ignore", lists, bad)?,
         };
         let (inbound_mode, scope) = self.inbound()?;
         Ok(Options {
@@ -301,7 +315,7 @@ impl RedirectArgs {
             } else {
                 Inbound::Listed(listed)
             },
-            inbound_skip_ports: options::ports("--inbound-ports-to-ignore", &self.inbound_ports_to_ignore, bad)?,
+            inbound_skip_ports,
             inbound_skip_nets: options::networks("--subnets-to-ignore", &self.subnets_to_ignore)?,
             outbound_skip_ports: options::ports("--outbound-ports-to-ignore", &self.outbound_ports_to_ignore, bad)?,
             outbound_skip_nets: options::networks("--outbound-subnets-to-ignore", &self.outbound_subnets_to_ignore)?,
@@ -492,7 +506,7 @@ mod tests {
         };
         assert_eq!(options.proxy_uid, Some(2102));
         assert_eq!(options.inbound_skip_ports.to_string(), "4190-4191,4567-4568");
-        assert_eq!(options.families, Families::V4);
+        assert_eq!(options.families, Families::V4DropV6);
     }
 
     #[test]

@@ -132,14 +132,16 @@ pub(crate) struct Hook {
 
 impl Chain {
     /// Chains that are jumped to before those that jump.
-    pub(crate) const ALL: [Self; 8] = [
+    pub(crate) const ALL: [Self; 10] = [
         Self::Inbound,
         Self::Outbound,
         Self::TproxyInbound,
+        Self::UnredirectedInbound,
         Self::Prerouting,
         Self::Output,
         Self::Tproxy,
         Self::Answers,
+        Self::Unredirected,
         Self::Invalid,
     ];
 
@@ -152,6 +154,8 @@ impl Chain {
             Self::TproxyInbound => "take_inbound",
             Self::Tproxy => "take",
             Self::Answers => "answers",
+            Self::UnredirectedInbound => "unredirected_inbound",
+            Self::Unredirected => "unredirected",
             Self::Invalid => "invalid",
         }
     }
@@ -167,10 +171,10 @@ impl Chain {
         };
         let (prerouting, output) = (("prerouting", 0), ("output", 3));
         match self {
-            Self::Inbound | Self::Outbound | Self::TproxyInbound => None,
+            Self::Inbound | Self::Outbound | Self::TproxyInbound | Self::UnredirectedInbound => None,
             Self::Prerouting => at("nat", prerouting, priority),
             Self::Output => at("nat", output, priority),
-            Self::Tproxy | Self::Invalid => at("filter", prerouting, MANGLE_PRIORITY),
+            Self::Tproxy | Self::Unredirected | Self::Invalid => at("filter", prerouting, MANGLE_PRIORITY),
             Self::Answers => at("route", output, MANGLE_PRIORITY),
         }
     }
@@ -247,6 +251,10 @@ table inet l5d_init {{
                 ..example()
             },
             Options {
+                families: Families::V4DropV6,
+                ..example()
+            },
+            Options {
                 invalid: Invalid::Drop,
                 ..example()
             },
@@ -265,6 +273,6 @@ table inet l5d_init {{
         ]
         .map(|options| hash(&plan(&options)))
         .into();
-        assert_eq!(hashes.len(), 7);
+        assert_eq!(hashes.len(), 8);
     }
 }

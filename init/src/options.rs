@@ -20,6 +20,7 @@ pub struct Options {
     pub proxy_gid: Option<u32>,
     pub inbound: Inbound,
     pub inbound_mode: InboundMode,
+    /// Inbound ports that stay direct, those of the proxy's own servers included.
     pub inbound_skip_ports: PortSet,
     /// Source networks, of both families.
     pub inbound_skip_nets: Vec<IpNet>,
@@ -65,9 +66,13 @@ pub enum Invalid {
     Drop,
 }
 
+/// Which address families are redirected, and what happens to IPv6 where it is not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Families {
+    /// IPv4 is redirected; IPv6 is left alone.
     V4,
+    /// IPv4 is redirected; inbound IPv6 connections are dropped, because they would bypass the proxy and its policies.
+    V4DropV6,
     Both,
 }
 
@@ -86,6 +91,14 @@ pub enum BadEntry {
     Refuse,
     /// Left out with a warning, as Linkerd's init does.
     Skip,
+}
+
+/// The inbound ports that stay direct unless a list is given: tap and admin, which the proxy serves itself.
+#[must_use]
+pub fn default_inbound_skip_ports() -> PortSet {
+    let mut ports = PortSet::default();
+    ports.insert_range(port::TAP..=port::ADMIN);
+    ports
 }
 
 /// Priority of the NAT chains unless chosen: where iptables has its own.
@@ -161,18 +174,6 @@ pub fn networks(flag: &'static str, lists: &[String]) -> Result<Vec<IpNet>, Opti
     let mut nets = IpNet::aggregate(&all);
     nets.sort();
     Ok(nets)
-}
-
-impl Options {
-    /// The inbound ports that stay direct: the proxy's own besides those that were asked for.
-    ///
-    /// Tap and admin serve peers themselves, and would be unreachable behind themselves.
-    #[must_use]
-    pub fn inbound_direct_ports(&self) -> PortSet {
-        let mut ports = self.inbound_skip_ports.clone();
-        ports.insert_range(port::TAP..=port::ADMIN);
-        ports
-    }
 }
 
 #[cfg(test)]

@@ -373,12 +373,20 @@ fn wait_for_end(socket: &mut Socket, ports: &[u16], limit: Duration, report: &mu
 
 fn with_present_families(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Options> {
     if options.families == Families::V4 || surroundings::has_ipv6() {
+        if options.families == Families::V4DropV6 {
+            tracing::info!(
+                "IPv6 is not redirected: inbound IPv6 connections are dropped, apart from skipped ports and networks; \
+                 --unredirected-ipv6=allow lets them bypass the proxy"
+            );
+        }
         return Ok(options.clone());
     }
     if job.ipv6 == Ipv6::Required {
         bail!("--ipv6 was asked for, but this network namespace has no IPv6 or has it disabled; use --ipv6=false");
     }
-    report.warn("this network namespace has no IPv6 or has it disabled: only IPv4 is redirected".to_owned());
+    if job.ipv6 != Ipv6::Off {
+        report.warn("this network namespace has no IPv6 or has it disabled: only IPv4 is redirected".to_owned());
+    }
     Ok(Options {
         families: Families::V4,
         ..options.clone()
@@ -407,7 +415,7 @@ fn describe(options: &Options, rules: &Rules, report: &mut Report) {
     report.hash = Some(nft_text::hash(rules));
     report.counts = Some(Counts {
         rules: rules.list.len(),
-        inbound_skip_ports: count(&options.inbound_direct_ports()),
+        inbound_skip_ports: count(&options.inbound_skip_ports),
         outbound_skip_ports: count(&options.outbound_skip_ports),
         inbound_skip_subnets: options.inbound_skip_nets.len(),
         outbound_skip_subnets: options.outbound_skip_nets.len(),

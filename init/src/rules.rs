@@ -50,6 +50,10 @@ pub enum Chain {
     Tproxy,
     /// Brings back what the application answers to a proxy that dialled it as the client; hooked where local packets leave.
     Answers,
+    /// Drops inbound connections of a family that is not redirected, apart from skipped ports and networks.
+    UnredirectedInbound,
+    /// Hands to [`Chain::UnredirectedInbound`]; hooked before routing.
+    Unredirected,
     /// Drops what connection tracking cannot place; hooked before routing, ahead of NAT.
     Invalid,
 }
@@ -133,7 +137,7 @@ pub fn plan(options: &Options) -> Rules {
     let hooked = |chain, tests, action, comment: &str| Rule {
         chain,
         // One table serves both families; without IPv6 its hooks must leave IPv6 alone.
-        family: (options.families == Families::V4).then_some(Family::V4),
+        family: (!options.families.contain(Family::V6)).then_some(Family::V4),
         tests,
         action,
         comment: comment.to_owned(),
@@ -194,6 +198,9 @@ pub fn plan(options: &Options) -> Rules {
             list.push(hooked(chain, tests, action, comment));
         }
     }
+    if options.families == Families::V4DropV6 {
+        list.extend(drop_unredirected(options));
+    }
     if options.invalid == Invalid::Drop {
         list.push(hooked(
             Chain::Invalid,
@@ -213,15 +220,10 @@ fn inbound(options: &Options) -> Vec<Rule> {
     let tproxy = options.inbound_mode == InboundMode::Tproxy;
     let chain = if tproxy { Chain::TproxyInbound } else { Chain::Inbound };
     let mut list = Vec::new();
-    list.push(skip_ports(chain, "in_skip_ports", options.inbound_direct_ports()));
+    list.extend(skip_ports(chain, "in_skip_ports", &options.inbound_skip_ports));
     let sets = [(Family::V4, "in_skip_src4"), (Family::V6, "in_skip_src6")];
-    list.extend(skip_nets(
-        chain,
-        sets,
-        Side::Source,
-        &options.inbound_skip_nets,
-        options.families,
-    ));
+    let sets = sets.into_iter().filter(|(family, _)| options.families.contain(*family));
+    list.extend(skip_nets(chain, sets, Side::Source, &options.inbound_skip_nets));
     let (test, comment) = match &options.inbound {
         Inbound::All => (Test::Tcp, "redirect-all-incoming-to-proxy-port"),
         Inbound::Listed(ports) => (
@@ -239,6 +241,33 @@ fn inbound(options: &Options) -> Vec<Rule> {
     list
 }
 
+/// Drops inbound IPv6 connections to every port that would be redirected; loopback and what is skipped stay direct.
+fn drop_unredirected(options: &Options) -> Vec<Rule> {
+    let chain = Chain::UnredirectedInbound;
+    let mut list = Vec::new();
+    list.extend(skip_ports(chain, "v6_skip_ports", &options.inbound_skip_ports));
+    let sets = [(Family::V6, "v6_skip_src")];
+    list.extend(skip_nets(chain, sets, Side::Source, &options.inbound_skip_nets));
+    let dropped = match &options.inbound {
+        Inbound::All => Test::Tcp,
+        Inbound::Listed(ports) => Test::Ports {
+            set: "v6_ports",
+            ports: ports.clone(),
+        },
+    };
+    list.push(rule(chain, dropped, Action::Drop, "drop-unredirected-ipv6"));
+    let hook = Chain::Unredirected;
+    list.push(rule(hook, Test::FromLoopback, Action::Return, "ignore-loopback"));
+    list.push(Rule {
+        tests: vec![Test::Opens, Test::ToLocal],
+        ..rule(hook, Test::Opens, Action::Jump(chain), "choose-unredirected")
+    });
+    for rule in &mut list {
+        rule.family = Some(Family::V6);
+    }
+    list
+}
+
 fn outbound(options: &Options) -> Vec<Rule> {
     let chain = Chain::Outbound;
     let user = options
@@ -249,17 +278,10 @@ fn outbound(options: &Options) -> Vec<Rule> {
         .map(|gid| rule(chain, Test::Group(gid), Action::Return, "ignore-proxy-group-id"));
     let mut list: Vec<Rule> = user.into_iter().chain(group).collect();
     list.push(rule(chain, Test::OverLoopback, Action::Return, "ignore-loopback"));
-    if !options.outbound_skip_ports.is_empty() {
-        list.push(skip_ports(chain, "out_skip_ports", options.outbound_skip_ports.clone()));
-    }
+    list.extend(skip_ports(chain, "out_skip_ports", &options.outbound_skip_ports));
     let sets = [(Family::V4, "out_skip_dst4"), (Family::V6, "out_skip_dst6")];
-    list.extend(skip_nets(
-        chain,
-        sets,
-        Side::Destination,
-        &options.outbound_skip_nets,
-        options.families,
-    ));
+    let sets = sets.into_iter().filter(|(family, _)| options.families.contain(*family));
+    list.extend(skip_nets(chain, sets, Side::Destination, &options.outbound_skip_nets));
     let redirect = Action::Redirect(options.outbound_port.get());
     list.push(rule(chain, Test::Tcp, redirect, "redirect-all-outgoing-to-proxy-port"));
     list
@@ -275,41 +297,42 @@ fn rule(chain: Chain, test: Test, action: Action, comment: &str) -> Rule {
     }
 }
 
-fn skip_ports(chain: Chain, set: &'static str, ports: PortSet) -> Rule {
-    rule(chain, Test::Ports { set, ports }, Action::Return, "ignore-port")
+fn skip_ports(chain: Chain, set: &'static str, ports: &PortSet) -> Option<Rule> {
+    let ports = (!ports.is_empty()).then(|| ports.clone())?;
+    Some(rule(chain, Test::Ports { set, ports }, Action::Return, "ignore-port"))
 }
 
 /// One rule a family that has networks to skip.
 fn skip_nets<'a>(
     chain: Chain,
-    sets: [(Family, &'static str); 2],
+    sets: impl IntoIterator<Item = (Family, &'static str)> + 'a,
     side: Side,
     nets: &'a [IpNet],
-    families: Families,
 ) -> impl Iterator<Item = Rule> + 'a {
-    sets.into_iter()
-        .filter(move |(family, _)| families.contain(*family))
-        .filter_map(move |(family, set)| {
-            let nets: Vec<IpNet> = nets.iter().filter(|net| Family::of(net) == family).copied().collect();
-            let test = Test::Nets {
-                set,
-                side,
-                nets: nets.clone(),
-            };
-            let rule = Rule {
-                family: Some(family),
-                ..rule(chain, test, Action::Return, "ignore-subnet")
-            };
-            (!nets.is_empty()).then_some(rule)
-        })
+    sets.into_iter().filter_map(move |(family, set)| {
+        let nets: Vec<IpNet> = nets.iter().filter(|net| Family::of(net) == family).copied().collect();
+        let skips = !nets.is_empty();
+        let rule = Rule {
+            family: Some(family),
+            ..rule(chain, Test::Nets { set, side, nets }, Action::Return, "ignore-subnet")
+        };
+        skips.then_some(rule)
+    })
 }
 
 impl Rules {
     /// The rules that one family sees, in order.
     pub fn of(&self, family: Family) -> impl Iterator<Item = &Rule> {
+        let redirected = self.families.contain(family);
         self.list
             .iter()
-            .filter(move |rule| rule.family.is_none_or(|only| only == family))
+            .filter(move |rule| rule.family.map_or(redirected, |only| only == family))
+    }
+
+    /// The families that have rules, IPv4 first.
+    pub fn present_families(&self) -> impl Iterator<Item = Family> {
+        let families = [Family::V4, Family::V6].into_iter();
+        families.filter(|family| self.of(*family).next().is_some())
     }
 
     /// Whether connections that arrive keep their client's address.
@@ -335,12 +358,13 @@ impl Rules {
 }
 
 impl Families {
+    /// Whether this family is redirected.
     #[must_use]
     pub fn contain(self, family: Family) -> bool {
         self == Self::Both || family == Family::V4
     }
 
-    /// IPv4 first.
+    /// The families that are redirected, IPv4 first.
     pub fn each(self) -> impl Iterator<Item = Family> {
         [Family::V4, Family::V6]
             .into_iter()
@@ -390,7 +414,7 @@ pub(crate) mod tests {
             proxy_gid: None,
             inbound: Inbound::All,
             inbound_mode: InboundMode::Redirect,
-            inbound_skip_ports: ports("4567-4568"),
+            inbound_skip_ports: ports("4190-4191,4567-4568"),
             inbound_skip_nets: options::networks("-s", &["10.0.0.0/8,fd00::/8".to_owned()]).unwrap(),
             outbound_skip_ports: ports("4567-4568"),
             outbound_skip_nets: options::networks("-s", &["192.168.0.0/16,fe00::/8".to_owned()]).unwrap(),
@@ -470,18 +494,6 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn tap_and_admin_are_always_reachable() {
-        let rules = plan(&Options {
-            inbound_skip_ports: PortSet::default(),
-            ..example()
-        });
-        let Test::Ports { ports, .. } = &rules.list[0].tests[0] else {
-            panic!("{:?}", rules.list[0])
-        };
-        assert_eq!(ports.to_string(), "4190-4191");
-    }
-
-    #[test]
     fn without_ipv6_nothing_touches_ipv6() {
         let rules = plan(&Options {
             families: Families::V4,
@@ -491,6 +503,35 @@ pub(crate) mod tests {
         let hooks = [Chain::Prerouting, Chain::Output];
         let hooked = rules.list.iter().filter(|rule| hooks.contains(&rule.chain));
         assert!(hooked.map(|rule| rule.family).eq([Some(Family::V4); 2]));
+    }
+
+    #[test]
+    fn inbound_ipv6_that_is_not_redirected_is_dropped_apart_from_what_is_skipped() {
+        let rules = plan(&Options {
+            families: Families::V4DropV6,
+            ..example()
+        });
+        let seen: Vec<(Chain, &str)> = rules
+            .of(Family::V6)
+            .map(|rule| (rule.chain, rule.comment.as_str()))
+            .collect();
+        assert_eq!(
+            seen,
+            [
+                (Chain::UnredirectedInbound, "ignore-port"),
+                (Chain::UnredirectedInbound, "ignore-subnet"),
+                (Chain::UnredirectedInbound, "drop-unredirected-ipv6"),
+                (Chain::Unredirected, "ignore-loopback"),
+                (Chain::Unredirected, "choose-unredirected"),
+            ]
+        );
+        let v4 = plan(&Options {
+            families: Families::V4,
+            ..example()
+        });
+        assert!(rules.of(Family::V4).eq(v4.of(Family::V4)));
+        assert!(rules.present_families().eq([Family::V4, Family::V6]));
+        assert!(v4.present_families().eq([Family::V4]));
     }
 
     proptest! {

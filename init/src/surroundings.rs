@@ -20,11 +20,21 @@ pub fn enter(path: &Path) -> anyhow::Result<()> {
     })
 }
 
-/// Whether the namespace has IPv6 and has not turned it off.
+/// Whether an interface of the namespace has IPv6, or a new one would have it. Loopback does not count.
+///
+/// Each interface has a setting of its own: `all` holds only the value that was last written to it.
 #[must_use]
 pub fn has_ipv6() -> bool {
     // The directory of settings is the one of the reading thread's namespace.
-    fs::read_to_string("/proc/sys/net/ipv6/conf/all/disable_ipv6").is_ok_and(|disabled| disabled.trim() == "0")
+    let Ok(interfaces) = fs::read_dir(IPV6_INTERFACES) else {
+        return false;
+    };
+    interfaces
+        .flatten()
+        .filter(|interface| !["all", "lo"].iter().any(|name| interface.file_name() == *name))
+        .any(|interface| {
+            fs::read_to_string(interface.path().join("disable_ipv6")).is_ok_and(|disabled| disabled.trim() == "0")
+        })
 }
 
 /// Sets how long connection tracking keeps connections that wait for our side to close, in seconds.
@@ -37,4 +47,5 @@ pub fn set_close_wait(seconds: u32) -> anyhow::Result<()> {
     })
 }
 
+const IPV6_INTERFACES: &str = "/proc/sys/net/ipv6/conf";
 const CLOSE_WAIT: &str = "/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close_wait";

@@ -177,6 +177,10 @@ fn init_args(values: &Values) -> Vec<String> {
     }
     if values.disable_ipv6 {
         args.push("--ipv6=false".to_owned());
+        // Dropping is the default of our init, and Linkerd's has no such flag.
+        if init.unredirected_ipv6 == "allow" {
+            args.push("--unredirected-ipv6=allow".to_owned());
+        }
     }
     args
 }

@@ -99,6 +99,7 @@ fn is_inheritable(key: &str) -> bool {
     let is_ours = key == annotation::INJECT
         || key == annotation::DISABLE_TAP
         || key == annotation::INBOUND_MODE
+        || key == annotation::UNREDIRECTED_IPV6
         || key.starts_with("config.linkerd.io/")
         || key == annotation::ALPHA_ENABLE_NATIVE_SIDECAR
         || key == annotation::ALPHA_WAIT_BEFORE_EXIT_SECONDS;

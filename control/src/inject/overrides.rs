@@ -77,6 +77,9 @@ fn set(values: &mut Values, key: &str, text: &str) -> Result<(), Expected> {
         annotation::CONTROL_PORT => proxy.ports.control = port(text)?,
         annotation::SKIP_INBOUND_PORTS => values.proxy_init.ignore_inbound_ports = port_list(text)?,
         annotation::SKIP_OUTBOUND_PORTS => values.proxy_init.ignore_outbound_ports = port_list(text)?,
+        annotation::UNREDIRECTED_IPV6 => {
+            values.proxy_init.unredirected_ipv6 = one_of(text, &["drop", "allow"], "drop or allow")?;
+        }
         annotation::SKIP_SUBNETS => values.proxy_init.skip_subnets = subnets(text)?,
         annotation::REQUIRE_IDENTITY_INBOUND_PORTS => proxy.require_identity_on_inbound_ports = port_list(text)?,
         annotation::PROXY_CPU_REQUEST => {

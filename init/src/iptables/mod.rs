@@ -145,8 +145,8 @@ pub fn redirectors(flavour: Flavour) -> Result<Vec<String>, IptablesError> {
 /// What [`apply`] would feed to the restore programs where there are no rules yet, a script a family.
 #[must_use]
 pub fn scripts(flavour: Flavour, rules: &Rules) -> Vec<(String, String)> {
-    let families = rules.families.each();
-    families
+    rules
+        .present_families()
         .map(|family| {
             let command = format!(
                 "{} --noflush --wait {}",
@@ -207,9 +207,13 @@ fn undo(flavour: Flavour, plans: &[Plan], wait: Duration, cause: IptablesError) 
     }
 }
 
+/// What is there in both families: one that gets no rules may still have those of a former run.
 fn save_all(flavour: Flavour, rules: &Rules) -> Result<Vec<(Family, Saved)>, IptablesError> {
-    let families: Vec<Family> = rules.families.each().collect();
-    in_each(&families, |family| Ok((*family, save(flavour, *family)?)))
+    in_each(&[Family::V4, Family::V6], |family| match save(flavour, *family) {
+        // Where the family cannot be asked, nothing of ours is there.
+        Err(_) if rules.of(*family).next().is_none() => Ok((*family, Saved::default())),
+        saved => Ok((*family, saved?)),
+    })
 }
 
 /// Does the same in all families at once, each to its end; the time goes by in the programs.

@@ -252,6 +252,8 @@ fn rule_lines(rule: &Rule, family: Family) -> Vec<Line> {
         Chain::TproxyInbound => ("mangle", "PROXY_INIT_TPROXY_INBOUND"),
         Chain::Tproxy => ("mangle", "PROXY_INIT_TPROXY"),
         Chain::Answers => ("mangle", ANSWERS),
+        Chain::UnredirectedInbound => ("mangle", "PROXY_INIT_UNREDIRECTED_IN"),
+        Chain::Unredirected => ("mangle", "PROXY_INIT_UNREDIRECTED"),
         Chain::Invalid => ("mangle", "PROXY_INIT_INVALID"),
     };
     let line = |matches: &str, comment: &str| {
@@ -354,6 +356,7 @@ fn target(action: Action, family: Family) -> String {
         Action::MarkConnection(mark) => format!("-j CONNMARK --set-xmark {mark:#x}/0xffffffff"),
         Action::MarkPacket(mark) => format!("-j MARK --set-xmark {mark:#x}/0xffffffff"),
         Action::Jump(Chain::TproxyInbound) => "-j PROXY_INIT_TPROXY_INBOUND".to_owned(),
+        Action::Jump(Chain::UnredirectedInbound) => "-j PROXY_INIT_UNREDIRECTED_IN".to_owned(),
         Action::Jump(Chain::Inbound) => "-j PROXY_INIT_REDIRECT".to_owned(),
         Action::Jump(_) => "-j PROXY_INIT_OUTPUT".to_owned(),
     }
@@ -405,13 +408,15 @@ const TABLES: [(&str, &[&str]); 2] = [
             "PROXY_INIT_TPROXY_INBOUND",
             "PROXY_INIT_TPROXY",
             ANSWERS,
+            "PROXY_INIT_UNREDIRECTED_IN",
+            "PROXY_INIT_UNREDIRECTED",
             "PROXY_INIT_INVALID",
         ],
     ),
     ("nat", &["PROXY_INIT_REDIRECT", "PROXY_INIT_OUTPUT"]),
 ];
 /// Chains that are jumped to from a chain of the system: that, their name, and the jump's comment.
-const HOOKED: [(Chain, &str, &str, &str); 3] = [
+const HOOKED: [(Chain, &str, &str, &str); 4] = [
     (
         Chain::Tproxy,
         "PREROUTING",
@@ -419,6 +424,12 @@ const HOOKED: [(Chain, &str, &str, &str); 3] = [
         "install-proxy-init-tproxy",
     ),
     (Chain::Answers, "OUTPUT", ANSWERS, "install-proxy-init-answers"),
+    (
+        Chain::Unredirected,
+        "PREROUTING",
+        "PROXY_INIT_UNREDIRECTED",
+        "install-proxy-init-unredirected",
+    ),
     (
         Chain::Invalid,
         "PREROUTING",

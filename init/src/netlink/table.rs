@@ -46,8 +46,7 @@ pub(crate) fn tables(rules: &Rules, layout: Layout) -> Vec<Table> {
     match layout {
         Layout::Inet => vec![table(INET, rules, rules.list.iter().collect())],
         Layout::Split => rules
-            .families
-            .each()
+            .present_families()
             .map(|family| table(nfproto(family), rules, rules.of(family).collect()))
             .collect(),
     }

@@ -1,7 +1,7 @@
 //! T20–T32: what must not be redirected.
 
 use std::io;
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr, TcpStream, UdpSocket};
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use nix::sys::socket::{MsgFlags, recv};
 use socket2::{Domain, Protocol, Socket, Type};
 use tulle_core::netns::Namespace;
 
-use crate::scene::{APP, BACKENDS, PROXY, ROOT, Scene, Who, eventually, expect, families, root, success};
+use crate::scene::{APP, BACKENDS, PROXY, ROOT, Scene, Who, eventually, expect, families, flags, root, success};
 
 /// T20, T21.
 #[test]
@@ -85,17 +85,116 @@ fn skipped_ports_are_direct_up_to_the_ends_of_their_ranges() {
         for family in families() {
             for port in ports {
                 let skipped = port == 7000 || (7010..=7020).contains(&port);
-                let inbound = if skipped || [4190, 4191].contains(&port) {
-                    "app"
-                } else {
-                    "inbound"
-                };
+                let inbound = if skipped { "app" } else { "inbound" };
                 expect(&scene.peer, ROOT, (family.pod[0], port), inbound, backend);
                 let outbound = if skipped { "peer" } else { "outbound" };
                 expect(&scene.pod, APP, (family.peer, port), outbound, backend);
             }
         }
     }
+}
+
+/// T25: without a list, tap and admin stay direct; a list that leaves them out has the proxy serve them elsewhere.
+#[test]
+fn the_ports_of_tap_and_admin_are_direct_unless_a_list_says_otherwise() {
+    if !root() {
+        return;
+    }
+    let scene = Scene::new(&[4190, 4191, 9191]);
+    for backend in BACKENDS {
+        for family in families() {
+            scene.apply(backend, &[]);
+            for (port, who) in [(4190, "app"), (4191, "app"), (9191, "inbound")] {
+                expect(&scene.peer, ROOT, (family.pod[0], port), who, backend);
+            }
+            scene.apply(backend, &["--inbound-ports-to-ignore", "4190,9191"]);
+            for (port, who) in [(4190, "app"), (4191, "inbound"), (9191, "app")] {
+                expect(&scene.peer, ROOT, (family.pod[0], port), who, backend);
+            }
+        }
+    }
+}
+
+/// Where IPv6 is not redirected, it must not lead round the proxy either.
+#[test]
+fn inbound_ipv6_that_is_not_redirected_is_dropped_unless_it_is_allowed() {
+    if !root() {
+        return;
+    }
+    let scene = Scene::new(&[8080, 7000, 4191]);
+    let [v4, v6] = families();
+    let off = |more: &[&'static str]| [&["--ipv6=false"][..], more].concat();
+    let other = Who {
+        from: Some(v6.other_peer),
+        ..ROOT
+    };
+    let dropped = |ip: IpAddr| {
+        let dial = || TcpStream::connect_timeout(&(ip, 8080).into(), Duration::from_millis(300));
+        scene.peer.run(dial).unwrap().unwrap_err().kind()
+    };
+    for backend in BACKENDS {
+        scene.apply(
+            backend,
+            &off(&[
+                "--inbound-ports-to-ignore",
+                "4191,7000",
+                "--subnets-to-ignore",
+                "fd78::/64",
+            ]),
+        );
+        expect(&scene.peer, ROOT, (v4.pod[0], 8080), "inbound", backend);
+        for ip in v6.pod {
+            assert_eq!(dropped(ip), io::ErrorKind::TimedOut, "{backend}");
+        }
+        for port in [7000, 4191] {
+            expect(&scene.peer, ROOT, (v6.pod[0], port), "app", backend);
+        }
+        expect(&scene.peer, other, (v6.pod[0], 8080), "app", backend);
+        // What the pod opens itself stays direct: to others, to its own address, over loopback.
+        expect(&scene.pod, APP, (v6.peer, 8080), "peer", backend);
+        expect(&scene.pod, APP, (v6.pod[0], 8080), "app", backend);
+        assert_eq!(
+            scene.code(&flags(backend, &off(&["--check"]))),
+            3,
+            "other lists: {backend}"
+        );
+
+        scene.apply(backend, &off(&["--ports-to-redirect", "8080"]));
+        assert_eq!(dropped(v6.pod[0]), io::ErrorKind::TimedOut, "{backend}");
+        expect(&scene.peer, ROOT, (v6.pod[0], 7000), "app", backend);
+        assert_eq!(
+            scene.code(&flags(backend, &off(&["--check", "--ports-to-redirect", "8080"]))),
+            0,
+            "{backend}"
+        );
+
+        scene.apply(backend, &off(&["--unredirected-ipv6=allow"]));
+        expect(&scene.peer, ROOT, (v6.pod[0], 8080), "app", backend);
+        scene.apply(backend, &off(&[]));
+        assert_eq!(dropped(v6.pod[0]), io::ErrorKind::TimedOut, "{backend}");
+        scene.apply(backend, &[]);
+        expect(&scene.peer, ROOT, (v6.pod[0], 8080), "inbound", backend);
+        success(&scene.init(&["--clean"]));
+        expect(&scene.peer, ROOT, (v6.pod[0], 8080), "app", backend);
+    }
+}
+
+/// Each interface has its own setting; that of all says only what was last written to all.
+#[test]
+fn ipv6_of_one_interface_counts_although_it_was_turned_off_for_all() {
+    if !root() {
+        return;
+    }
+    let scene = Scene::new(&[8080]);
+    scene.sysctl("net/ipv6/conf/all/disable_ipv6", "1");
+    scene.sysctl("net/ipv6/conf/eth0/disable_ipv6", "0");
+    let v6 = families()[1];
+    scene
+        .pod
+        .ip(&format!("addr add {}/64 dev eth0 nodad\n", v6.pod[0]))
+        .unwrap();
+    scene.apply("nft", &[]);
+    expect(&scene.peer, ROOT, (v6.pod[0], 8080), "inbound", "nft");
 }
 
 /// T27, T28: lists that mix families.

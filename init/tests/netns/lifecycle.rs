@@ -159,7 +159,7 @@ fn what_makes_no_sense_is_refused_and_changes_nothing() {
         &["--inbound-ports-to-ignore", "70000,80", "--lenient", "--simulate"],
     ));
     success(&output);
-    assert!(String::from_utf8_lossy(&output.stdout).contains("elements = { 80, 4190-4191 }"));
+    assert!(String::from_utf8_lossy(&output.stdout).contains("elements = { 80 }"));
 }
 
 /// T46.

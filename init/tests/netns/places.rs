@@ -356,7 +356,7 @@ fn without_ipv6_the_rest_is_redirected_unless_ipv6_was_asked_for() {
     }
 }
 
-/// `--ipv6=false` leaves IPv6 alone.
+/// `--ipv6=false` leaves IPv6 alone where inbound IPv6 is allowed; by default it is dropped (`direct.rs`).
 #[test]
 fn ipv6_stays_direct_when_it_is_not_wanted() {
     if !root() {
@@ -365,7 +365,7 @@ fn ipv6_stays_direct_when_it_is_not_wanted() {
     let scene = Scene::new(&[8080]);
     let [v4, v6] = families();
     for backend in BACKENDS {
-        scene.apply(backend, &["--ipv6=false"]);
+        scene.apply(backend, &["--ipv6=false", "--unredirected-ipv6=allow"]);
         expect(&scene.peer, ROOT, (v4.pod[0], 8080), "inbound", backend);
         expect(&scene.pod, APP, (v4.peer, 8080), "outbound", backend);
         expect(&scene.peer, ROOT, SocketAddr::from((v6.pod[0], 8080)), "app", backend);

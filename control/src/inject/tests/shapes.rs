@@ -155,6 +155,22 @@ fn the_init_container_may_redirect_and_nothing_else() {
 }
 
 #[test]
+fn inbound_ipv6_that_is_not_redirected_passes_only_where_it_is_allowed() {
+    let init = |case: Case| case.injected().container(INIT_CONTAINER)["args"].to_string();
+    let allowed = r#""--ipv6=false","--unredirected-ipv6=allow""#;
+    let by_annotation = [(annotation::UNREDIRECTED_IPV6, "allow")];
+    assert!(init(Case::pod("").annotate(&by_annotation)).contains(allowed));
+    assert!(init(Case::pod("").namespace(&by_annotation)).contains(allowed));
+    assert!(init(Case::pod("").values("proxyInit: {unredirectedIPv6: allow}")).contains(allowed));
+    assert!(!init(Case::pod("")).contains("unredirected"));
+    let redirected = Case::pod("").values("disableIPv6: false").annotate(&by_annotation);
+    assert!(!init(redirected).contains("unredirected"));
+    let refused = Case::pod("").annotate(&[(annotation::UNREDIRECTED_IPV6, "true")]);
+    let warnings = refused.outcome().warnings;
+    assert!(warnings[0].contains("drop or allow"), "{warnings:?}");
+}
+
+#[test]
 fn an_application_that_is_to_see_its_clients_gets_rules_a_proxy_and_a_right_for_it() {
     let by_chart = Case::pod("").values("proxy: {inboundMode: tproxy}");
     let by_pod = Case::pod("").annotate(&[(annotation::INBOUND_MODE, "tproxy")]);

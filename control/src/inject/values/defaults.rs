@@ -186,6 +186,7 @@ impl Default for ProxyInit {
             ignore_inbound_ports: "4567,4568".to_owned(),
             ignore_outbound_ports: "4567,4568".to_owned(),
             skip_subnets: String::new(),
+            unredirected_ipv6: "drop".to_owned(),
             close_wait_timeout_secs: 0,
             log_level: String::new(),
             log_format: String::new(),

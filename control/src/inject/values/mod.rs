@@ -262,6 +262,9 @@ pub struct ProxyInit {
     pub ignore_outbound_ports: String,
     #[serde(deserialize_with = "text")]
     pub skip_subnets: String,
+    /// `drop` or `allow`: what happens to inbound IPv6 connections where IPv6 is not redirected.
+    #[serde(rename = "unredirectedIPv6")]
+    pub unredirected_ipv6: String,
     pub close_wait_timeout_secs: u64,
     pub log_level: String,
     pub log_format: String,
