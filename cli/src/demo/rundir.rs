@@ -21,15 +21,13 @@ impl RunDir {
     /// Makes the directory of this process.
     pub(super) fn create() -> anyhow::Result<Self> {
         let base = base();
+        match fs::DirBuilder::new().mode(0o755).create(&base) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(error).with_context(|| format!("making the directory {}", base.display()));
+            }
+            _ => ensure_own_directory(&base)?,
+        }
         directory(&base)?;
-        let owner = fs::metadata(&base)
-            .with_context(|| format!("looking at {}", base.display()))?
-            .uid();
-        ensure!(
-            owner == nix::unistd::geteuid().as_raw(),
-            "{} belongs to user {owner}, not to you; remove it",
-            base.display()
-        );
         let path = base.join(std::process::id().to_string());
         // A process that had our number may have left its logs there.
         let _ = fs::remove_dir_all(&path);
@@ -133,8 +131,29 @@ pub(super) fn directory(path: &Path) -> anyhow::Result<()> {
     made.with_context(|| format!("making the directory {}", path.display()))
 }
 
+/// Refuses a link, and a directory that another user made: all users may write to `/tmp`.
+///
+/// Who owns a directory there is the only one who can replace it, so that it may be trusted from then on.
+fn ensure_own_directory(path: &Path) -> anyhow::Result<()> {
+    let found = fs::symlink_metadata(path).with_context(|| format!("looking at {}", path.display()))?;
+    ensure!(
+        found.is_dir(),
+        "{} is not a directory, but a link or a file; remove it",
+        path.display()
+    );
+    let owner = found.uid();
+    ensure!(
+        owner == nix::unistd::geteuid().as_raw(),
+        "{} belongs to user {owner}, not to you; remove it",
+        path.display()
+    );
+    Ok(())
+}
+
 fn runs() -> impl Iterator<Item = PathBuf> {
-    let entries = fs::read_dir(base()).into_iter().flatten().flatten();
+    let base = base();
+    let entries = ensure_own_directory(&base).ok().and_then(|()| fs::read_dir(base).ok());
+    let entries = entries.into_iter().flatten().flatten();
     entries.map(|entry| entry.path()).filter(|path| path.is_dir())
 }
 
@@ -171,3 +190,24 @@ const CREDENTIALS: &str = "credentials";
 const SOCKET: &str = "socket";
 /// Marks a run that is over and whose logs are kept.
 const FAILED: &str = "failed";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_link_in_place_of_the_directory_is_refused() {
+        let temporary = tempfile::tempdir().unwrap();
+        let (own, link) = (temporary.path().join("own"), temporary.path().join("link"));
+        fs::create_dir(&own).unwrap();
+        std::os::unix::fs::symlink(&own, &link).unwrap();
+        ensure_own_directory(&own).unwrap();
+        let refused = ensure_own_directory(&link).unwrap_err().to_string();
+        assert!(refused.contains("is not a directory"), "{refused}");
+        if nix::unistd::geteuid().is_root() {
+            chown(&own, Some(1000), None).unwrap();
+            let refused = ensure_own_directory(&own).unwrap_err().to_string();
+            assert!(refused.contains("belongs to user 1000"), "{refused}");
+        }
+    }
+}
