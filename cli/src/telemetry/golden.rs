@@ -223,7 +223,7 @@ fn is_tcp(title: &str) -> bool {
 }
 
 fn golden(golden: &Golden, output: Output) -> Vec<String> {
-    let ms = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.0}ms"));
+    let ms = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), latency);
     let mut values = vec![
         golden
             .success_rate
@@ -245,6 +245,17 @@ fn golden(golden: &Golden, output: Output) -> Vec<String> {
         ]);
     }
     values
+}
+
+/// Milliseconds with the digits that matter: fractions only where they are a large part of the value.
+fn latency(ms: f64) -> String {
+    if ms < 0.1 {
+        format!("{ms:.2}ms")
+    } else if ms < 10.0 {
+        format!("{ms:.1}ms")
+    } else {
+        format!("{ms:.0}ms")
+    }
 }
 
 /// What was given up most, for `tulle explain`.
@@ -301,12 +312,25 @@ mod tests {
         };
         assert_eq!(
             golden(&values, Output::Table),
-            ["98.77%", "12.3rps", "2ms", "-", "-", "3"]
+            ["98.77%", "12.3rps", "1.5ms", "-", "-", "3"]
         );
         for output in [Output::Table, Output::Wide] {
             assert_eq!(golden(&values, output).len(), golden_titles(output).len());
         }
         assert_eq!(golden(&Golden::default(), Output::Table)[..2], ["-", "-"]);
+    }
+
+    #[test]
+    fn latencies_below_a_millisecond_are_not_rounded_away() {
+        for (ms, text) in [
+            (0.04, "0.04ms"),
+            (0.4, "0.4ms"),
+            (1.0, "1.0ms"),
+            (9.96, "10.0ms"),
+            (12.3, "12ms"),
+        ] {
+            assert_eq!(latency(ms), text);
+        }
     }
 
     #[test]
