@@ -6,6 +6,7 @@ use k8s_openapi::api::core::v1::{ContainerStatus, Pod, Service};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt as _;
 use tulle_control::inject;
+use tulle_control::injector::audit;
 use tulle_core::names::{annotation, label};
 use tulle_core::ports::PortSet;
 
@@ -145,14 +146,7 @@ fn missed(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
             .iter()
             .find(|namespace| namespace.name_any() == name);
         let labels = namespace.map_or(&nothing, |namespace| namespace.labels());
-        let asked = injector
-            .namespace_selector
-            .as_ref()
-            .is_none_or(|selector| selector.matches_map(labels))
-            && injector
-                .object_selector
-                .as_ref()
-                .is_none_or(|selector| selector.matches_map(pod.labels()));
+        let asked = audit::is_selected(injector, labels, pod.labels());
         let subject = inject::Subject {
             root: &[],
             metadata: Some(&pod.metadata),

@@ -1,6 +1,6 @@
 //! Takes a snapshot of a cluster: lists what the checks look at, and asks pods what they present.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -43,17 +43,69 @@ pub(super) async fn snapshot(cluster: Result<&Cluster, &str>, scope: &Scope) -> 
         }
     }
     Box::pin(list_everything(cluster, &mut snapshot)).await;
-    match scope.mode {
-        Mode::Pre => snapshot.access = accesses(cluster).await,
-        Mode::Crds => {}
-        Mode::Installed => snapshot.webhook_certificates = webhook_certificates(cluster, &snapshot).await,
-        Mode::Proxy => {
-            snapshot.webhook_certificates = webhook_certificates(cluster, &snapshot).await;
-            snapshot.proxy_certificates = proxy_certificates(cluster, &snapshot).await;
-            snapshot.injection_audit = injection_audit(cluster, &snapshot).await;
+    ask_pods(cluster, &mut snapshot).await;
+    snapshot
+}
+
+/// Lists anew only what checks wait for: the control plane's own objects, and pods where the data plane is looked at.
+pub(super) async fn refresh(cluster: &Cluster, snapshot: &mut Snapshot) {
+    let (client, home) = (&cluster.client, &cluster.control_plane);
+    let cni = snapshot.scope.cni_namespace.clone();
+    (
+        snapshot.mutating_webhooks,
+        snapshot.validating_webhooks,
+        snapshot.api_services,
+        snapshot.secrets,
+        snapshot.deployments,
+        snapshot.replica_sets,
+        snapshot.cni_daemon_sets,
+    ) = tokio::join!(
+        all(cluster, "mutatingwebhookconfigurations", Api::all(client.clone())),
+        all(cluster, "validatingwebhookconfigurations", Api::all(client.clone())),
+        all(cluster, "apiservices", Api::all(client.clone())),
+        of(cluster, "secrets", home),
+        of(cluster, "deployments", home),
+        of(cluster, "replicasets", home),
+        of(cluster, "daemonsets", &cni),
+    );
+    match (snapshot.scope.mode, snapshot.scope.namespace.clone()) {
+        (Mode::Proxy, None) => snapshot.pods = all(cluster, "pods", Api::all(client.clone())).await,
+        (mode, namespace) => {
+            let asked = namespace.filter(|_| mode == Mode::Proxy);
+            let namespaces: BTreeSet<String> = [home.clone(), cni].into_iter().chain(asked).collect();
+            for namespace in namespaces {
+                let listed = of(cluster, "pods", &namespace).await;
+                replace_pods(&mut snapshot.pods, &namespace, listed);
+            }
         }
     }
-    snapshot
+    ask_pods(cluster, snapshot).await;
+}
+
+/// Puts the pods of one namespace in place of those that were listed before.
+fn replace_pods(pods: &mut Listed<Pod>, namespace: &str, listed: Listed<Pod>) {
+    match (pods.as_mut(), listed) {
+        (Ok(pods), Ok(listed)) => {
+            pods.retain(|pod| resource::namespace(pod) != namespace);
+            pods.extend(listed);
+        }
+        (Ok(_), Err(unreadable)) => *pods = Err(unreadable),
+        (Err(_), _) => {}
+    }
+}
+
+/// What pods say themselves.
+async fn ask_pods(cluster: &Cluster, snapshot: &mut Snapshot) {
+    match snapshot.scope.mode {
+        Mode::Pre => snapshot.access = accesses(cluster).await,
+        Mode::Crds => {}
+        Mode::Installed => snapshot.webhook_certificates = webhook_certificates(cluster, snapshot).await,
+        Mode::Proxy => {
+            snapshot.webhook_certificates = webhook_certificates(cluster, snapshot).await;
+            snapshot.proxy_certificates = proxy_certificates(cluster, snapshot).await;
+            snapshot.injection_audit = injection_audit(cluster, snapshot).await;
+        }
+    }
 }
 
 fn system_time() -> i64 {
@@ -269,6 +321,17 @@ const PATIENCE: std::time::Duration = kubernetes::PATIENCE;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pods_of_one_namespace_replace_those_that_were_listed_before() {
+        let pod = |namespace: &str, name: &str| -> Pod {
+            serde_json::from_value(serde_json::json!({ "metadata": { "namespace": namespace, "name": name } })).unwrap()
+        };
+        let mut pods = Ok(vec![pod("shop", "a"), pod("linkerd", "old")]);
+        replace_pods(&mut pods, "linkerd", Ok(vec![pod("linkerd", "new")]));
+        let names: Vec<String> = pods.iter().flatten().map(|pod| pod.name_any()).collect();
+        assert_eq!(names, ["a", "new"]);
+    }
 
     #[test]
     fn the_date_of_an_http_answer_is_read() {

@@ -164,8 +164,11 @@ async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> any
             if told.replace(what) != Some(what) {
                 eprintln!("waiting until it is true that {what}");
             }
-            sleep(BETWEEN_SNAPSHOTS).await;
-            snapshot = Box::pin(gather::snapshot(cluster, scope)).await;
+            sleep(BETWEEN_REFRESHES).await;
+            match cluster {
+                Ok(cluster) => Box::pin(gather::refresh(cluster, &mut snapshot)).await,
+                Err(_) => break (report, weight),
+            }
         };
         let text = match args.output {
             Output::Table => report.table(),
@@ -241,7 +244,7 @@ fn categories(snapshot: &Snapshot) -> Vec<Category> {
     categories
 }
 
-const BETWEEN_SNAPSHOTS: Duration = Duration::from_secs(1);
+const BETWEEN_REFRESHES: Duration = Duration::from_secs(1);
 
 const EXAMPLES: &str = "\
 Before, between and after the two steps of an installation:

@@ -20,11 +20,11 @@ use tulle_core::drain::Watch;
 use tulle_core::metrics::{Family, Gauge, Labels, Registry};
 use tulle_core::names::{annotation, label};
 
-use super::metadata::{Metadata, MetadataError, NamespaceMeta};
+use super::metadata::{Metadata, MetadataError};
 use super::metrics;
 use super::settings::Settings;
+use crate::inject::values::ProxyInjector;
 use crate::inject::{self, Decision, Subject};
-use crate::resources::labels::Selector;
 
 /// When pods are looked at.
 #[derive(Clone, Copy, Debug)]
@@ -170,12 +170,7 @@ impl Audit {
         let of_namespace = self.metadata.namespace(namespace).await?;
         let labels = meta.labels.clone().unwrap_or_default();
         let injector = &config.values.proxy_injector;
-        if !is_selected(
-            injector.namespace_selector.as_ref(),
-            &of_namespace,
-            injector.object_selector.as_ref(),
-            &labels,
-        ) {
+        if !is_selected(injector, &of_namespace.labels, &labels) {
             return Ok(false);
         }
         let subject = Subject {
@@ -219,22 +214,22 @@ impl Audit {
     }
 }
 
-/// Whether the API server asks the webhook about such a pod, by the chart's selectors.
-fn is_selected(
-    namespaces: Option<&Selector>,
-    namespace: &NamespaceMeta,
-    objects: Option<&Selector>,
+/// Whether the API server asks the webhook about a pod with these labels, by the chart's selectors or their defaults.
+#[must_use]
+pub fn is_selected(
+    injector: &ProxyInjector,
+    namespace: &BTreeMap<String, String>,
     pod: &BTreeMap<String, String>,
 ) -> bool {
-    let in_namespace = match namespaces {
-        Some(selector) => selector.matches_map(&namespace.labels),
+    let in_namespace = match &injector.namespace_selector {
+        Some(selector) => selector.matches_map(namespace),
         None => {
-            let value = |key| namespace.labels.get(key).map(String::as_str);
+            let value = |key| namespace.get(key).map(String::as_str);
             value(annotation::ADMISSION_WEBHOOKS) != Some("disabled")
                 && !EXEMPT.contains(&value(label::NAMESPACE_NAME).unwrap_or_default())
         }
     };
-    let selects_pod = match objects {
+    let selects_pod = match &injector.object_selector {
         Some(selector) => selector.matches_map(pod),
         None => !pod.contains_key(label::CONTROL_PLANE_COMPONENT) && !pod.contains_key(label::CNI_RESOURCE),
     };

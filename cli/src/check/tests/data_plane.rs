@@ -146,6 +146,16 @@ fn what_the_injectors_audit_has_found_is_told_where_it_still_stands() {
 }
 
 #[test]
+fn namespaces_that_the_webhook_stays_out_of_miss_no_proxy() {
+    let mut namespace = named("Namespace", "kube-system");
+    namespace["metadata"]["annotations"] = json!({ "linkerd.io/inject": "enabled" });
+    namespace["metadata"]["labels"] = json!({ "kubernetes.io/metadata.name": "kube-system" });
+    let mut pod = bare("dns", json!({}), json!({}));
+    pod["metadata"]["namespace"] = json!("kube-system");
+    assert_eq!(findings(&shop(&[namespace, pod])), []);
+}
+
+#[test]
 fn proxies_of_another_version_are_warned_of() {
     let mut pod = meshed_pod("db", true);
     pod["metadata"]["annotations"]["linkerd.io/proxy-version"] = json!("0.0.1");
