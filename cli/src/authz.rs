@@ -1,22 +1,29 @@
-//! `tulle authz`: which authorizations speak of the ports of a workload.
+//! `tulle authz`: who may connect to the ports of a workload, and by which authorization.
 //!
-//! Goes by the objects, as the policy service does; what a port really accepts, `tulle diagnostics policy` asks it.
+//! Computed from the objects by the same code as the policy service's answer to a proxy.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::process::ExitCode;
 
 use anyhow::{Context as _, anyhow, ensure};
+use k8s_openapi::api::core::v1::Pod as KubernetesPod;
 use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
 use kube::{Api, ResourceExt as _};
 use serde::de::IntoDeserializer as _;
-use tulle_control::resources::policy::authorization::{AuthorizationTarget, Servers};
-use tulle_control::resources::policy::server::Workloads;
-use tulle_control::resources::route::ParentKind;
+use serde_json::Value;
+use tulle_control::cluster::inbound::{Key, Workload};
+use tulle_control::cluster::{self, Cluster as State};
+use tulle_control::model::inbound::{Authorization, AuthorizationReference, Route, Routes, Server, ServerReference};
+use tulle_control::model::reference::Reference;
+use tulle_control::resources::event::Event;
+use tulle_control::resources::service::PortRef;
+use tulle_control::resources::workload::Pod;
 use tulle_control::resources::{self, Kind, Object};
+use tulle_core::metrics::Registry;
 
 use crate::kubernetes::resource::{Kind as ResourceKind, Named};
 use crate::kubernetes::{self, Cluster, reason};
-use crate::{runtime, table};
+use crate::{config, runtime, table};
 
 /// Whose authorizations to show.
 #[derive(clap::Args, Clone, Debug)]
@@ -46,27 +53,66 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
         );
         let mut objects = Vec::new();
         for kind in KINDS {
-            objects.extend(list(&cluster, namespace, kind).await?);
+            objects.extend(list(&cluster, Some(namespace), kind).await?);
         }
-        let labels: Vec<_> = pods.iter().map(|pod| pod.labels()).collect();
-        crate::print(&table::text(&TITLES, rows(&objects, &labels)))?;
+        for kind in REFERENCED_KINDS {
+            // Authorizations may refer to those of other namespaces, which not everybody may read.
+            let everywhere = list(&cluster, None, kind).await;
+            objects.extend(match everywhere {
+                Ok(found) => found,
+                Err(_) => list(&cluster, Some(namespace), kind).await?,
+            });
+        }
+        let values = config::values(&cluster).await.unwrap_or_else(|error| {
+            eprintln!("tulle: the cluster's default policy is assumed to be all-unauthenticated: {error:#}");
+            Value::Null
+        });
+        let rows = rows(settings(&cluster, &values)?, objects, pods)?;
+        crate::print(&table::text(&TITLES, rows))?;
         Ok(ExitCode::SUCCESS)
     })
 }
 
-/// The objects of a kind in a namespace; none where the kind is not installed.
-async fn list(cluster: &Cluster, namespace: &str, kind: Kind) -> anyhow::Result<Vec<Object>> {
-    let info = kind.info();
-    let version = info.versions.first().context("a kind without versions")?;
-    let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(info.group, version, info.name));
-    let api: Api<DynamicObject> = Api::namespaced_with(cluster.client.clone(), namespace, &resource);
-    let found = match cluster.list(&api, &ListParams::default()).await {
-        Err(kube::Error::Api(status)) if status.code == 404 => Vec::new(),
-        found => found.map_err(|error| anyhow!("listing {} of {namespace}: {}", resource.plural, reason(&error)))?,
+/// What the policy service was installed with, as far as it decides about authorizations.
+fn settings(cluster: &Cluster, values: &Value) -> anyhow::Result<cluster::Config> {
+    let text = |value: &Value| value.as_str().filter(|text| !text.is_empty()).map(str::to_owned);
+    let mut config = cluster::Config {
+        controller_namespace: cluster.control_plane.clone(),
+        ..cluster::Config::default()
     };
+    if let Some(policy) = text(&values["proxy"]["defaultInboundPolicy"]) {
+        config.default_policy = policy.parse().context("reading the value proxy.defaultInboundPolicy")?;
+    }
+    if let Some(domain) = text(&values["identityTrustDomain"]).or_else(|| text(&values["clusterDomain"])) {
+        config.trust_domain = domain;
+    }
+    Ok(config)
+}
+
+/// The objects of a kind in a namespace, or in all; none where the kind is not installed.
+async fn list(cluster: &Cluster, namespace: Option<&str>, kind: Kind) -> anyhow::Result<Vec<Object>> {
+    let info = kind.info();
+    let mut found = Vec::new();
+    // The newest version that the cluster serves.
+    for version in info.versions {
+        let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(info.group, version, info.name));
+        let api: Api<DynamicObject> = match namespace {
+            Some(namespace) => Api::namespaced_with(cluster.client.clone(), namespace, &resource),
+            None => Api::all_with(cluster.client.clone(), &resource),
+        };
+        match cluster.list(&api, &ListParams::default()).await {
+            Err(kube::Error::Api(status)) if status.code == 404 => {}
+            listed => {
+                let place = namespace.unwrap_or("all namespaces");
+                found =
+                    listed.map_err(|error| anyhow!("listing {} of {place}: {}", resource.plural, reason(&error)))?;
+                break;
+            }
+        }
+    }
     let mut objects = Vec::new();
     for object in found {
-        let name = object.name_any();
+        let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
         let value = serde_json::to_value(&object).context("reading an object")?;
         match resources::decode(kind, value.into_deserializer()) {
             Ok(object) => objects.push(object),
@@ -78,72 +124,95 @@ async fn list(cluster: &Cluster, namespace: &str, kind: Kind) -> anyhow::Result<
 }
 
 /// Route, server, AuthorizationPolicy, ServerAuthorization; `*` where a row speaks of all routes.
-fn rows(objects: &[Object], pods: &[&BTreeMap<String, String>]) -> BTreeSet<[String; 4]> {
+fn rows(
+    config: cluster::Config,
+    objects: Vec<Object>,
+    pods: Vec<KubernetesPod>,
+) -> anyhow::Result<BTreeSet<[String; 4]>> {
+    let servers: Vec<PortRef> = objects
+        .iter()
+        .filter_map(|object| match object {
+            Object::Server(server) => Some(server.port.clone()),
+            _ => None,
+        })
+        .collect();
+    let mut workloads = Vec::new();
+    let mut events: Vec<Event> = objects.into_iter().map(Event::Applied).collect();
+    for pod in pods {
+        let name = pod.name_any();
+        let pod = Pod::from_kubernetes(pod).map_err(|error| anyhow!("reading pod {name}: {error}"))?;
+        workloads.push((pod.meta.name.clone(), ports(&pod, &servers)));
+        events.push(Event::Applied(Object::Pod(pod.into())));
+    }
+    let state = State::new(config, &Registry::default());
+    state.writer().apply(events);
     let mut rows = BTreeSet::new();
-    let servers = objects.iter().filter_map(|object| match object {
-        Object::Server(server) => Some(server),
-        _ => None,
-    });
-    for server in servers {
-        let Workloads::Pods(selector) = &server.workloads else {
-            continue;
-        };
-        if !pods.iter().any(|labels| selector.matches_map(labels)) {
-            continue;
-        }
-        let name = server.meta.name.name.to_string();
-        for object in objects {
-            match object {
-                Object::ServerAuthorization(authorization) => {
-                    let meant = match &authorization.servers {
-                        Servers::Named(named) => **named == name,
-                        Servers::Selected(selector) => selector.matches(&server.meta.labels),
-                    };
-                    if meant {
-                        let authorization = authorization.meta.name.name.to_string();
-                        rows.insert(["*".to_owned(), name.clone(), String::new(), authorization]);
-                    }
-                }
-                Object::AuthorizationPolicy(policy) => {
-                    let route = match &policy.target {
-                        AuthorizationTarget::Namespace => Some("*".to_owned()),
-                        AuthorizationTarget::Server(target) => (**target == name).then(|| "*".to_owned()),
-                        AuthorizationTarget::Route(_, target) => {
-                            attached(objects, object_of(&policy.target), target, &name).then(|| target.to_string())
-                        }
-                    };
-                    if let Some(route) = route {
-                        let policy = policy.meta.name.name.to_string();
-                        rows.insert([route, name.clone(), policy, String::new()]);
-                    }
-                }
-                _ => {}
+    for (name, ports) in workloads {
+        for port in ports {
+            let workload = Workload::Pod(name.clone());
+            let answer = state.inbound(Key { workload, port }).current();
+            if let Some(server) = &**answer {
+                rows.extend(server_rows(server));
             }
         }
+    }
+    Ok(rows)
+}
+
+/// The ports that the pod declares or a Server gives by number; any other one where there are none.
+fn ports(pod: &Pod, servers: &[PortRef]) -> BTreeSet<u16> {
+    let numbers = servers.iter().filter_map(|port| match port {
+        PortRef::Number(number) => Some(*number),
+        PortRef::Name(_) => None,
+    });
+    let mut ports: BTreeSet<u16> = pod.ports.iter().map(|port| port.port).chain(numbers).collect();
+    if ports.is_empty() {
+        ports.insert(u16::MAX);
+    }
+    ports
+}
+
+fn server_rows(server: &Server) -> Vec<[String; 4]> {
+    let name = match &server.reference {
+        ServerReference::Default(policy) => format!("default:{policy}"),
+        ServerReference::Server(name) => name.to_string(),
+    };
+    let mut rows: Vec<_> = server
+        .authorizations
+        .iter()
+        .map(|authorization| row("*", &name, authorization))
+        .collect();
+    match &server.routes {
+        Routes::Http(routes) => rows.extend(routes.iter().flat_map(|route| route_rows(route, &name))),
+        Routes::Grpc(routes) => rows.extend(routes.iter().flat_map(|route| route_rows(route, &name))),
+        Routes::Nothing => {}
+    }
+    if rows.is_empty() {
+        rows.push(["*".to_owned(), name, NOBODY.to_owned(), String::new()]);
     }
     rows
 }
 
-fn object_of(target: &AuthorizationTarget) -> Option<resources::route::RouteKind> {
-    match target {
-        AuthorizationTarget::Route(kind, _) => Some(*kind),
-        AuthorizationTarget::Server(_) | AuthorizationTarget::Namespace => None,
-    }
+fn route_rows<M>(route: &Route<M>, server: &str) -> Vec<[String; 4]> {
+    let name = match &route.reference {
+        Reference::Default(name) => (*name).to_owned(),
+        Reference::Object(object) => object.name.to_string(),
+    };
+    let authorizations = route.authorizations.iter();
+    authorizations
+        .map(|authorization| row(&name, server, authorization))
+        .collect()
 }
 
-/// Whether the route of this kind and name is a route of the server.
-fn attached(objects: &[Object], kind: Option<resources::route::RouteKind>, name: &str, server: &str) -> bool {
-    objects.iter().any(|object| match object {
-        Object::PolicyHttpRoute(route) | Object::GatewayHttpRoute(route) | Object::GrpcRoute(route) => {
-            Some(route.kind) == kind
-                && &*route.meta.name.name == name
-                && route
-                    .parents
-                    .iter()
-                    .any(|parent| parent.kind == ParentKind::Server && &*parent.name.name == server)
+fn row(route: &str, server: &str, authorization: &Authorization) -> [String; 4] {
+    let (policy, server_authorization) = match &authorization.reference {
+        AuthorizationReference::Default(policy) => (format!("default/{policy}"), String::new()),
+        AuthorizationReference::Object { kind, name, .. } if *kind == "serverauthorization" => {
+            (String::new(), name.to_string())
         }
-        _ => false,
-    })
+        AuthorizationReference::Object { name, .. } => (name.to_string(), String::new()),
+    };
+    [route.to_owned(), server.to_owned(), policy, server_authorization]
 }
 
 const KINDS: [Kind; 6] = [
@@ -155,41 +224,74 @@ const KINDS: [Kind; 6] = [
     Kind::GrpcRoute,
 ];
 
+const REFERENCED_KINDS: [Kind; 2] = [Kind::MeshTlsAuthentication, Kind::NetworkAuthentication];
+
 const TITLES: [&str; 4] = ["ROUTE", "SERVER", "AUTHORIZATION_POLICY", "SERVER_AUTHORIZATION"];
+
+/// Shown where no authorization speaks of a port.
+const NOBODY: &str = "(nobody)";
 
 const EXAMPLES: &str = "\
   tulle authz deploy/web -n shop
-  tulle authz pod -n shop";
+  tulle authz pod -n shop
+
+SERVER is default:POLICY for ports that no Server selects; a port that nobody may connect to says (nobody).";
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     use super::*;
 
     fn object(kind: Kind, name: &str, spec: Value) -> Object {
-        let value =
-            json!({ "metadata": { "name": name, "namespace": "shop", "labels": { "of": name } }, "spec": spec });
+        let accepted = json!({ "type": "Accepted", "status": "True", "reason": "Accepted",
+            "lastTransitionTime": "2026-01-01T00:00:00Z", "message": "" });
+        let parents = spec["parentRefs"].as_array().cloned().unwrap_or_default();
+        let parents: Vec<Value> = parents
+            .iter()
+            .map(|parent| json!({ "parentRef": parent, "controllerName": "linkerd.io/policy-controller", "conditions": [accepted] }))
+            .collect();
+        let value = json!({
+            "metadata": { "name": name, "namespace": "shop", "labels": { "of": name } },
+            "spec": spec,
+            "status": { "parents": parents },
+        });
         resources::decode(kind, value.into_deserializer()).unwrap()
+    }
+
+    fn pod(app: &str, ports: &[u16]) -> KubernetesPod {
+        let ports: Vec<Value> = ports.iter().map(|port| json!({ "containerPort": port })).collect();
+        serde_json::from_value(json!({
+            "metadata": { "name": app, "namespace": "shop", "labels": { "app": app } },
+            "spec": { "containers": [{ "name": app, "image": app, "ports": ports }] },
+        }))
+        .unwrap()
+    }
+
+    fn target(group: &str, kind: &str, name: &str) -> Value {
+        json!({ "group": group, "kind": kind, "name": name })
+    }
+
+    fn policy(name: &str, target: Value) -> Object {
+        let spec = json!({ "targetRef": target, "requiredAuthenticationRefs": [] });
+        object(Kind::AuthorizationPolicy, name, spec)
+    }
+
+    fn server(name: &str, app: &str, port: u16) -> Object {
+        let spec = json!({ "podSelector": { "matchLabels": { "app": app } }, "port": port });
+        object(Kind::Server, name, spec)
+    }
+
+    fn shown(objects: Vec<Object>, pod: KubernetesPod) -> String {
+        let rows = rows(cluster::Config::default(), objects, vec![pod]).unwrap();
+        table::text(&TITLES, rows)
     }
 
     #[test]
     fn authorizations_are_found_by_server_route_and_namespace() {
-        let target = |group: &str, kind: &str, name: &str| json!({ "group": group, "kind": kind, "name": name });
-        let policy = |name: &str, target: Value| {
-            let spec = json!({ "targetRef": target, "requiredAuthenticationRefs": [] });
-            object(Kind::AuthorizationPolicy, name, spec)
-        };
-        let server = |name: &str, app: &str| {
-            object(
-                Kind::Server,
-                name,
-                json!({ "podSelector": { "matchLabels": { "app": app } }, "port": 80 }),
-            )
-        };
-        let objects = [
-            server("web-http", "web"),
-            server("db-tcp", "db"),
+        let objects = vec![
+            server("web-http", "web", 80),
+            server("db-tcp", "db", 80),
             object(
                 Kind::PolicyHttpRoute,
                 "read",
@@ -212,8 +314,6 @@ mod tests {
                 }),
             ),
         ];
-        let labels = BTreeMap::from([("app".to_owned(), "web".to_owned())]);
-        let found = table::text(&TITLES, rows(&objects, &[&labels]));
         let expected = "\
 ROUTE   SERVER     AUTHORIZATION_POLICY   SERVER_AUTHORIZATION
 *       web-http                          by-label
@@ -221,6 +321,32 @@ ROUTE   SERVER     AUTHORIZATION_POLICY   SERVER_AUTHORIZATION
 *       web-http   everything
 read    web-http   readers
 ";
-        assert_eq!(found, expected);
+        assert_eq!(shown(objects, pod("web", &[])), expected);
+    }
+
+    #[test]
+    fn ports_without_a_server_have_the_default_policy_and_ports_without_authorizations_nobody() {
+        let objects = vec![server("web-http", "web", 80)];
+        let expected = "\
+ROUTE   SERVER                        AUTHORIZATION_POLICY          SERVER_AUTHORIZATION
+*       default:all-unauthenticated   default/all-unauthenticated
+*       web-http                      (nobody)
+";
+        assert_eq!(shown(objects, pod("web", &[80, 9000])), expected);
+        let only_default = shown(Vec::new(), pod("web", &[]));
+        assert!(only_default.contains("default/all-unauthenticated"), "{only_default}");
+        assert_eq!(only_default.lines().count(), 2);
+    }
+
+    #[test]
+    fn the_older_of_two_servers_of_one_port_counts_as_for_proxies() {
+        let objects = vec![
+            server("b", "web", 80),
+            server("a", "web", 80),
+            policy("of-a", target("policy.linkerd.io", "Server", "a")),
+            policy("of-b", target("policy.linkerd.io", "Server", "b")),
+        ];
+        let shown = shown(objects, pod("web", &[80]));
+        assert!(shown.contains("of-a") && !shown.contains("of-b"), "{shown}");
     }
 }
