@@ -5,17 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ipnet::IpNet;
-use tracing::warn;
 use tulle_core::identity;
 use tulle_core::names::annotation;
 use tulle_core::nets::NetworkMatch;
-use tulle_core::ports::PortSet;
 
 use crate::cluster::lookup::Reader;
 use crate::cluster::metrics::{Metrics, SlotMetrics};
 use crate::cluster::routes;
 use crate::cluster::table::{Table, View};
-use crate::cluster::workload::{server_selects_external, server_selects_pod};
+use crate::cluster::workload::Subject;
 use crate::cluster::{Config, State};
 use crate::model::inbound::{
     Authorization, AuthorizationReference, Clients, Identities, Protocol, RateLimit, Route, Routes, Rule,
@@ -23,7 +21,7 @@ use crate::model::inbound::{
 };
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch, PathMatch};
-use crate::resources::meta::{Meta, Name};
+use crate::resources::meta::Name;
 use crate::resources::policy::authorization::{
     AuthorizationPolicy, AuthorizationTarget, RequiredClient, ServerAuthorization, ServerClient, Servers,
 };
@@ -52,29 +50,23 @@ impl View for InboundView {
     type Value = Option<Model>;
 
     fn compute(reader: &Reader<'_>, config: &Config, key: &Key) -> Option<Model> {
-        let (meta, probes) = match &key.workload {
+        let (subject, probes) = match &key.workload {
             Workload::Pod(name) => {
                 let pod = reader.pod(name)?;
-                (&pod.meta, pod.probe_paths(key.port))
+                (Subject::Pod(pod), pod.probe_paths(key.port))
             }
-            Workload::External(name) => (&reader.external_workload(name)?.meta, BTreeSet::new()),
+            Workload::External(name) => (Subject::External(reader.external_workload(name)?), BTreeSet::new()),
         };
         let view = Port {
             reader,
             config,
+            subject,
             port: key.port,
             probes: &probes,
         };
-        let mut servers = reader.servers(meta.namespace());
-        servers.retain(|server| selects(reader, server, key));
-        servers.sort_by(|a, b| a.meta.seniority().cmp(&b.meta.seniority()));
-        if let [winner, loser, ..] = *servers {
-            warn!(port = key.port, workload = %meta.name, server = %winner.meta.name, other = %loser.meta.name,
-                "several Servers select one port; the oldest holds");
-        }
-        Some(match servers.first() {
+        Some(match subject.server(reader, key.port) {
             Some(server) => view.of_server(server),
-            None => view.of_default(meta),
+            None => view.of_default(),
         })
     }
 
@@ -87,76 +79,65 @@ impl View for InboundView {
     }
 }
 
-fn selects(reader: &Reader<'_>, server: &Server, key: &Key) -> bool {
-    match &key.workload {
-        Workload::Pod(name) => reader
-            .pod(name)
-            .is_some_and(|pod| server_selects_pod(server, pod, key.port)),
-        Workload::External(name) => {
-            let workload = reader.external_workload(name);
-            workload.is_some_and(|workload| server_selects_external(server, workload, key.port))
-        }
-    }
-}
-
 /// One port of one workload, and what its policy is computed from.
 struct Port<'a> {
     reader: &'a Reader<'a>,
     config: &'a Config,
+    subject: Subject<'a>,
     port: u16,
     probes: &'a BTreeSet<String>,
 }
 
 impl Port<'_> {
     /// The policy of a port that no Server selects.
-    fn of_default(&self, meta: &Meta) -> Model {
-        let mut policy = self.config.default_policy;
-        if let Some(text) = meta.annotation(annotation::DEFAULT_INBOUND_POLICY) {
-            match text.parse() {
-                Ok(annotated) => policy = annotated,
-                Err(error) => {
-                    warn!(workload = %meta.name, %error, "the default policy of the cluster applies");
-                }
-            }
-        }
-        let listed = |key| meta.annotation(key).and_then(|text| text.parse::<PortSet>().ok());
-        let needs_identity = listed(annotation::REQUIRE_IDENTITY_INBOUND_PORTS);
-        if let DefaultPolicy::Allow { clients, .. } = &mut policy
-            && needs_identity.is_some_and(|ports| ports.contains(self.port))
-        {
-            *clients = DefaultClients::Authenticated;
-        }
-        let opaque = match meta.annotation(annotation::OPAQUE_PORTS) {
-            None => self.config.default_opaque_ports.contains(self.port),
-            Some(_) => listed(annotation::OPAQUE_PORTS).is_some_and(|ports| ports.contains(self.port)),
-        };
-        let protocol = if opaque {
-            Protocol::Opaque
-        } else {
-            Protocol::Detect(DETECT_TIMEOUT)
-        };
+    fn of_default(&self) -> Model {
+        let policy = self.default_policy();
+        let protocol = self.protocol(None);
         Model {
             reference: ServerReference::Default(policy.as_str()),
             protocol,
             authorizations: self.default_authorizations(policy),
-            routes: if opaque {
-                Routes::Nothing
-            } else {
-                Routes::Http(self.default_routes())
+            routes: match protocol {
+                Protocol::Opaque => Routes::Nothing,
+                _ => Routes::Http(self.default_routes()),
             },
             rate_limit: None,
         }
     }
 
-    fn of_server(&self, server: &Server) -> Model {
-        let protocol = match server.protocol {
+    /// The policy of the workload's annotations, or of the cluster. An annotation that cannot be read was to restrict
+    /// somebody, and nobody knows whom: it denies.
+    fn default_policy(&self) -> DefaultPolicy {
+        let mut policy = match self.subject.meta().annotation(annotation::DEFAULT_INBOUND_POLICY) {
+            Some(text) => text.parse().unwrap_or(DefaultPolicy::Deny),
+            None => self.config.default_policy,
+        };
+        let Some(needs_identity) = self.subject.listed_ports(annotation::REQUIRE_IDENTITY_INBOUND_PORTS) else {
+            return policy;
+        };
+        if needs_identity.to_set().contains(self.port) {
+            if let DefaultPolicy::Allow { clients, .. } = &mut policy {
+                *clients = DefaultClients::Authenticated;
+            }
+        } else if !needs_identity.unknown.is_empty() {
+            policy = DefaultPolicy::Deny;
+        }
+        policy
+    }
+
+    fn protocol(&self, server: Option<&Server>) -> Protocol {
+        match self.subject.protocol(self.config, server, self.port) {
             ProxyProtocol::Unknown => Protocol::Detect(DETECT_TIMEOUT),
             ProxyProtocol::Http1 => Protocol::Http1,
             ProxyProtocol::Http2 => Protocol::Http2,
             ProxyProtocol::Grpc => Protocol::Grpc,
             ProxyProtocol::Opaque => Protocol::Opaque,
             ProxyProtocol::Tls => Protocol::Tls,
-        };
+        }
+    }
+
+    fn of_server(&self, server: &Server) -> Model {
+        let protocol = self.protocol(Some(server));
         let routes = match protocol {
             Protocol::Detect(_) | Protocol::Http1 | Protocol::Http2 => Routes::Http(self.http_routes(server)),
             Protocol::Grpc => Routes::Grpc(self.grpc_routes(server)),

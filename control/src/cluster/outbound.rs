@@ -5,13 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tracing::debug;
-use tulle_core::names::annotation;
-use tulle_core::ports::PortSet;
 
 use crate::cluster::lookup::Reader;
 use crate::cluster::metrics::{Metrics, SlotMetrics};
 use crate::cluster::routes;
 use crate::cluster::table::{Table, View};
+use crate::cluster::workload::{is_marked_opaque, service_is_opaque};
 use crate::cluster::{Config, State};
 use crate::model::outbound::{
     Backend, BackendTarget, Backoff, Distribution, FailureAccrual, Load, Outbound, Policy, Protocol, Retry,
@@ -128,6 +127,10 @@ impl Client<'_> {
                 http
             }
         };
+        let is_opaque = match service {
+            Some(service) => service_is_opaque(self.config, service, port),
+            None => self.config.default_opaque_ports.contains(port),
+        };
         let protocol = match listed
             .and_then(|port| port.app_protocol.as_deref())
             .map(str::to_ascii_lowercase)
@@ -136,7 +139,7 @@ impl Client<'_> {
             Some(protocol) if protocol == "kubernetes.io/h2c" && !grpc.is_empty() => Protocol::Grpc(grpc),
             Some(protocol) if protocol == "kubernetes.io/h2c" => Protocol::Http2(http_or_default(http)),
             Some(_) => Protocol::Opaque(opaque_or_tcp(tcp)),
-            None if self.is_opaque(service.map(|service| &service.meta), port) => Protocol::Opaque(opaque_or_tcp(tcp)),
+            None if is_opaque => Protocol::Opaque(opaque_or_tcp(tcp)),
             None if !grpc.is_empty() => Protocol::Grpc(grpc),
             None if http.is_empty() && !tls.is_empty() => Protocol::Tls(tls),
             None if http.is_empty() && !tcp.is_empty() => Protocol::Opaque(tcp),
@@ -150,14 +153,6 @@ impl Client<'_> {
             reference: parent.reference,
             protocol,
             accrual: parent.accrual,
-        }
-    }
-
-    /// Whether the parent of routes marks a port, or the cluster where the parent says nothing.
-    fn is_opaque(&self, parent: Option<&Meta>, port: u16) -> bool {
-        match parent.and_then(|meta| meta.annotation(annotation::OPAQUE_PORTS)) {
-            Some(text) => text.parse::<PortSet>().is_ok_and(|ports| ports.contains(port)),
-            None => self.config.default_opaque_ports.contains(port),
         }
     }
 
@@ -237,7 +232,9 @@ impl Client<'_> {
         let tcp = self.stream_routes(&parent, RouteKind::Tcp);
         let opaque = parent.egress_stream(allow, "tcp-egress-allow", "tcp-egress-deny");
         let opaque_or_tcp = |tcp: Vec<_>| if tcp.is_empty() { vec![opaque.clone()] } else { tcp };
-        let protocol = if self.is_opaque(Some(&network.meta), addr.port()) {
+        // A network declares no ports, so that there are no names for them.
+        let is_opaque = is_marked_opaque(self.config, &network.meta, addr.port(), |_| Vec::new());
+        let protocol = if is_opaque {
             Protocol::Opaque(opaque_or_tcp(tcp))
         } else if !grpc.is_empty() {
             grpc.push(parent.egress_grpc(allow));

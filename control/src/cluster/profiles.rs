@@ -3,14 +3,11 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use tulle_core::names::annotation;
-use tulle_core::ports::PortSet;
-
 use crate::cluster::endpoints::subsets;
 use crate::cluster::lookup::Reader;
 use crate::cluster::metrics::{Metrics, SlotMetrics};
 use crate::cluster::table::{Table, View};
-use crate::cluster::workload::{declares, external_endpoint, named_ports, pod_endpoint, publishes};
+use crate::cluster::workload::{Subject, declares, external_endpoint, pod_endpoint, publishes, service_is_opaque};
 use crate::cluster::{Config, State};
 use crate::model::endpoints::{Endpoint, Http2Params, ProtocolHint};
 use crate::model::profile::{
@@ -129,7 +126,7 @@ fn service_profile(
         namespace: name.namespace.clone(),
         service: name.name.clone(),
         port,
-        opacity: opacity(service_opaque_ports(service, config).contains(port)),
+        opacity: opacity(service_is_opaque(config, service, port)),
         source: None,
         routes: Vec::new(),
         budget: RetryBudget::default(),
@@ -169,20 +166,6 @@ fn profile_source<'a>(
     client_namespace
         .and_then(in_namespace)
         .or_else(|| in_namespace(&service.namespace))
-}
-
-fn service_opaque_ports(service: &Service, config: &Config) -> PortSet {
-    match service.meta.annotation(annotation::OPAQUE_PORTS) {
-        None => config.default_opaque_ports.clone(),
-        Some(text) => named_ports(text, |name| {
-            service
-                .ports
-                .iter()
-                .filter(|port| port.name == name)
-                .map(|port| port.port)
-                .collect()
-        }),
-    }
 }
 
 fn opacity(opaque: bool) -> Opacity {
@@ -254,7 +237,7 @@ fn pod_profile(reader: &Reader<'_>, config: &Config, pod: &Pod, addr: SocketAddr
     endpoint.labels.push(("namespace".into(), pod.meta.namespace().clone()));
     let node = pod.node.as_deref().and_then(|node| reader.node(&Name::new("", node)));
     endpoint.zone = node.and_then(|node| node.zone.clone());
-    let opaque = crate::cluster::workload::pod_is_opaque(reader, config, pod, addr.port());
+    let opaque = Subject::Pod(pod).is_opaque(reader, config, addr.port());
     Profile::Endpoint {
         endpoint,
         opacity: opacity(opaque),

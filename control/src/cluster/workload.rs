@@ -6,15 +6,105 @@ use std::sync::Arc;
 
 use tulle_core::identity;
 use tulle_core::names::{annotation, label, port as proxy_port};
-use tulle_core::ports::PortSet;
 
 use crate::cluster::lookup::Reader;
 use crate::cluster::{Config, H2Upgrade, TransportMode};
 use crate::model::endpoints::{Endpoint, Http2Params, ProtocolHint, TlsIdentity, Workload};
 use crate::resources::meta::{Meta, Name, Owner};
 use crate::resources::policy::server::{ProxyProtocol, Server, Workloads};
+use crate::resources::port_list::{PortList, ResolvedPorts};
+use crate::resources::service::Service;
 use crate::resources::text::shared;
-use crate::resources::workload::{CONTROL_PLANE_COMPONENT, ContainerPort, ExternalWorkload, Pod, ProxyContainer};
+use crate::resources::workload::{
+    CONTROL_PLANE_COMPONENT, ContainerPort, ExternalWorkload, Pod, ProxyContainer, resolve_declared,
+};
+
+/// What has ports that policies are about.
+#[derive(Clone, Copy)]
+pub(super) enum Subject<'a> {
+    Pod(&'a Pod),
+    External(&'a ExternalWorkload),
+}
+
+impl<'a> Subject<'a> {
+    pub(super) fn meta(self) -> &'a Meta {
+        match self {
+            Self::Pod(pod) => &pod.meta,
+            Self::External(workload) => &workload.meta,
+        }
+    }
+
+    fn ports(self) -> &'a [ContainerPort] {
+        match self {
+            Self::Pod(pod) => &pod.ports,
+            Self::External(workload) => &workload.ports,
+        }
+    }
+
+    /// The ports that an annotation lists; none without the annotation.
+    pub(super) fn listed_ports(self, key: &str) -> Option<ResolvedPorts> {
+        let list = PortList::parse(self.meta().annotation(key)?);
+        Some(resolve_declared(&list, self.ports()))
+    }
+
+    fn is_selected_by(self, server: &Server, port: u16) -> bool {
+        match (self, &server.workloads) {
+            (Self::Pod(pod), Workloads::Pods(selector)) => {
+                pod.resolve(&server.port).contains(&port) && selector.matches(&pod.meta.labels)
+            }
+            (Self::External(workload), Workloads::External(selector)) => {
+                workload.resolve(&server.port).contains(&port) && selector.matches(&workload.meta.labels)
+            }
+            (Self::Pod(_), Workloads::External(_)) | (Self::External(_), Workloads::Pods(_)) => false,
+        }
+    }
+
+    /// The Server that decides about a port: the oldest of those that select it.
+    pub(super) fn server<'r>(self, reader: &Reader<'r>, port: u16) -> Option<&'r Arc<Server>> {
+        let servers = reader.servers(self.meta().namespace()).into_iter();
+        servers
+            .filter(|server| self.is_selected_by(server, port))
+            .min_by(|a, b| a.meta.seniority().cmp(&b.meta.seniority()))
+    }
+
+    /// What speaks on a port, for its clients and for its policy alike: what the Server says; annotations that mark ports as
+    /// opaque are for ports without one.
+    pub(super) fn protocol(self, config: &Config, server: Option<&Server>, port: u16) -> ProxyProtocol {
+        match server {
+            Some(server) => server.protocol,
+            None if self.is_marked_opaque(config, port) => ProxyProtocol::Opaque,
+            None => ProxyProtocol::Unknown,
+        }
+    }
+
+    pub(super) fn is_opaque(self, reader: &Reader<'_>, config: &Config, port: u16) -> bool {
+        let server = self.server(reader, port);
+        self.protocol(config, server.map(|server| &**server), port) == ProxyProtocol::Opaque
+    }
+
+    fn is_marked_opaque(self, config: &Config, port: u16) -> bool {
+        match self.listed_ports(annotation::OPAQUE_PORTS) {
+            Some(ports) => ports.to_set().contains(port),
+            None => config.default_opaque_ports.contains(port),
+        }
+    }
+}
+
+/// Whether a Service, or the cluster where it says nothing, marks a port as opaque for its clients.
+pub(super) fn service_is_opaque(config: &Config, service: &Service, port: u16) -> bool {
+    is_marked_opaque(config, &service.meta, port, |name| {
+        let named = service.ports.iter().filter(|port| port.name == name);
+        named.map(|port| port.port).collect()
+    })
+}
+
+/// The same for an object whose ports may be named as `declared` tells.
+pub(super) fn is_marked_opaque(config: &Config, meta: &Meta, port: u16, declared: impl Fn(&str) -> Vec<u16>) -> bool {
+    match meta.annotation(annotation::OPAQUE_PORTS) {
+        Some(text) => PortList::parse(text).resolve(declared).to_set().contains(port),
+        None => config.default_opaque_ports.contains(port),
+    }
+}
 
 /// The endpoint that a pod is at a port, or nothing when its sidecar does not say how to reach it.
 pub(super) fn pod_endpoint(reader: &Reader<'_>, config: &Config, pod: &Pod, ip: IpAddr, port: u16) -> Option<Endpoint> {
@@ -28,8 +118,9 @@ pub(super) fn pod_endpoint(reader: &Reader<'_>, config: &Config, pod: &Pod, ip: 
     if pod.meta.label(label::CONTROL_PLANE_NS).is_none_or(str::is_empty) {
         return Some(endpoint);
     }
-    let skipped = ports(&pod.meta, annotation::SKIP_INBOUND_PORTS, &pod.ports);
-    if skipped.is_some_and(|skipped| skipped.contains(port)) {
+    let subject = Subject::Pod(pod);
+    let skipped = subject.listed_ports(annotation::SKIP_INBOUND_PORTS);
+    if skipped.is_some_and(|skipped| skipped.to_set().contains(port)) {
         return Some(endpoint);
     }
     let (inbound, admin, control) = match pod.proxy {
@@ -42,7 +133,7 @@ pub(super) fn pod_endpoint(reader: &Reader<'_>, config: &Config, pod: &Pod, ip: 
         ProxyContainer::Absent if pod.meta.label(CONTROL_PLANE_COMPONENT).is_some() => return Some(endpoint),
         ProxyContainer::Absent | ProxyContainer::Broken => return None,
     };
-    let opaque = pod_is_opaque(reader, config, pod, port);
+    let opaque = subject.is_opaque(reader, config, port);
     endpoint.protocol = match (opaque, config.h2_upgrade) {
         (true, _) => Some(ProtocolHint::Opaque),
         (false, H2Upgrade::Offer) => Some(ProtocolHint::H2),
@@ -92,7 +183,7 @@ pub(super) fn external_endpoint(
     if kind != "pod" {
         endpoint.labels.push((kind, owner));
     }
-    let opaque = external_is_opaque(reader, config, workload, port);
+    let opaque = Subject::External(workload).is_opaque(reader, config, port);
     endpoint.protocol = Some(if opaque { ProtocolHint::Opaque } else { ProtocolHint::H2 });
     if opaque || config.transport == TransportMode::TransportHeader {
         let named = workload
@@ -114,68 +205,6 @@ pub(super) fn external_identity(workload: &ExternalWorkload) -> TlsIdentity {
     } else {
         TlsIdentity::Dns { name, server_name }
     }
-}
-
-pub(super) fn pod_is_opaque(reader: &Reader<'_>, config: &Config, pod: &Pod, port: u16) -> bool {
-    let servers = reader.servers(pod.meta.namespace());
-    let marked = servers
-        .into_iter()
-        .any(|server| server.protocol == ProxyProtocol::Opaque && server_selects_pod(server, pod, port));
-    marked || opaque_ports(&pod.meta, &pod.ports, config).contains(port)
-}
-
-fn external_is_opaque(reader: &Reader<'_>, config: &Config, workload: &ExternalWorkload, port: u16) -> bool {
-    let servers = reader.servers(workload.meta.namespace());
-    let marked = servers
-        .into_iter()
-        .any(|server| server.protocol == ProxyProtocol::Opaque && server_selects_external(server, workload, port));
-    marked || opaque_ports(&workload.meta, &workload.ports, config).contains(port)
-}
-
-fn opaque_ports(meta: &Meta, declared: &[ContainerPort], config: &Config) -> PortSet {
-    ports(meta, annotation::OPAQUE_PORTS, declared).unwrap_or_else(|| config.default_opaque_ports.clone())
-}
-
-pub(super) fn server_selects_pod(server: &Server, pod: &Pod, port: u16) -> bool {
-    let Workloads::Pods(selector) = &server.workloads else {
-        return false;
-    };
-    pod.resolve(&server.port).contains(&port) && selector.matches(&pod.meta.labels)
-}
-
-pub(super) fn server_selects_external(server: &Server, workload: &ExternalWorkload, port: u16) -> bool {
-    let Workloads::External(selector) = &server.workloads else {
-        return false;
-    };
-    workload.resolve(&server.port).contains(&port) && selector.matches(&workload.meta.labels)
-}
-
-/// Ports that an annotation lists by name, number or range; an empty annotation lists none, an absent one is `None`.
-fn ports(meta: &Meta, key: &str, declared: &[ContainerPort]) -> Option<PortSet> {
-    let text = meta.annotation(key)?;
-    Some(named_ports(text, |name| {
-        declared
-            .iter()
-            .filter(|port| port.name.as_deref() == Some(name))
-            .map(|port| port.port)
-            .collect()
-    }))
-}
-
-/// Reads a list of ports whose names `resolve` knows; what is neither name nor number is left out.
-pub(super) fn named_ports(text: &str, resolve: impl Fn(&str) -> Vec<u16>) -> PortSet {
-    let mut ports = PortSet::default();
-    for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
-        let named = resolve(entry);
-        if named.is_empty() {
-            for range in entry.parse::<PortSet>().iter().flat_map(PortSet::ranges) {
-                ports.insert_range(range);
-            }
-        } else {
-            named.into_iter().for_each(|port| ports.insert(port));
-        }
-    }
-    ports
 }
 
 fn pod_labels(reader: &Reader<'_>, pod: &Pod) -> Vec<(Cow<'static, str>, Arc<str>)> {

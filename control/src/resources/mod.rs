@@ -11,6 +11,8 @@ pub mod go_duration;
 pub mod labels;
 pub mod meta;
 pub mod policy;
+pub mod port_list;
+mod probe;
 pub mod route;
 pub mod route_admission;
 pub mod service;

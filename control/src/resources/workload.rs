@@ -4,12 +4,16 @@ use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use k8s_openapi::api::core::v1::{Container as KubernetesContainer, Node as KubernetesNode, Pod as KubernetesPod};
+use k8s_openapi::api::core::v1::{
+    Container as KubernetesContainer, Node as KubernetesNode, Pod as KubernetesPod, PodSpec,
+};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Deserialize;
 use tulle_core::names::label;
 
 use crate::resources::meta::Meta;
+use crate::resources::port_list::{PortList, ResolvedPorts};
+use crate::resources::probe;
 use crate::resources::service::{PortRef, Protocol, Readiness, is_tcp, parse_ip, port_number};
 use crate::resources::text::{maybe_shared, shared};
 
@@ -108,14 +112,17 @@ impl Pod {
         let mut ports = Vec::new();
         let mut probes = BTreeSet::new();
         let mut proxy = ProxyContainer::Absent;
-        let init_containers = spec.init_containers.unwrap_or_default();
-        for container in init_containers.iter().chain(&spec.containers) {
+        for container in running_containers(&spec) {
             let declared = container_ports(container)?;
             probes.extend(container_probes(container, &declared));
             ports.extend(declared);
-            if container.name == "linkerd-proxy" {
-                proxy = ProxyContainer::from_kubernetes(container);
-            }
+        }
+        let init_containers = spec.init_containers.iter().flatten();
+        if let Some(container) = init_containers
+            .chain(&spec.containers)
+            .find(|one| one.name == "linkerd-proxy")
+        {
+            proxy = ProxyContainer::from_kubernetes(container);
         }
         Ok(Self {
             meta,
@@ -153,9 +160,51 @@ impl Pod {
         resolve(&self.ports, port)
     }
 
+    /// The port that a Service's target port leads to: of several containers with one name for a port the first counts.
+    pub fn target_port(&self, port: &PortRef) -> Option<u16> {
+        target_port(&self.ports, port)
+    }
+
     /// Whether it runs and has an address of its own to answer for.
     pub fn is_serving(&self) -> bool {
         self.phase == Some(Phase::Running) && !self.meta.terminating
+    }
+}
+
+/// Containers that run as long as the pod does: its containers, then its native sidecars. Names of ports are looked up in
+/// this order.
+///
+/// Source: `FindPort` in `k8s.io/kubernetes/pkg/api/v1/pod`.
+pub fn running_containers(spec: &PodSpec) -> impl Iterator<Item = &KubernetesContainer> {
+    let is_sidecar = |container: &&KubernetesContainer| container.restart_policy.as_deref() == Some("Always");
+    let sidecars = spec.init_containers.iter().flatten().filter(is_sidecar);
+    spec.containers.iter().chain(sidecars)
+}
+
+/// The list of ports of an annotation for a pod that is yet to be created.
+pub fn resolve_ports(list: &PortList, spec: &PodSpec) -> ResolvedPorts {
+    list.resolve(|name| {
+        let ports = running_containers(spec).flat_map(|container| container.ports.iter().flatten());
+        let named = ports.filter(|port| is_tcp(port.protocol.as_deref()) && port.name.as_deref() == Some(name));
+        named.filter_map(|port| port_number(port.container_port).ok()).collect()
+    })
+}
+
+/// The list of ports of an annotation for a workload that declares these.
+pub fn resolve_declared(list: &PortList, declared: &[ContainerPort]) -> ResolvedPorts {
+    list.resolve(|name| {
+        let named = declared.iter().filter(|port| port.name.as_deref() == Some(name));
+        named.map(|port| port.port).collect()
+    })
+}
+
+fn target_port(ports: &[ContainerPort], port: &PortRef) -> Option<u16> {
+    match port {
+        PortRef::Number(number) => Some(*number),
+        PortRef::Name(name) => ports
+            .iter()
+            .find(|port| port.name.as_deref() == Some(name))
+            .map(|port| port.port),
     }
 }
 
@@ -193,7 +242,7 @@ fn container_ports(container: &KubernetesContainer) -> Result<Vec<ContainerPort>
     Ok(ports)
 }
 
-/// HTTP probes of one container as port and path without its query.
+/// HTTP probes of one container as port and path, as the kubelet sends it, without its query.
 fn container_probes(container: &KubernetesContainer, ports: &[ContainerPort]) -> Vec<(u16, Arc<str>)> {
     let probes = [
         &container.liveness_probe,
@@ -202,14 +251,12 @@ fn container_probes(container: &KubernetesContainer, ports: &[ContainerPort]) ->
     ];
     let mut found = Vec::new();
     for get in probes.into_iter().flatten().filter_map(|probe| probe.http_get.as_ref()) {
-        let path = get
-            .path
-            .as_deref()
-            .and_then(|path| path.split('?').next())
-            .filter(|path| !path.is_empty());
-        let path = shared(path.unwrap_or("/"));
-        if let Ok(port) = PortRef::from_kubernetes(get.port.clone()) {
-            found.extend(resolve(ports, &port).into_iter().map(|port| (port, path.clone())));
+        let path = probe::path(get.path.as_deref().unwrap_or_default());
+        // A probe of a port that the container does not have never reaches anything.
+        if let (Some(path), Ok(port)) = (path, PortRef::from_kubernetes(get.port.clone()))
+            && let Some(port) = target_port(ports, &port)
+        {
+            found.push((port, shared(&path)));
         }
     }
     found
@@ -367,6 +414,11 @@ impl ExternalWorkload {
 
     pub fn resolve(&self, port: &PortRef) -> BTreeSet<u16> {
         resolve(&self.ports, port)
+    }
+
+    /// The port that a Service's target port leads to; an external workload serves only ports that it declares.
+    pub fn target_port(&self, port: &PortRef) -> Option<u16> {
+        target_port(&self.ports, port).filter(|port| self.ports.iter().any(|declared| declared.port == *port))
     }
 }
 

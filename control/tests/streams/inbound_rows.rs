@@ -204,14 +204,17 @@ async fn annotations_of_workloads_replace_the_cluster_s_defaults() {
     )
     .await;
     row("all-unauthenticated", &format!("{policy}: deny"), 9000, detect, &[]).await;
-    row(
-        "all-unauthenticated",
-        &format!("{policy}: all"),
-        9000,
-        detect,
-        &[anybody],
-    )
-    .await;
+    // What cannot be read was to restrict somebody.
+    for unreadable in ["all", "Deny", "'deny,'"] {
+        row(
+            "all-unauthenticated",
+            &format!("{policy}: {unreadable}"),
+            9000,
+            detect,
+            &[],
+        )
+        .await;
+    }
     // Ports that require an identity turn allowances into authenticated ones, and nothing else.
     let needs = "config.linkerd.io/proxy-require-identity-inbound-ports: '9000,9100-9200'";
     row(
@@ -233,6 +236,27 @@ async fn annotations_of_workloads_replace_the_cluster_s_defaults() {
     row("all-unauthenticated", needs, 9001, detect, &[anybody]).await;
     row("deny", needs, 9000, detect, &[]).await;
     row("audit", needs, 9000, detect, &["default/audit: anybody from all"]).await;
+    let needs = |list: &str| format!("config.linkerd.io/proxy-require-identity-inbound-ports: '{list}'");
+    let authenticated = "default/all-authenticated: *. from all";
+    for list in ["9000,", ",9000", "80,, 9000 ,", "http,9000", "8000 - 9100"] {
+        row("all-unauthenticated", &needs(list), 9000, detect, &[authenticated]).await;
+        row("all-unauthenticated", &needs(list), 7999, detect, &[anybody]).await;
+    }
+    row("all-unauthenticated", &needs("http"), 8080, detect, &[authenticated]).await;
+    // An entry that cannot be read may have meant any port; those that can be read keep their meaning.
+    for list in ["9000;9001", "htpp", "900O,80", "70000", "9000-", "80,9001-9000"] {
+        row("all-unauthenticated", &needs(list), 9000, detect, &[]).await;
+    }
+    row(
+        "all-unauthenticated",
+        &needs("9000,90O1"),
+        9000,
+        detect,
+        &[authenticated],
+    )
+    .await;
+    row("audit", &needs("90O1"), 9000, detect, &[]).await;
+    row("all-unauthenticated", &needs(" , "), 9000, detect, &[anybody]).await;
     // Opaque ports of the annotation stand for those of the cluster.
     row("all-unauthenticated", "", 3301, "opaque", &[anybody]).await;
     let opaque = |ports: &str| format!("config.linkerd.io/opaque-ports: '{ports}'");
@@ -245,7 +269,30 @@ async fn annotations_of_workloads_replace_the_cluster_s_defaults() {
     )
     .await;
     row("all-unauthenticated", &opaque("9000"), 25, detect, &[anybody]).await;
-    row("all-unauthenticated", &opaque("http"), 8080, detect, &[anybody]).await;
+    for list in ["http", "http,9000", "http,", "9000, http", "900O,8080"] {
+        row("all-unauthenticated", &opaque(list), 8080, "opaque", &[anybody]).await;
+    }
+    row("all-unauthenticated", &opaque("http,"), 9000, detect, &[anybody]).await;
+}
+
+#[tokio::test]
+async fn names_of_ports_are_those_of_containers_that_run() {
+    let pod = "
+apiVersion: v1
+kind: Pod
+metadata: {name: web-0, namespace: shop, annotations: {config.linkerd.io/opaque-ports: 'setup,agent,data'}}
+spec:
+  initContainers:
+  - {name: setup, ports: [{name: setup, containerPort: 1000}]}
+  - {name: agent, restartPolicy: Always, ports: [{name: agent, containerPort: 2000}]}
+  containers:
+  - {name: web, ports: [{name: data, containerPort: 3000}]}
+status: {podIP: 10.1.0.1}
+";
+    for (port, expected) in [(1000, "detect 10s default*1[]"), (2000, "opaque"), (3000, "opaque")] {
+        let told = told(pod, Config::default(), WEB, port).await;
+        assert_eq!(protocol(&told), expected, "{port}");
+    }
 }
 
 #[tokio::test]

@@ -683,3 +683,41 @@ async fn addresses_are_found_by_what_claims_them() {
         assert!(status.message().contains("several"), "{status}");
     }
 }
+
+#[tokio::test]
+async fn clients_and_the_policy_of_a_port_are_told_alike_what_is_opaque() {
+    use tulle_proto::inbound::proxy_protocol::Kind;
+
+    let server = |name: &str, age: u8, protocol: &str| {
+        format!(
+            "---\napiVersion: policy.linkerd.io/v1beta3\nkind: Server\n\
+             metadata: {{name: {name}, namespace: shop, creationTimestamp: \"2024-01-0{age}T00:00:00Z\"}}\n\
+             spec: {{podSelector: {{}}, port: 5000{protocol}}}\n"
+        )
+    };
+    let (opaque, http) = (", proxyProtocol: opaque", ", proxyProtocol: HTTP/1");
+    let row = async |list: Option<&str>, servers: &[String], expected: bool| {
+        let annotations = list.map_or_else(String::new, |list| {
+            format!(", annotations: {{config.linkerd.io/opaque-ports: \"{list}\"}}")
+        });
+        let pod = pod("p", "10.1.0.1", &format!("{MESHED}{annotations}"), CONTAINER);
+        let mesh = mesh(&format!("{pod}{}", servers.concat())).await;
+        let words = profile(&mesh, "10.1.0.1:5000").await;
+        let told = mesh.port(r#"{"ns":"shop","pod":"p"}"#, 5000).await.unwrap();
+        let is_opaque = matches!(told.protocol.unwrap().kind, Some(Kind::Opaque(_)));
+        assert_eq!(is_opaque, expected, "the policy of {list:?} {servers:?}");
+        let hinted = words.iter().any(|word| word == "opaque");
+        assert_eq!(hinted, expected, "the endpoint of {list:?} {servers:?}");
+    };
+    for list in ["data,9000", "data,", ",5000", " data , 80", "4000 - 6000", "90O0,data"] {
+        row(Some(list), &[], true).await;
+    }
+    for list in ["", ",", "9000,", "dat", "50O0"] {
+        row(Some(list), &[], false).await;
+    }
+    // Of two Servers the oldest decides, and annotations are for ports without one.
+    row(None, &[server("a", 1, opaque), server("b", 2, http)], true).await;
+    row(None, &[server("a", 2, opaque), server("b", 1, http)], false).await;
+    row(None, &[server("a", 1, opaque), server("b", 1, http)], true).await;
+    row(Some("data"), &[server("a", 1, http)], false).await;
+}

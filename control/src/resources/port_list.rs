@@ -1,0 +1,172 @@
+//! Lists of ports in annotations: numbers, ranges, and names of the ports that a workload or a Service declares.
+//!
+//! Every reader of such an annotation parses it here, so that the injector, discovery and the policies give one answer.
+
+use std::fmt;
+use std::ops::RangeInclusive;
+
+use tulle_core::ports::PortSet;
+
+/// The entries of a comma list. Blanks around entries and empty entries say nothing.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PortList {
+    entries: Vec<Entry>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Entry {
+    Range(RangeInclusive<u16>),
+    Name(String),
+    Malformed(String),
+}
+
+/// The ports of a list for one workload or Service.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ResolvedPorts {
+    /// In the order of the list.
+    ranges: Vec<RangeInclusive<u16>>,
+    /// Entries that are neither a port, nor a range, nor the name of a declared port.
+    pub unknown: Vec<String>,
+}
+
+impl PortList {
+    /// Reads a list; entries that cannot be read are kept for [`PortList::malformed`] and [`ResolvedPorts::unknown`].
+    pub fn parse(text: &str) -> Self {
+        let entries = text.split(',').map(str::trim).filter(|entry| !entry.is_empty());
+        Self {
+            entries: entries.map(Entry::parse).collect(),
+        }
+    }
+
+    /// Entries that cannot be right for any workload, for readers that do not know the declared ports.
+    pub fn malformed(&self) -> impl Iterator<Item = &str> {
+        self.entries.iter().filter_map(|entry| match entry {
+            Entry::Malformed(text) => Some(text.as_str()),
+            Entry::Range(_) | Entry::Name(_) => None,
+        })
+    }
+
+    /// Replaces names by the ports that `declared` returns for them.
+    pub fn resolve(&self, declared: impl Fn(&str) -> Vec<u16>) -> ResolvedPorts {
+        let mut resolved = ResolvedPorts::default();
+        for entry in &self.entries {
+            match entry {
+                Entry::Range(range) => resolved.ranges.push(range.clone()),
+                Entry::Malformed(text) => resolved.unknown.push(text.clone()),
+                Entry::Name(name) => {
+                    let ports = declared(name);
+                    if ports.is_empty() {
+                        resolved.unknown.push(name.clone());
+                    }
+                    resolved.ranges.extend(ports.into_iter().map(|port| port..=port));
+                }
+            }
+        }
+        resolved
+    }
+}
+
+impl Entry {
+    fn parse(text: &str) -> Self {
+        if let Ok(ports) = text.parse::<PortSet>()
+            && let Some(range) = ports.ranges().next()
+        {
+            return Self::Range(range);
+        }
+        if is_port_name(text) {
+            Self::Name(text.to_owned())
+        } else {
+            Self::Malformed(text.to_owned())
+        }
+    }
+}
+
+impl ResolvedPorts {
+    pub fn to_set(&self) -> PortSet {
+        let mut ports = PortSet::default();
+        for range in &self.ranges {
+            ports.insert_range(range.clone());
+        }
+        ports
+    }
+}
+
+/// A comma list of numbers and ranges, without the unknown entries.
+impl fmt::Display for ResolvedPorts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (n, range) in self.ranges.iter().enumerate() {
+            let comma = if n == 0 { "" } else { "," };
+            if range.start() == range.end() {
+                write!(f, "{comma}{}", range.start())?;
+            } else {
+                write!(f, "{comma}{}-{}", range.start(), range.end())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether the API server would take it as the name of a port: a DNS label for Services, of which names of containers'
+/// ports are a part. A name without a letter would be taken for a number.
+fn is_port_name(text: &str) -> bool {
+    let bytes = text.as_bytes();
+    let is_inner = |byte: &u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || *byte == b'-';
+    bytes.len() <= 63
+        && bytes.iter().all(is_inner)
+        && bytes.iter().any(u8::is_ascii_lowercase)
+        && bytes.first() != Some(&b'-')
+        && bytes.last() != Some(&b'-')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn declared(name: &str) -> Vec<u16> {
+        match name {
+            "http" => vec![8080],
+            "twice" => vec![1, 2],
+            _ => Vec::new(),
+        }
+    }
+
+    #[test]
+    fn entries_are_ports_ranges_and_declared_names() {
+        let check = |text: &str, expected: &str, unknown: &[&str]| {
+            let resolved = PortList::parse(text).resolve(declared);
+            assert_eq!(resolved.to_string(), expected, "{text:?}");
+            assert_eq!(resolved.unknown, unknown, "{text:?}");
+        };
+        check("", "", &[]);
+        check(" , ,", "", &[]);
+        check("9000,", "9000", &[]);
+        check(",9000", "9000", &[]);
+        check("80,,90", "80,90", &[]);
+        check(" 90 - 100 ,http, 80 ", "90-100,8080,80", &[]);
+        check("twice", "1,2", &[]);
+        check("http,9000", "8080,9000", &[]);
+        check("grpc,9000", "9000", &["grpc"]);
+        check(
+            "0,65536,9-8,Http,a_b,-1,80;90,1-2-3,a b",
+            "",
+            &["0", "65536", "9-8", "Http", "a_b", "-1", "80;90", "1-2-3", "a b"],
+        );
+        check("65535,1-65535", "65535,1-65535", &[]);
+    }
+
+    #[test]
+    fn what_no_workload_could_declare_is_malformed() {
+        let malformed = |text: &str| {
+            let list = PortList::parse(text);
+            list.malformed().map(str::to_owned).collect::<Vec<_>>()
+        };
+        assert!(malformed("http,80,90-100,,").is_empty());
+        assert_eq!(malformed("http,80/tcp,99999"), ["80/tcp", "99999"]);
+    }
+
+    #[test]
+    fn a_set_has_all_ports_of_the_list() {
+        let ports = PortList::parse("90-100,http,80").resolve(declared).to_set();
+        assert_eq!(ports.to_string(), "80,90-100,8080");
+    }
+}
