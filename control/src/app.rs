@@ -75,6 +75,9 @@ struct Builder {
     audit_report: Option<injector::audit::Report>,
     registry: Registry,
     readiness: Readiness,
+    /// Why kinds are not known as the API server has them. It does not hold back readiness: whatever the API server
+    /// does, the last good state is served.
+    kinds: Readiness,
     grpc: GrpcMetrics,
     http: HttpMetrics,
     addrs: Addrs,
@@ -128,6 +131,7 @@ impl App {
             grpc: GrpcMetrics::new(&registry),
             http: HttpMetrics::new(&registry),
             readiness: Readiness::new(),
+            kinds: Readiness::new(),
             addrs: Addrs::default(),
             tasks: JoinSet::new(),
             config,
@@ -362,8 +366,8 @@ impl Builder {
                     EndpointsFrom::Endpoints => Drives::Endpoints,
                 },
             },
-            namespace: self.config.cluster.controller_namespace.clone(),
             addr: self.config.cluster.addr.clone(),
+            kinds: self.kinds.clone(),
         };
         let (client, registry, drain) = (self.client()?, self.registry.clone(), self.drain.clone());
         let writer = self.write_back(&client, cluster.writer());
@@ -523,14 +527,19 @@ impl Builder {
     /// An admin server with the paths and answers that Linkerd's probes expect.
     async fn admin(&mut self, addr: ListenAddr, report: Option<&dir::Report>) -> Result<SocketAddr> {
         let (listener, bound) = bind(addr).await?;
-        let readiness = self.readiness.clone();
+        let (readiness, kinds) = (self.readiness.clone(), self.kinds.clone());
         let mut admin = Admin::new(self.registry.clone(), self.readiness.clone())
             .route("/ping", |_| std::future::ready(text(StatusCode::OK, "pong\n")))
             .route("/ready", move |_| {
-                std::future::ready(match readiness.is_ready() {
-                    true => text(StatusCode::OK, "ok\n"),
-                    false => text(StatusCode::INTERNAL_SERVER_ERROR, "not ready\n"),
-                })
+                let (missing, stale) = (readiness.reasons(), kinds.reasons());
+                let (status, first) = match missing.is_empty() {
+                    true => (StatusCode::OK, "ok"),
+                    false => (StatusCode::INTERNAL_SERVER_ERROR, "not ready"),
+                };
+                let lines = [first]
+                    .into_iter()
+                    .chain(missing.iter().chain(&stale).map(String::as_str));
+                std::future::ready(text(status, lines.map(|line| format!("{line}\n")).collect::<String>()))
             });
         if let Some(report) = report.cloned() {
             admin = admin.route("/manifest-errors", move |_| {

@@ -142,7 +142,6 @@ fn facts(object: &Object) -> Vec<Fact> {
         Object::Endpoints(_)
         | Object::Node(_)
         | Object::Namespace(_)
-        | Object::Secret(_)
         | Object::ReplicaSet(_)
         | Object::Job(_)
         | Object::MeshTlsAuthentication(_)

@@ -113,7 +113,6 @@ kinds! {
     Pod(Pod): "", ["v1"], "Pod", "pod", Namespaced;
     Node(Node): "", ["v1"], "Node", "node", Cluster;
     Namespace(Bare): "", ["v1"], "Namespace", "namespace", Cluster;
-    Secret(Bare): "", ["v1"], "Secret", "secret", Namespaced;
     ReplicaSet(Bare): "apps", ["v1"], "ReplicaSet", "replicaset", Namespaced;
     Job(Bare): "batch", ["v1"], "Job", "job", Namespaced;
     ExternalWorkload(ExternalWorkload):
@@ -205,7 +204,6 @@ fn decode_kind<'de, D: Deserializer<'de>>(kind: Kind, from: D) -> Result<Object,
         Kind::Pod => build(from, Pod::from_kubernetes, Object::Pod),
         Kind::Node => build(from, Node::from_kubernetes, Object::Node),
         Kind::Namespace => build(from, Bare::from_raw, Object::Namespace),
-        Kind::Secret => build(from, Bare::from_raw, Object::Secret),
         Kind::ReplicaSet => build(from, Bare::from_raw, Object::ReplicaSet),
         Kind::Job => build(from, Bare::from_raw, Object::Job),
         Kind::ExternalWorkload => build(from, ExternalWorkload::from_raw, Object::ExternalWorkload),

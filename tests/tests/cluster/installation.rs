@@ -220,7 +220,7 @@ async fn shows_what_the_tutorial_shows(cluster: &Cluster) {
         let watch = watches.iter().find(|record| record.uri.starts_with(&start));
         let watch = watch.unwrap_or_else(|| panic!("no watch of {path} under {account}"));
         assert_eq!(watch.annotations["authorization.k8s.io/decision"], "allow", "{path}");
-        if !path.contains("secrets") && !path.contains("policy.linkerd.io") {
+        if !path.contains("policy.linkerd.io") {
             let reason = &watch.annotations["authorization.k8s.io/reason"];
             let expected = "RBAC: allowed by ClusterRoleBinding \"linkerd-linkerd-destination\" of ClusterRole \
                             \"linkerd-linkerd-destination\" to ServiceAccount \"linkerd-destination/linkerd\"";
@@ -250,7 +250,6 @@ const WATCHES: &[&str] = &[
     "/api/v1/pods",
     "/apis/apps/v1/replicasets",
     "/api/v1/nodes",
-    "/api/v1/namespaces/linkerd/secrets",
 ];
 
 /// What the accounts of the control plane ask for is what they may, and the other way around.

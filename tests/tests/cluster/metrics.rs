@@ -202,12 +202,11 @@ const MOVED: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// What has a value that stays here: settings, nodes and Secrets, which do not come and go, what is busy for moments
+/// What has a value that stays here: settings, nodes, which do not come and go, what is busy for moments
 /// only, and counts of failures.
 const SHOWN: &[(&str, &[&str])] = &[(
     "destination",
     &[
-        "secret_cache_size",
         "node_cache_size",
         "http_client_errors_total",
         "http_client_qps",

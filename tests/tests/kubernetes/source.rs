@@ -12,6 +12,7 @@ use tulle_control::source::kubernetes::{self, SourceError};
 use tulle_control::{destination, kubernetes as client};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
+use tulle_core::ready::Readiness;
 use tulle_proto::destination::destination_client::DestinationClient;
 use tulle_proto::destination::{DestinationProfile, GetDestination, Update, update};
 use tulle_tests::cluster::ApiServer;
@@ -53,8 +54,8 @@ async fn mesh(objects: &[Value]) -> Mesh {
             policy: false,
             drives: Drives::Slices,
         },
-        namespace: "linkerd".to_owned(),
         addr: ":8086".to_owned(),
+        kinds: Readiness::new(),
     };
     let client = client::client(&access, &registry).await.unwrap();
     let source = kubernetes::run(client, config, cluster.writer(), registry.clone(), drain.clone());
@@ -321,20 +322,8 @@ async fn kinds_that_are_installed_later_are_picked_up_and_given_up_with_their_de
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_metadata_of_secrets_in_our_own_namespace_is_asked_for() {
-    let secret = |namespace: &str| {
-        json!({
-            "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s", "namespace": namespace},
-            "stringData": {"key": "value"},
-        })
-    };
-    let mesh = mesh(&[secret("shop")]).await;
-    mesh.api.create_namespace("linkerd").await.unwrap();
-    apply(&mesh.api, &secret("linkerd")).await;
-    eventually("one secret", async || {
-        mesh.metric(r#"secret_cache_size{cluster="local"} 1"#).then_some(())
-    })
-    .await;
+async fn requests_are_counted_and_no_secret_is_asked_for() {
+    let mesh = mesh(&[]).await;
     let page = mesh.registry.render();
     let counted = |line: &str| {
         page.lines()
@@ -348,4 +337,6 @@ async fn only_metadata_of_secrets_in_our_own_namespace_is_asked_for() {
     ] {
         assert!(counted(line), "{line} is not in\n{page}");
     }
+    assert!(!page.contains("secret_cache_size"), "{page}");
+    assert!(page.contains(r#"tulle_kind_is_stale{kind="servers"} 0"#), "{page}");
 }

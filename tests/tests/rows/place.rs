@@ -10,6 +10,7 @@ use tulle_control::source::kubernetes;
 use tulle_control::source::kubernetes::kinds::{Drives, Needs};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
+use tulle_core::ready::Readiness;
 use tulle_tests::charts::install_custom_resources;
 use tulle_tests::cluster::ApiServer;
 
@@ -71,8 +72,8 @@ impl Place {
                     EndpointsFrom::Endpoints => Drives::Endpoints,
                 },
             },
-            namespace: "linkerd".to_owned(),
             addr: ":8086".to_owned(),
+            kinds: Readiness::new(),
         };
         let source = kubernetes::run(client, config, writer, registry.clone(), drain);
         async { source.await.unwrap() }

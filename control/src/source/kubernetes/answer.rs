@@ -30,6 +30,52 @@ pub(super) struct PageMeta {
     pub(super) r#continue: String,
 }
 
+/// The groups that discovery has.
+#[derive(Deserialize)]
+pub(super) struct Groups {
+    groups: Vec<Group>,
+}
+
+#[derive(Deserialize)]
+struct Group {
+    name: String,
+    versions: Vec<GroupVersion>,
+}
+
+#[derive(Deserialize)]
+struct GroupVersion {
+    version: String,
+}
+
+/// The kinds that discovery has in one version of a group.
+#[derive(Deserialize)]
+pub(super) struct Resources {
+    resources: Vec<Resource>,
+}
+
+#[derive(Deserialize)]
+struct Resource {
+    /// In the plural.
+    name: String,
+}
+
+impl Groups {
+    /// The versions of a group, none if there is no such group.
+    pub(super) fn versions_of(self, name: &str) -> Vec<String> {
+        let of_name = self.groups.into_iter().filter(|group| group.name == name);
+        of_name
+            .flat_map(|group| group.versions)
+            .map(|version| version.version)
+            .collect()
+    }
+}
+
+impl Resources {
+    pub(super) fn has(&self, plural: &str) -> bool {
+        self.resources.iter().any(|resource| resource.name == plural)
+    }
+}
+
 /// A line of a watch.
 #[derive(Deserialize)]
 pub(super) struct Change<'a> {

@@ -1,7 +1,5 @@
 //! Which kinds the services of a process need, and how much of each.
 
-use std::sync::Arc;
-
 use tulle_core::names::label;
 
 use crate::resources::{KINDS, Kind};
@@ -26,8 +24,6 @@ pub enum Drives {
 pub(super) struct Watched {
     pub(super) kind: Kind,
     pub(super) part: Part,
-    /// Only objects in this namespace.
-    pub(super) namespace: Option<Arc<str>>,
     /// Only objects with this label.
     pub(super) label: Option<&'static str>,
 }
@@ -41,7 +37,7 @@ pub(super) enum Part {
 }
 
 /// What these needs amount to; a kind that two services need is watched once.
-pub(super) fn of(needs: &Needs, namespace: &str) -> Vec<Watched> {
+pub(super) fn of(needs: &Needs) -> Vec<Watched> {
     let mut watched = Vec::new();
     for kind in KINDS.iter().map(|info| info.kind) {
         let destination = match needs.destination {
@@ -59,7 +55,6 @@ pub(super) fn of(needs: &Needs, namespace: &str) -> Vec<Watched> {
         watched.push(Watched {
             kind,
             part,
-            namespace: (kind == Kind::Secret).then(|| namespace.into()),
             // Policies hold for workloads of the mesh only; destination answers for all.
             label: (kind == Kind::Pod && destination == Part::Nothing).then_some(label::CONTROL_PLANE_NS),
         });
@@ -81,7 +76,7 @@ fn for_destination(kind: Kind, drives: Drives) -> Part {
             | Kind::ExternalWorkload,
             _,
         ) => Part::Whole,
-        (Kind::Node | Kind::ReplicaSet | Kind::Job | Kind::Secret, _) => Part::Metadata,
+        (Kind::Node | Kind::ReplicaSet | Kind::Job, _) => Part::Metadata,
         _ => Part::Nothing,
     }
 }
@@ -94,7 +89,6 @@ fn for_policy(kind: Kind) -> Part {
         | Kind::Namespace
         | Kind::ReplicaSet
         | Kind::Job
-        | Kind::Secret
         | Kind::ServiceProfile => Part::Nothing,
         _ => Part::Whole,
     }
@@ -116,11 +110,10 @@ mod tests {
             } else {
                 ""
             };
-            let namespace = watched.namespace.map(|name| format!(" in {name}")).unwrap_or_default();
             let label = watched.label.map(|label| format!(" with {label}")).unwrap_or_default();
-            format!("{}{part}{namespace}{label}", watched.kind.info().plural())
+            format!("{}{part}{label}", watched.kind.info().plural())
         };
-        of(&needs, "linkerd").into_iter().map(line).collect()
+        of(&needs).into_iter().map(line).collect()
     }
 
     #[test]
@@ -131,7 +124,6 @@ mod tests {
             "endpointslices",
             "pods",
             "nodes metadata",
-            "secrets metadata in linkerd",
             "replicasets metadata",
             "jobs metadata",
             "externalworkloads",
@@ -145,6 +137,14 @@ mod tests {
     }
 
     #[test]
+    fn no_secret_is_watched() {
+        for (destination, policy) in [(true, false), (false, true), (true, true)] {
+            let all = watched(destination, policy, Drives::Slices);
+            assert!(!all.iter().any(|line| line.starts_with("secrets")), "{all:?}");
+        }
+    }
+
+    #[test]
     fn policy_alone_watches_meshed_pods_and_no_endpoints() {
         let alone = watched(false, true, Drives::Slices);
         assert!(
@@ -152,7 +152,7 @@ mod tests {
             "{alone:?}"
         );
         assert!(alone.contains(&"httplocalratelimitpolicies".to_owned()), "{alone:?}");
-        for none in ["endpoints", "endpointslices", "nodes", "secrets", "serviceprofiles"] {
+        for none in ["endpoints", "endpointslices", "nodes", "serviceprofiles"] {
             assert!(!alone.iter().any(|line| line.starts_with(none)), "{none} in {alone:?}");
         }
         assert!(watched(true, true, Drives::Slices).contains(&"pods".to_owned()));

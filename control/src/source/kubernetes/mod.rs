@@ -1,10 +1,12 @@
 //! The Kubernetes source: each kind is listed, then watched from there, for as long as the process lives.
 //!
 //! A kind has one task, which holds the names and versions of what it has reported and nothing else; objects are pruned
-//! as they are decoded. Kinds whose definition is not installed count as empty until it is. Defaults, admission and
-//! status are the API server's, so objects are passed on as they come.
+//! as they are decoded. Kinds whose definition is not installed count as empty until it is; an API server that fails, or
+//! does not know a kind for a moment, changes nothing: the last state stays. Defaults, admission and status are the API
+//! server's, so objects are passed on as they come.
 
 mod answer;
+mod freshness;
 pub mod kinds;
 mod metrics;
 mod reflector;
@@ -15,13 +17,15 @@ use std::time::Duration;
 use kube::Client;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::timeout;
-use tracing::debug;
+use tokio::time::{MissedTickBehavior, interval};
+use tracing::{debug, warn};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
+use tulle_core::ready::Readiness;
 
 use crate::resources::Kind;
 use crate::resources::event::{Event, Writer};
+use crate::source::kubernetes::freshness::Freshness;
 use crate::source::kubernetes::kinds::{Drives, Needs, Watched};
 use crate::source::kubernetes::metrics::Lag;
 use crate::source::kubernetes::reflector::Reflector;
@@ -30,19 +34,15 @@ use crate::source::kubernetes::reflector::Reflector;
 #[derive(Clone, Debug)]
 pub struct Config {
     pub needs: Needs,
-    /// Namespace of the control plane, the only one whose Secrets are watched.
-    pub namespace: String,
     /// The address of destination, as log lines show it.
     pub addr: String,
+    /// Collects why kinds are not known as the API server has them.
+    pub kinds: Readiness,
 }
 
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SourceError {
-    #[error(
-        "the API server has not listed {kinds} within {limit:?}; see the warnings above, and the roles of our service account"
-    )]
-    NotSynced { kinds: String, limit: Duration },
     #[error("watching {kind} ended by itself")]
     Ended { kind: &'static str },
 }
@@ -50,7 +50,8 @@ pub enum SourceError {
 /// Reports the objects of the API server until the drain begins.
 ///
 /// # Errors
-/// When not everything could be listed within 60 seconds of the start. Later troubles are logged and tried again.
+/// When a part of it ends, which none does by itself. What the API server does not answer is logged and tried again,
+/// however long it takes.
 pub async fn run(
     client: Client,
     config: Config,
@@ -58,7 +59,7 @@ pub async fn run(
     registry: Registry,
     drain: drain::Watch,
 ) -> Result<(), SourceError> {
-    let watched = kinds::of(&config.needs, &config.namespace);
+    let watched = kinds::of(&config.needs);
     if config.needs.destination {
         let what = match config.needs.drives {
             Drives::Slices => "EndpointSlice",
@@ -76,29 +77,29 @@ pub async fn run(
         let Watched { kind, .. } = watched;
         waiting.push(kind);
         let lag = Lag::new(&registry, kind);
-        let reflector = Reflector::new(client.clone(), watched, writer.clone(), lag, listed.clone());
+        let freshness = Freshness::new(&registry, &config.kinds, kind);
+        let reflector = Reflector::new(client.clone(), watched, writer.clone(), lag, freshness, listed.clone());
         tasks.spawn(async move {
             reflector.run().await;
             kind
         });
     }
     drop(listed);
-    let all_listed = timeout(SYNC_LIMIT, async {
-        while let Some(kind) = first_lists.recv().await {
-            waiting.retain(|other| *other != kind);
-            if waiting.is_empty() {
-                return;
+    let mut reminders = interval(REMINDER);
+    reminders.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    reminders.reset();
+    while !waiting.is_empty() {
+        // All branches only wait.
+        tokio::select! {
+            Some(kind) = first_lists.recv() => waiting.retain(|other| *other != kind),
+            Some(ended) = tasks.join_next() => return Err(ended_early(ended)),
+            () = drain.signaled() => return Ok(()),
+            _ = reminders.tick() => {
+                let kinds: Vec<_> = waiting.iter().map(|kind| kind.info().plural()).collect();
+                let kinds = kinds.join(", ");
+                warn!(kinds, "not ready: the API server has not listed everything; see the roles of our service account");
             }
         }
-        // A task that is gone ends the source below.
-        std::future::pending().await
-    });
-    tokio::select! {
-        in_time = all_listed => if in_time.is_err() {
-            return Err(not_synced(&waiting));
-        },
-        Some(ended) = tasks.join_next() => return Err(ended_early(ended)),
-        () = drain.signaled() => return Ok(()),
     }
     writer.apply(vec![Event::Synced]);
     tokio::select! {
@@ -108,22 +109,14 @@ pub async fn run(
     }
 }
 
-fn not_synced(waiting: &[Kind]) -> SourceError {
-    let kinds: Vec<_> = waiting.iter().map(|kind| kind.info().plural()).collect();
-    SourceError::NotSynced {
-        kinds: kinds.join(", "),
-        limit: SYNC_LIMIT,
-    }
-}
-
 fn ended_early(ended: Result<Kind, tokio::task::JoinError>) -> SourceError {
     SourceError::Ended {
         kind: ended.map_or("a kind", |kind| kind.info().name),
     }
 }
 
-/// How long Linkerd's controllers wait for their caches.
-const SYNC_LIMIT: Duration = Duration::from_secs(60);
+/// How often a start that does not get on is told of.
+const REMINDER: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests;

@@ -19,17 +19,22 @@ use tulle_core::backoff::Backoff;
 use crate::resources::Kind;
 use crate::resources::event::{Event, Writer};
 use crate::resources::meta::Name;
-use crate::source::kubernetes::answer::{Change, ChangeType, Head, Item, Lines, Page, Refusal};
+use crate::source::kubernetes::answer::{Change, ChangeType, Groups, Head, Item, Lines, Page, Refusal, Resources};
+use crate::source::kubernetes::freshness::Freshness;
 use crate::source::kubernetes::kinds::Watched;
 use crate::source::kubernetes::metrics::Lag;
+use crate::source::kubernetes::request;
 
 pub(super) struct Reflector {
     client: Client,
     watched: Watched,
     writer: Writer,
     lag: Lag,
+    freshness: Freshness,
     /// Told of the first list, and gone afterwards.
     listed: Option<mpsc::Sender<Kind>>,
+    /// Consecutive rounds in which discovery did not have the kind.
+    absent_rounds: u32,
     /// What has been reported, and a hash of its version.
     known: AHashMap<Name, u64>,
     hasher: RandomState,
@@ -64,14 +69,24 @@ enum Error {
     Refused { status: StatusCode, message: String },
     #[error("the answer is not what was asked for")]
     Shape(#[source] serde_json::Error),
+    #[error("discovery has the kind, and its list is answered 404")]
+    Contradiction,
 }
 
 /// How a list ended.
 enum Listed {
     /// The objects at this resource version are known.
     At(String),
-    /// The API server does not have the kind.
+    /// The list is answered 404, and discovery does not have the kind either.
     Absent,
+}
+
+/// Whether a watch was of use before the kind had to be listed anew.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Followed {
+    /// Changes came, or it was open for a while.
+    Something,
+    Nothing,
 }
 
 /// How one watch ended.
@@ -91,14 +106,23 @@ struct Position {
 }
 
 impl Reflector {
-    pub(super) fn new(client: Client, watched: Watched, writer: Writer, lag: Lag, listed: mpsc::Sender<Kind>) -> Self {
+    pub(super) fn new(
+        client: Client,
+        watched: Watched,
+        writer: Writer,
+        lag: Lag,
+        freshness: Freshness,
+        listed: mpsc::Sender<Kind>,
+    ) -> Self {
         let api_version = watched.kind.info().versions[0];
         Self {
             client,
             watched,
             writer,
             lag,
+            freshness,
             listed: Some(listed),
+            absent_rounds: 0,
             known: AHashMap::new(),
             hasher: RandomState::new(),
             namespaces: AHashSet::new(),
@@ -111,34 +135,64 @@ impl Reflector {
     pub(super) async fn run(mut self) -> Infallible {
         let mut retries = RETRIES.steps();
         loop {
-            let listed = self.list().await;
-            if listed.is_ok()
-                && let Some(listed) = self.listed.take()
-            {
-                // A receiver that has gone wants no more news.
-                let _ = listed.send(self.watched.kind).await;
-            }
-            match listed {
+            match self.list().await {
                 Ok(Listed::At(resource_version)) => {
-                    retries.reset();
+                    self.absent_rounds = 0;
                     self.now(Presence::Served);
-                    self.watch(resource_version).await;
+                    self.settled().await;
+                    if self.watch(resource_version).await == Followed::Something {
+                        retries.reset();
+                    }
+                    // All replicas and kinds lose their watches together when an API server restarts.
+                    sleep(retries.next_delay()).await;
                 }
                 Ok(Listed::Absent) => {
                     retries.reset();
-                    self.now(Presence::Absent);
-                    sleep(ABSENT.steps().next_delay()).await;
+                    self.absent_rounds += 1;
+                    if self.absent_rounds >= GONE_ROUNDS {
+                        self.replace(AHashMap::new(), Vec::new());
+                        self.now(Presence::Absent);
+                        self.settled().await;
+                    } else {
+                        self.missing();
+                    }
+                    let pause = if self.listed.is_some() { ABSENT_AT_START } else { ABSENT };
+                    sleep(pause.steps().next_delay()).await;
                 }
                 Err(err) => {
+                    self.absent_rounds = 0;
                     warn!(
                         kind = self.name(),
                         error = &err as &dyn StdError,
-                        "listing failed; trying again"
+                        "listing failed; the last state stays"
                     );
+                    self.freshness.lost(err.to_string());
                     sleep(retries.next_delay()).await;
                 }
             }
         }
+    }
+
+    /// What is known is what there is; the first time it is told.
+    async fn settled(&mut self) {
+        self.freshness.regained();
+        if let Some(listed) = self.listed.take() {
+            // A receiver that has gone wants no more news.
+            let _ = listed.send(self.watched.kind).await;
+        }
+    }
+
+    /// The API server does not have the kind, and has not said so often enough to be believed.
+    fn missing(&mut self) {
+        if self.absent_rounds == 1 && !self.known.is_empty() {
+            warn!(
+                kind = self.name(),
+                n_objects = self.known.len(),
+                "the API server does not have this kind any more; its last state stays until discovery has said so \
+                 {GONE_ROUNDS} times"
+            );
+        }
+        self.freshness.lost("the API server does not have this kind".to_owned());
     }
 
     fn name(&self) -> String {
@@ -172,8 +226,37 @@ impl Reflector {
                 }
             }
         }
-        self.replace(AHashMap::new(), Vec::new());
-        Ok(Listed::Absent)
+        match self.is_discovered().await? {
+            true => Err(Error::Contradiction),
+            false => Ok(Listed::Absent),
+        }
+    }
+
+    /// Whether discovery has the kind in a version that we read. A 404 for the whole of discovery is a failure: only an
+    /// answer that leaves the kind out says that it is gone.
+    async fn is_discovered(&self) -> Result<bool, Error> {
+        let info = self.watched.kind.info();
+        let served = match info.group {
+            "" => info.versions.iter().map(|&version| version.to_owned()).collect(),
+            group => {
+                let bytes = self.read(request::discovery("/apis").map_err(Error::Request)?).await?;
+                let groups: Groups = serde_json::from_slice(&bytes).map_err(Error::Shape)?;
+                groups.versions_of(group)
+            }
+        };
+        for version in info
+            .versions
+            .iter()
+            .filter(|&&version| served.iter().any(|one| one == version))
+        {
+            let path = request::root(info.group, version);
+            let bytes = self.read(request::discovery(&path).map_err(Error::Request)?).await?;
+            let resources: Resources = serde_json::from_slice(&bytes).map_err(Error::Shape)?;
+            if resources.has(&info.plural()) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     async fn list_version(&mut self, version: &str) -> Result<String, Error> {
@@ -226,33 +309,44 @@ impl Reflector {
     }
 
     /// Follows changes until the kind must be listed anew.
-    async fn watch(&mut self, resource_version: String) {
+    async fn watch(&mut self, resource_version: String) -> Followed {
         let mut retries = RETRIES.steps();
+        let mut failures = 0;
+        let mut followed = Followed::Nothing;
         let mut position = Position {
             resource_version,
             changed_at: Instant::now(),
         };
         loop {
             let started_at = Instant::now();
-            match self.watch_once(&mut position).await {
-                Ok(Ended::ListAnew) => return,
-                Ok(Ended::Normally) if started_at.elapsed() > SHORT_WATCH => retries.reset(),
+            let ended = self.watch_once(&mut position).await;
+            if started_at.elapsed() > SHORT_WATCH || position.changed_at > started_at {
+                followed = Followed::Something;
+                failures = 0;
+                retries.reset();
+            }
+            match ended {
+                Ok(Ended::ListAnew) => return followed,
+                Ok(Ended::Normally) if started_at.elapsed() > SHORT_WATCH => {}
                 Ok(Ended::Normally) => sleep(retries.next_delay()).await,
-                Err(Error::Refused { status, .. }) if status == StatusCode::NOT_FOUND => return,
+                Err(Error::Refused { status, .. }) if status == StatusCode::NOT_FOUND => return followed,
                 Err(err) => {
+                    failures += 1;
                     warn!(
                         kind = self.name(),
                         error = &err as &dyn StdError,
+                        failures,
                         "watching failed; trying again"
                     );
-                    if started_at.elapsed() > SHORT_WATCH {
-                        retries.reset();
+                    // The server may refuse this resource version for ever, as after it was restored from a backup.
+                    if failures >= MAX_WATCH_FAILURES {
+                        return followed;
                     }
                     sleep(retries.next_delay()).await;
                 }
             }
             if position.changed_at.elapsed() > RESYNC {
-                return;
+                return followed;
             }
         }
     }
@@ -416,12 +510,26 @@ const RETRIES: Backoff = Backoff {
     jitter: 0.5,
 };
 
-/// How soon a kind is noticed that has just been installed.
+/// How soon a kind is noticed that has just been installed; and the time between two rounds of those that have gone.
 const ABSENT: Backoff = Backoff {
     min: Duration::from_secs(5),
     max: Duration::from_secs(5),
     jitter: 1.0,
 };
+
+/// The time between two rounds before the first list, for which everything waits.
+const ABSENT_AT_START: Backoff = Backoff {
+    min: Duration::from_millis(250),
+    max: Duration::from_millis(250),
+    jitter: 1.0,
+};
+
+/// Consecutive rounds in which discovery must leave a kind out before its objects count as deleted: half a minute at
+/// least. Who deletes a definition deletes its objects first, and the watch reports each of them.
+pub(super) const GONE_ROUNDS: u32 = 6;
+
+/// Consecutive failures of a watch before the kind is listed anew.
+const MAX_WATCH_FAILURES: u32 = 4;
 
 /// Below the 295 seconds that the kube crate allows.
 const WATCH_SECONDS: std::ops::Range<u64> = 150..295;

@@ -36,18 +36,28 @@ impl Watched {
 
     fn request(&self, version: &str, query: &str, metadata: &str) -> Result<Request<Body>, http::Error> {
         let info = self.kind.info();
-        let root = match info.group {
-            "" => format!("/api/{version}"),
-            group => format!("/apis/{group}/{version}"),
-        };
-        let namespace = self.namespace.as_ref().map(|name| format!("/namespaces/{name}"));
-        let path = format!("{root}{}/{}?{query}", namespace.unwrap_or_default(), info.plural());
+        let path = format!("{}/{}?{query}", root(info.group, version), info.plural());
         let accept = match self.part {
             Part::Metadata => format!("application/json;as={metadata};g=meta.k8s.io;v=v1"),
             Part::Whole | Part::Nothing => "application/json".to_owned(),
         };
         Request::get(path).header(ACCEPT, accept).body(Body::empty())
     }
+}
+
+/// Where a version of a group is.
+pub(super) fn root(group: &str, version: &str) -> String {
+    match group {
+        "" => format!("/api/{version}"),
+        group => format!("/apis/{group}/{version}"),
+    }
+}
+
+/// Asks what there is at a path of discovery.
+pub(super) fn discovery(path: &str) -> Result<Request<Body>, http::Error> {
+    Request::get(path)
+        .header(ACCEPT, "application/json")
+        .body(Body::empty())
 }
 
 /// A duration as Go prints it.
@@ -84,7 +94,6 @@ mod tests {
         let watched = |kind, part| Watched {
             kind,
             part,
-            namespace: (kind == Kind::Secret).then(|| "linkerd".into()),
             label: (kind == Kind::Pod).then_some("linkerd.io/control-plane-ns"),
         };
         let slices = watched(Kind::EndpointSlice, Part::Whole);
@@ -95,13 +104,10 @@ mod tests {
              &timeoutSeconds=284&watch=true"
         );
         assert_eq!(req.headers()[ACCEPT], "application/json");
-        let req = watched(Kind::Secret, Part::Metadata)
+        let req = watched(Kind::Node, Part::Metadata)
             .list_request("v1", Some("a=/"))
             .unwrap();
-        assert_eq!(
-            req.uri(),
-            "/api/v1/namespaces/linkerd/secrets?continue=a%3D%2F&limit=250"
-        );
+        assert_eq!(req.uri(), "/api/v1/nodes?continue=a%3D%2F&limit=250");
         assert_eq!(
             req.headers()[ACCEPT],
             "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -22,6 +23,8 @@ use tulle_core::metrics::Registry;
 
 use super::*;
 use crate::resources::Object;
+
+const GONE_ROUNDS: usize = reflector::GONE_ROUNDS as usize;
 
 /// An answer: chunks of a body, and what follows them.
 struct Answer {
@@ -111,6 +114,9 @@ struct Scripted {
     requests: Arc<Mutex<Vec<(u64, String)>>>,
     /// Each batch of events.
     batches: Arc<Mutex<Vec<String>>>,
+    /// What `/ready` shows of kinds.
+    kinds: Readiness,
+    registry: Registry,
     running: JoinHandle<Result<(), SourceError>>,
 }
 
@@ -120,14 +126,40 @@ impl Drop for Scripted {
     }
 }
 
-/// Runs a source; the script sees requests for Servers and how many came before, everything else is empty.
+/// As [`with_discovery`], of an API server whose discovery has no Servers.
 fn scripted(script: impl Fn(usize, &str) -> Answer + Send + Sync + 'static) -> Scripted {
+    with_discovery(|_, uri| discovered(uri, false), script)
+}
+
+/// What discovery answers, with or without Servers.
+fn discovered(uri: &str, has_servers: bool) -> Answer {
+    match (uri, has_servers) {
+        ("/apis", false) => answer(200, r#"{"groups":[{"name":"apps","versions":[{"version":"v1"}]}]}"#),
+        ("/apis", true) => answer(
+            200,
+            r#"{"groups":[{"name":"policy.linkerd.io","versions":[{"version":"v1beta3"}]}]}"#,
+        ),
+        (_, true) => answer(200, r#"{"resources":[{"name":"servers"}]}"#),
+        (_, false) => answer(404, "404 page not found"),
+    }
+}
+
+/// Runs a source; the script sees requests for Servers and how many came before, and so does that of discovery, which
+/// counts its own; everything else is empty.
+fn with_discovery(
+    discovery: impl Fn(usize, &str) -> Answer + Send + Sync + 'static,
+    script: impl Fn(usize, &str) -> Answer + Send + Sync + 'static,
+) -> Scripted {
     let requests = Arc::new(Mutex::new(Vec::new()));
     let batches = Arc::new(Mutex::new(Vec::new()));
     let (seen, start) = (requests.clone(), Instant::now());
+    let asked_before = AtomicUsize::new(0);
     let service = service_fn(move |req: Request<Body>| {
         let uri = req.uri().to_string();
-        let answer = if uri.contains("/servers?") {
+        let answer = if !uri.contains('?') {
+            let n = asked_before.fetch_add(1, Ordering::Relaxed);
+            discovery(n, &uri)
+        } else if uri.contains("/servers?") {
             let mut seen = seen.lock();
             seen.push((start.elapsed().as_secs(), uri.clone()));
             script(seen.len() - 1, &uri)
@@ -149,18 +181,22 @@ fn scripted(script: impl Fn(usize, &str) -> Answer + Send + Sync + 'static) -> S
             policy: true,
             drives: Drives::Slices,
         },
-        namespace: "linkerd".to_owned(),
         addr: ":8086".to_owned(),
+        kinds: Readiness::new(),
     };
+    let (kinds, registry) = (config.kinds.clone(), Registry::new());
+    let counted = registry.clone();
     let (signal, drain) = drain::channel();
     let client = Client::new(service, "default");
     let running = tokio::spawn(async move {
         let _signal = signal;
-        run(client, config, writer, Registry::new(), drain).await
+        run(client, config, writer, counted, drain).await
     });
     Scripted {
         requests,
         batches,
+        kinds,
+        registry,
         running,
     }
 }
@@ -191,6 +227,28 @@ impl Scripted {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
         assert_eq!(written(), expected);
+    }
+
+    /// Waits until Servers are stale, or are not.
+    async fn stale(&self, expected: u8) {
+        let line = format!(r#"tulle_kind_is_stale{{kind="servers"}} {expected}"#);
+        let deadline = Instant::now() + Duration::from_secs(3600);
+        while !self.registry.render().contains(&line) {
+            assert!(
+                Instant::now() < deadline,
+                "{line} is not in\n{}",
+                self.registry.render()
+            );
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    async fn synced(&self) {
+        let deadline = Instant::now() + Duration::from_secs(3600);
+        while !self.batches.lock().iter().any(|batch| batch == "synced") {
+            assert!(Instant::now() < deadline, "{:?}", self.batches.lock());
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
     }
 
     fn requests(&self) -> Vec<String> {
@@ -260,20 +318,28 @@ async fn a_kind_without_a_change_for_ten_minutes_is_listed_anew() {
     source.wrote(&["+a@5"]).await;
 }
 
+/// A list of one Server, its watch, and 404 for whatever else is asked.
+fn one_server_then_404(n: usize, uri: &str) -> Answer {
+    match (n, uri.contains("watch=true")) {
+        (0, false) => list(7, &[&server("a", 5)]),
+        _ => answer(404, "404 page not found"),
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn kinds_that_are_not_installed_are_empty_until_they_are_and_again_once_they_are_removed() {
+    // Each version of the API is tried in each round.
+    const AT_START: usize = 4 * GONE_ROUNDS;
     let source = scripted(|n, uri| match n {
-        // Each version of the API is tried.
-        0..=3 => answer(404, "404 page not found"),
-        4..=7 if !uri.contains("/v1beta1/") => answer(404, "404 page not found"),
-        4..=7 if !uri.contains("watch=true") => list(3, &[&server("a", 2)]),
-        7 => {
+        0..AT_START => answer(404, "404 page not found"),
+        _ if n < AT_START + 3 && uri.contains("watch=true") => {
             assert!(
                 uri.contains("/v1beta1/"),
                 "the version that was listed is watched: {uri}"
             );
             answer(404, "404 page not found")
         }
+        _ if n < AT_START + 3 && uri.contains("/v1beta1/") => list(3, &[&server("a", 2)]),
         _ => answer(404, "404 page not found"),
     });
     source.wrote(&["+a@2", "-a"]).await;
@@ -281,6 +347,97 @@ async fn kinds_that_are_not_installed_are_empty_until_they_are_and_again_once_th
         source.batches.lock()[0] == "synced",
         "the mesh does not wait for what is not installed"
     );
+    source.stale(0).await;
+    assert!(source.kinds.is_ready());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_round_of_404s_deletes_nothing_and_is_told() {
+    const GONE: usize = 3;
+    let source = scripted(|n, uri| match n {
+        // A list, its watch, and then as many rounds of all four versions.
+        0 | 1 => one_server_then_404(n, uri),
+        2.. if n < 2 + 4 * GONE => answer(404, "404 page not found"),
+        _ if uri.contains("watch=true") => watch(&[], Then::Silence),
+        _ => list(30, &[&server("a", 5), &server("b", 29)]),
+    });
+    source.wrote(&["+a@5"]).await;
+    source.stale(1).await;
+    let reasons = source.kinds.reasons();
+    assert_eq!(reasons, ["servers: the API server does not have this kind"]);
+    source.wrote(&["+a@5", "+b@29"]).await;
+    source.stale(0).await;
+    assert!(source.kinds.is_ready());
+}
+
+#[tokio::test(start_paused = true)]
+async fn only_discovery_that_leaves_a_kind_out_says_that_it_is_gone() {
+    type Discovery = fn(usize, &str) -> Answer;
+    let never: [(&str, Discovery); 5] = [
+        ("it has the kind", |_, uri| discovered(uri, true)),
+        ("it is not there itself", |_, _| answer(404, "404 page not found")),
+        ("it fails", |_, _| answer(503, r#"{"code":503,"message":"not now"}"#)),
+        ("it is something else", |_, _| answer(200, "<html>a login page</html>")),
+        ("it says so now and then", |n, uri| {
+            discovered(uri, n % GONE_ROUNDS == 0)
+        }),
+    ];
+    for (what, discovery) in never {
+        let source = with_discovery(discovery, one_server_then_404);
+        source.wrote(&["+a@5"]).await;
+        tokio::time::sleep(Duration::from_secs(3600)).await;
+        source.wrote(&["+a@5"]).await;
+        source.stale(1).await;
+        assert!(!source.kinds.is_ready(), "{what}");
+    }
+    let gone = with_discovery(|_, uri| discovered(uri, false), one_server_then_404);
+    gone.wrote(&["+a@5", "-a"]).await;
+    let first = gone.requests.lock()[0].0;
+    let last = gone.requests.lock().last().unwrap().0;
+    assert!(last - first >= 25, "deleted after {first} to {last} s");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_start_with_404s_takes_no_kind_for_empty_that_comes_a_moment_later() {
+    let source = scripted(|n, uri| match n {
+        0..8 => answer(404, "404 page not found"),
+        _ if uri.contains("watch=true") => watch(&[], Then::Silence),
+        _ => list(7, &[&server("a", 5)]),
+    });
+    source.wrote(&["+a@5"]).await;
+    source.synced().await;
+    assert_eq!(*source.batches.lock(), ["+a@5", "synced"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn lists_that_lead_nowhere_come_with_growing_pauses() {
+    // Versions that are gone at once, watches that are not found, and watches that are refused.
+    for (status, most) in [(410, 40), (404, 40), (403, 120), (500, 120), (504, 120)] {
+        let source = scripted(move |_, uri| match uri.contains("watch=true") {
+            true => answer(status, "{}"),
+            false => list(7, &[&server("a", 5)]),
+        });
+        tokio::time::sleep(Duration::from_secs(300)).await;
+        let requests = source.requests();
+        let lists = requests.iter().filter(|uri| !uri.contains("watch=true")).count();
+        assert!((5..=most).contains(&lists), "{status}: {lists} lists in 300 s");
+        assert!(requests.len() <= 200, "{status}: {} requests", requests.len());
+        source.wrote(&["+a@5"]).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_watch_that_is_refused_again_and_again_is_replaced_by_a_list() {
+    // As after a restore from a backup: the server has never had this resource version.
+    let source = scripted(|n, uri| match (n, uri.contains("watch=true")) {
+        (0, _) => list(700, &[&server("a", 5)]),
+        (_, true) if uri.contains("resourceVersion=700&") => answer(504, r#"{"message":"Too large resource version"}"#),
+        (_, true) => watch(&[], Then::Silence),
+        (_, false) => list(30, &[&server("b", 6)]),
+    });
+    source.wrote(&["+a@5", "+b@6 -a"]).await;
+    let took = source.requests.lock().last().unwrap().0;
+    assert!(took < 30, "{took} s");
 }
 
 #[tokio::test(start_paused = true)]
@@ -359,10 +516,18 @@ async fn a_watch_that_the_server_does_not_end_is_begun_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_start_without_an_answer_ends_after_a_minute_and_names_what_is_missing() {
-    let mut source = scripted(|_, _| answer(403, r#"{"message":"servers is forbidden"}"#));
-    let start = Instant::now();
-    let err = (&mut source.running).await.unwrap().unwrap_err();
-    assert_eq!(start.elapsed().as_secs(), 60);
-    assert!(err.to_string().contains("has not listed servers within 60s"), "{err}");
+async fn a_start_without_an_answer_waits_and_names_what_is_missing() {
+    let source = scripted(|_, uri| match uri.contains("watch=true") {
+        true => watch(&[], Then::Silence),
+        false => answer(403, r#"{"message":"servers is forbidden"}"#),
+    });
+    tokio::time::sleep(Duration::from_secs(600)).await;
+    assert!(!source.running.is_finished());
+    assert!(source.batches.lock().is_empty(), "{:?}", source.batches.lock());
+    source.stale(1).await;
+    let reasons = source.kinds.reasons();
+    assert_eq!(
+        reasons,
+        ["servers: the API server answered 403 Forbidden: servers is forbidden"]
+    );
 }
