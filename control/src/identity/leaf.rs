@@ -52,6 +52,8 @@ enum Source {
     Remote {
         remote: Remote,
         changes: Changes,
+        /// The trust anchors that the last request went by; none if they could not be read.
+        used: Option<Vec<u8>>,
     },
 }
 
@@ -67,6 +69,12 @@ enum RenewError {
     Sign(SignError),
     #[error("reading trust anchors")]
     Anchors(#[source] anchors::Error),
+    #[error("reading trust anchors from {path:?}")]
+    AnchorsFile {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
     #[error("reading the token from {path:?}")]
     Token {
         path: PathBuf,
@@ -103,7 +111,11 @@ impl LeafKeeper {
         let changes = Changes::watch(&[Watched::File(&remote.trust_anchors)])?;
         Ok(Self {
             creds,
-            source: Source::Remote { remote, changes },
+            source: Source::Remote {
+                remote,
+                changes,
+                used: None,
+            },
         })
     }
 
@@ -137,13 +149,13 @@ impl LeafKeeper {
         }
     }
 
-    async fn renew(&self) -> Result<SystemTime, RenewError> {
+    async fn renew(&mut self) -> Result<SystemTime, RenewError> {
         let name = self.creds.name();
         // A new key every time: a stolen one is worth one lifetime.
         let key = KeyPair::generate().map_err(RenewError::Key)?;
-        let (rsp, anchors) = match &self.source {
+        let (rsp, anchors) = match &mut self.source {
             Source::Here { service, .. } => sign_here(service, name, &key)?,
-            Source::Remote { remote, .. } => ask(remote, name, &key).await?,
+            Source::Remote { remote, used, .. } => ask(remote, used, name, &key).await?,
         };
         let valid_until = rsp
             .valid_until
@@ -173,7 +185,11 @@ impl Source {
                 // The sender lives in the service beside it.
                 let _ = issuer.changed().await;
             }
-            Self::Remote { remote, changes } => changes.wait_for_change_of(&remote.trust_anchors).await,
+            Self::Remote { remote, changes, used } => {
+                changes
+                    .wait_for_other_content(&remote.trust_anchors, used.as_deref())
+                    .await;
+            }
         }
     }
 }
@@ -198,8 +214,21 @@ fn sign_here(
     Ok((rsp, issuer.anchors().clone()))
 }
 
-async fn ask(remote: &Remote, name: &str, key: &KeyPair) -> Result<(proto::CertifyResponse, TrustAnchors), RenewError> {
-    let anchors = TrustAnchors::read(&remote.trust_anchors).map_err(RenewError::Anchors)?;
+/// Asks for a certificate, and notes by which trust anchors.
+async fn ask(
+    remote: &Remote,
+    used: &mut Option<Vec<u8>>,
+    name: &str,
+    key: &KeyPair,
+) -> Result<(proto::CertifyResponse, TrustAnchors), RenewError> {
+    let path = &remote.trust_anchors;
+    *used = None;
+    let pem = std::fs::read(path).map_err(|source| RenewError::AnchorsFile {
+        path: path.clone(),
+        source,
+    })?;
+    let pem = &*used.insert(pem);
+    let anchors = TrustAnchors::parse(pem, path).map_err(RenewError::Anchors)?;
     let token = read_token(&remote.token).await?;
     let peer = Peer {
         addr: &remote.addr,

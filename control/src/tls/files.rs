@@ -86,10 +86,9 @@ impl Changes {
         }
     }
 
-    /// Waits until this file has other content, or none.
-    pub(crate) async fn wait_for_change_of(&mut self, file: &Path) {
-        let before = std::fs::read(file).ok();
-        while std::fs::read(file).ok() == before {
+    /// Waits until this file has other content than what was read of it last; `None` is a file that could not be read.
+    pub(crate) async fn wait_for_other_content(&mut self, file: &Path, last_read: Option<&[u8]>) {
+        while std::fs::read(file).ok().as_deref() == last_read {
             self.next().await;
         }
     }
@@ -147,6 +146,27 @@ mod tests {
         fs::write(dir.path().join("new"), "y").unwrap();
         fs::rename(dir.path().join("new"), &file).unwrap();
         assert!(notices(&mut changes).await);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_change_since_the_last_reading_is_noticed_whenever_it_was() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("ca.crt");
+        fs::write(&file, "old").unwrap();
+        let mut changes = Changes::watch(&[Watched::File(&file)]).unwrap();
+        let mut differs_from = async |last: Option<&[u8]>| {
+            timeout(RESCAN * 3, changes.wait_for_other_content(&file, last))
+                .await
+                .is_ok()
+        };
+        assert!(!differs_from(Some(b"old")).await);
+        // It was replaced while whoever had read it was busy with what it had read.
+        fs::write(&file, "new").unwrap();
+        assert!(differs_from(Some(b"old")).await);
+        assert!(!differs_from(Some(b"new")).await);
+        assert!(differs_from(None).await);
+        fs::remove_file(&file).unwrap();
+        assert!(differs_from(Some(b"new")).await);
     }
 
     #[tokio::test]
