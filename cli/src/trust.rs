@@ -53,6 +53,10 @@ pub(crate) struct Issuer {
     /// The common name of the certificate
     #[arg(long, default_value = "identity.linkerd.cluster.local")]
     common_name: String,
+    /// The SPIFFE identity of one workload outside of clusters, such as spiffe://root.linkerd.cluster.local/vm: the
+    /// issuer can sign its certificates and no others
+    #[arg(long, value_name = "URI", conflicts_with = "common_name")]
+    identity: Option<String>,
     /// The trust anchor's certificate
     #[arg(long, value_name = "FILE", default_value = "ca.crt")]
     anchor_cert: PathBuf,
@@ -113,14 +117,15 @@ fn create_anchor(args: &Anchor) -> anyhow::Result<()> {
 
 fn create_issuer(args: &Issuer) -> anyhow::Result<()> {
     let anchor = CertificateAuthority::read(&args.anchor_cert, &args.anchor_key)?;
-    let issuer = trust::create_issuer(&args.common_name, args.lifetime, &anchor)?;
+    let issuer = match &args.identity {
+        Some(identity) => trust::create_workload_issuer(identity, args.lifetime, &anchor)?,
+        None => trust::create_issuer(&args.common_name, args.lifetime, &anchor)?,
+    };
     make_directory(&args.dir)?;
     let (cert, key) = (args.dir.join("crt.pem"), args.dir.join("key.pem"));
     issuer.write(&cert, &key)?;
-    println!(
-        "{}  issuer, and beside it its private key, for the control plane",
-        cert.display()
-    );
+    let whose = args.identity.as_deref().unwrap_or("the control plane");
+    println!("{}  issuer, and beside it its private key, for {whose}", cert.display());
     Ok(())
 }
 

@@ -310,7 +310,8 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(2);
 const EXAMPLE: &str = "\
 A machine outside of the cluster that serves as spiffe://root.linkerd.cluster.local/vm-1:
 
-  tulle trust create-issuer --common-name vm-1 --dir issuer    where the trust anchor's key is; copy only the result
+  tulle trust create-issuer --identity spiffe://root.linkerd.cluster.local/vm-1 --dir issuer
+      where the trust anchor's key is; copy only the result
   tulle trust serve-workload-api --identity spiffe://root.linkerd.cluster.local/vm-1 \\
       --issuer /etc/tulle/issuer --trust-anchors /etc/tulle/ca.crt --uid 2102
 
@@ -353,7 +354,7 @@ mod tests {
 
     fn credentials(dir: &Path) {
         let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
-        let issuer = trust::create_issuer("vm", trust::ISSUER_LIFETIME, &anchor).unwrap();
+        let issuer = trust::create_workload_issuer("spiffe://root/vm", trust::ISSUER_LIFETIME, &anchor).unwrap();
         fs::create_dir(dir.join("issuer")).unwrap();
         anchor.write(&dir.join("ca.crt"), &dir.join("ca.key")).unwrap();
         issuer
@@ -373,6 +374,12 @@ mod tests {
         fs::write(&args.trust_anchors, foreign.certificate).unwrap();
         let error = format!("{:#}", Files::read(&args).unwrap().answers(&args).err().unwrap());
         assert!(error.contains("does not lead to the trust anchors"), "{error}");
+        let other = self::args(dir.path(), "spiffe://root/other");
+        let error = format!("{:#}", Files::read(&other).unwrap().answers(&other).err().unwrap());
+        assert!(
+            error.contains("may not sign a certificate for spiffe://root/other"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -10,13 +10,14 @@ use std::time::Duration;
 
 use jsonwebtoken::{Algorithm, EncodingKey, Header};
 use rcgen::{
-    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, SanType,
+    BasicConstraints, CertificateParams, CidrSubnet, DistinguishedName, DnType, ExtendedKeyUsagePurpose,
+    GeneralSubtree, IsCa, Issuer, KeyPair, KeyUsagePurpose, NameConstraints, SanType,
 };
 use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use serde::Serialize;
 use time::OffsetDateTime;
+use tulle_core::authority;
 use tulle_core::identity::Identity;
 use tulle_core::names::TOKEN_AUDIENCE;
 
@@ -83,6 +84,12 @@ pub enum Error {
     AuthorityKey,
     #[error("{0:?} is not a SPIFFE identity; expected spiffe://<trust domain>/<path>")]
     Spiffe(String),
+    #[error("the authority may not sign a certificate for {identity}; make one for it with create-issuer --identity")]
+    NotItsWorkload {
+        identity: String,
+        #[source]
+        source: authority::Error,
+    },
     #[error("{what} {value:?} is not a DNS label; expected letters, digits and '-', at most 63")]
     Label { what: &'static str, value: String },
     #[error("a lifetime of {0:?} ends after the year 9999")]
@@ -118,10 +125,54 @@ pub fn create_issuer(
     lifetime: Duration,
     anchor: &CertificateAuthority,
 ) -> Result<CertificateAuthority, Error> {
+    issuer(lifetime, anchor, |end| {
+        Ok(authority(common_name, BasicConstraints::Constrained(0), end))
+    })
+}
+
+/// An authority for one workload outside of clusters, which signs certificates of this SPIFFE identity and no others.
+///
+/// Its name constraints exclude DNS names, by which workloads of clusters are known, and addresses: every verifier of
+/// X.509 holds it to that. It names the identity itself, and tulle's verifiers let it sign no other one
+/// ([`authority::may_sign`]).
+///
+/// # Errors
+/// An identity that is no SPIFFE URI with a path; otherwise as [`create_issuer`].
+pub fn create_workload_issuer(
+    identity: &str,
+    lifetime: Duration,
+    anchor: &CertificateAuthority,
+) -> Result<CertificateAuthority, Error> {
+    let has_path = identity
+        .strip_prefix("spiffe://")
+        .is_some_and(|rest| rest.contains('/'));
+    if !has_path || !matches!(identity.parse(), Ok(Identity::Uri(_))) {
+        return Err(Error::Spiffe(identity.to_owned()));
+    }
+    issuer(lifetime, anchor, |end| {
+        let mut params = authority(WORKLOAD_ISSUER, BasicConstraints::Constrained(0), end);
+        params.subject_alt_names = vec![SanType::URI(identity.try_into().map_err(Error::Certificate)?)];
+        params.name_constraints = Some(NameConstraints {
+            permitted_subtrees: Vec::new(),
+            excluded_subtrees: vec![
+                GeneralSubtree::DnsName(String::new()),
+                GeneralSubtree::IpAddress(CidrSubnet::from_v4_prefix([0; 4], 0)),
+                GeneralSubtree::IpAddress(CidrSubnet::from_v6_prefix([0; 16], 0)),
+            ],
+        });
+        Ok(params)
+    })
+}
+
+/// An ECDSA P-256 authority below an anchor, which ends with it.
+fn issuer(
+    lifetime: Duration,
+    anchor: &CertificateAuthority,
+    params: impl FnOnce(OffsetDateTime) -> Result<CertificateParams, Error>,
+) -> Result<CertificateAuthority, Error> {
     let anchor = Signer::new(anchor)?;
     let key = KeyPair::generate().map_err(Error::Certificate)?;
-    let end = not_after(lifetime)?.min(anchor.not_after);
-    let params = authority(common_name, BasicConstraints::Constrained(0), end);
+    let params = params(not_after(lifetime)?.min(anchor.not_after))?;
     let certificate = params.signed_by(&key, &anchor.issuer).map_err(Error::Certificate)?;
     Ok(CertificateAuthority {
         certificate: certificate.pem(),
@@ -134,7 +185,7 @@ pub fn create_issuer(
 /// It lives no longer than the authority that signs it.
 ///
 /// # Errors
-/// An identity that is no SPIFFE URI, and an authority that is none, or has expired.
+/// An identity that is no SPIFFE URI, and an authority that is none, has expired, or is for another workload.
 pub fn create_svid(identity: &str, lifetime: Duration, authority: &CertificateAuthority) -> Result<Svid, Error> {
     if !matches!(identity.parse(), Ok(Identity::Uri(_))) {
         return Err(Error::Spiffe(identity.to_owned()));
@@ -151,6 +202,12 @@ pub fn create_svid(identity: &str, lifetime: Duration, authority: &CertificateAu
     params.not_before = OffsetDateTime::now_utc() - CLOCK_SKEW;
     params.not_after = not_after(lifetime)?.min(signer.not_after);
     let leaf = params.signed_by(&key, &signer.issuer).map_err(Error::Certificate)?;
+    authority::may_sign(leaf.der(), signer.chain.iter().map(AsRef::as_ref)).map_err(|source| {
+        Error::NotItsWorkload {
+            identity: identity.to_owned(),
+            source,
+        }
+    })?;
     let above = signer.chain.iter().map(|certificate| certificate.to_vec());
     Ok(Svid {
         chain: std::iter::once(leaf.der().to_vec()).chain(above).collect(),
@@ -352,6 +409,9 @@ fn write_new(path: &Path, text: &str, mode: u32) -> Result<(), Error> {
     })
 }
 
+/// What the certificates of issuers for one workload are called; whose they are is in their alternative names.
+const WORKLOAD_ISSUER: &str = "tulle workload issuer";
+
 /// How long the clocks of those who read a new certificate may be behind ours.
 const CLOCK_SKEW: Duration = Duration::from_secs(60);
 
@@ -367,6 +427,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
+    use crate::tls::anchors::TrustAnchors;
 
     #[test]
     fn an_issuer_ends_with_its_anchor_at_the_latest() {
@@ -425,6 +486,64 @@ mod tests {
         for refused in ["vm.example.com", "spiffe://", ""] {
             assert!(matches!(create_svid(refused, hour, &issuer), Err(Error::Spiffe(_))));
         }
+    }
+
+    /// A leaf with these names that an authority signs without asking whether it may.
+    fn forged(names: &[&str], by: &CertificateAuthority) -> Vec<Vec<u8>> {
+        let signer = Signer::new(by).unwrap();
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::default();
+        params.subject_alt_names = names
+            .iter()
+            .map(|name| match name.contains("://") {
+                true => SanType::URI((*name).try_into().unwrap()),
+                false => SanType::DnsName((*name).try_into().unwrap()),
+            })
+            .collect();
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        let leaf = params.signed_by(&key, &signer.issuer).unwrap();
+        vec![leaf.der().to_vec(), signer.chain[0].to_vec()]
+    }
+
+    #[test]
+    fn the_issuer_of_a_virtual_machine_makes_nobody_else() {
+        let anchor = create_anchor("root", ANCHOR_LIFETIME).unwrap();
+        let anchors = TrustAnchors::parse(anchor.certificate.as_bytes(), Path::new("ca.crt")).unwrap();
+        let (vm, hour) = ("spiffe://root.test/vm", Duration::from_secs(3600));
+        let issuer = create_workload_issuer(vm, ISSUER_LIFETIME, &anchor).unwrap();
+        anchors
+            .verify_chain(&create_svid(vm, hour, &issuer).unwrap().chain)
+            .unwrap();
+        let other = "spiffe://root.test/other";
+        assert!(matches!(
+            create_svid(other, hour, &issuer),
+            Err(Error::NotItsWorkload { .. })
+        ));
+        let web = "web.shop.serviceaccount.identity.linkerd.cluster.local";
+        for names in [&[other][..], &[web], &[vm, web], &[vm, other], &[]] {
+            let err = anchors.verify_chain(&forged(names, &issuer)).unwrap_err();
+            assert!(matches!(err, rustls::Error::InvalidCertificate(_)), "{names:?}: {err}");
+        }
+        // DNS names are refused by the name constraints alone, which other proxies check, too.
+        let chain: Vec<_> = forged(&[web], &issuer).into_iter().map(CertificateDer::from).collect();
+        let err = webpki_only(&anchor, &chain).unwrap_err();
+        assert!(format!("{err:?}").contains("NameConstraintViolation"), "{err:?}");
+        for refused in ["spiffe://root.test", "vm", "spiffe://"] {
+            let made = create_workload_issuer(refused, hour, &anchor);
+            assert!(matches!(made, Err(Error::Spiffe(_))), "{refused}");
+        }
+    }
+
+    /// What a verifier says that knows nothing of ours.
+    fn webpki_only(anchor: &CertificateAuthority, chain: &[CertificateDer<'_>]) -> Result<(), rustls::Error> {
+        let mut roots = rustls::RootCertStore::empty();
+        roots
+            .add(CertificateDer::from_pem_slice(anchor.certificate.as_bytes()).unwrap())
+            .unwrap();
+        let algorithms = crate::tls::provider().signature_verification_algorithms.all;
+        let leaf = rustls::server::ParsedCertificate::try_from(&chain[0])?;
+        let now = rustls::pki_types::UnixTime::now();
+        rustls::client::verify_server_cert_signed_by_trust_anchor(&leaf, &roots, &chain[1..], now, algorithms)
     }
 
     #[test]

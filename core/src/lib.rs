@@ -6,6 +6,7 @@
 
 pub mod addr;
 pub mod admin;
+pub mod authority;
 pub mod backoff;
 #[cfg(target_os = "linux")]
 pub mod caps;

@@ -43,6 +43,13 @@ pub mod header {
     pub const L5D_REQUEST_TIMEOUT: HeaderName = HeaderName::from_static("l5d-request-timeout");
     /// How long the response may take once the request is sent.
     pub const L5D_RESPONSE_TIMEOUT: HeaderName = HeaderName::from_static("l5d-response-timeout");
+    /// Headers whose values let whoever knows them act for somebody else: taps show that they are there, and no more.
+    pub const CREDENTIALS: [HeaderName; 4] = [
+        http::header::AUTHORIZATION,
+        http::header::PROXY_AUTHORIZATION,
+        http::header::COOKIE,
+        http::header::SET_COOKIE,
+    ];
 }
 
 /// TCP ports of proxies and of the control plane.

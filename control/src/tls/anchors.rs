@@ -119,7 +119,7 @@ impl TrustAnchors {
         now: UnixTime,
     ) -> Result<(), rustls::Error> {
         self.verifier.verify_server_cert(leaf, chain, name, &[], now)?;
-        Ok(())
+        super::may_sign(leaf, chain)
     }
 
     /// Whether a peer that trusts these anchors would accept this chain now, leaf first, whatever its name.
@@ -130,8 +130,9 @@ impl TrustAnchors {
         let chain: Vec<_> = chain.iter().map(|der| CertificateDer::from(&der[..])).collect();
         let (leaf, issuers) = chain.split_first().ok_or(rustls::Error::NoCertificatesPresented)?;
         let algorithms = super::provider().signature_verification_algorithms.all;
-        let leaf = ParsedCertificate::try_from(leaf)?;
-        verify_server_cert_signed_by_trust_anchor(&leaf, &self.roots, issuers, UnixTime::now(), algorithms)
+        let parsed = ParsedCertificate::try_from(leaf)?;
+        verify_server_cert_signed_by_trust_anchor(&parsed, &self.roots, issuers, UnixTime::now(), algorithms)?;
+        super::may_sign(leaf, issuers)
     }
 }
 

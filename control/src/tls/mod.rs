@@ -12,12 +12,21 @@ pub mod files;
 use std::sync::{Arc, LazyLock};
 
 use rustls::crypto::{CryptoProvider, aws_lc_rs};
+use rustls::pki_types::CertificateDer;
+use rustls::{CertificateError, OtherError};
+use tulle_core::authority;
 
 /// The one choice of algorithms, for all handshakes and for checking chains.
 ///
 /// Source: suites and key exchanges of the proxies, in their order.
 pub fn provider() -> Arc<CryptoProvider> {
     PROVIDER.clone()
+}
+
+/// Whether the authorities of a chain may sign its leaf: those of virtual machines are for one workload.
+fn may_sign(leaf: &CertificateDer<'_>, issuers: &[CertificateDer<'_>]) -> Result<(), rustls::Error> {
+    authority::may_sign(leaf, issuers.iter().map(AsRef::as_ref))
+        .map_err(|err| CertificateError::Other(OtherError(Arc::new(err))).into())
 }
 
 /// The SHA-256 of these bytes, in hexadecimal, as certificates are told apart.

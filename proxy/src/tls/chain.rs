@@ -16,7 +16,10 @@ use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms, verify_tls12_sig
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::server::{ParsedCertificate, VerifierBuilderError, WebPkiClientVerifier};
-use rustls::{DigitallySignedStruct, DistinguishedName, Error, RootCertStore, SignatureScheme};
+use rustls::{
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, OtherError, RootCertStore, SignatureScheme,
+};
+use tulle_core::authority;
 
 use crate::tls::verify::{self, Validity};
 
@@ -51,7 +54,14 @@ pub(super) fn verify_own(
     provider: &CryptoProvider,
 ) -> Result<(), Error> {
     let algorithms = &provider.signature_verification_algorithms;
-    verify_server(end_entity, intermediates, anchors, UnixTime::now(), algorithms)
+    verify_server(end_entity, intermediates, anchors, UnixTime::now(), algorithms)?;
+    may_sign(end_entity, intermediates)
+}
+
+/// Whether the authorities that the peer shows may sign its certificate: those of virtual machines are for one workload.
+fn may_sign(end_entity: &CertificateDer<'_>, intermediates: &[CertificateDer<'_>]) -> Result<(), Error> {
+    authority::may_sign(end_entity, intermediates.iter().map(AsRef::as_ref))
+        .map_err(|err| CertificateError::Other(OtherError(Arc::new(err))).into())
 }
 
 fn verify_server(
@@ -98,6 +108,7 @@ impl Known {
             return Ok(());
         }
         verify()?;
+        may_sign(end_entity, intermediates)?;
         let length: usize = intermediates
             .iter()
             .chain([end_entity])
@@ -271,10 +282,11 @@ impl ClientCertVerifier for ClientChain {
 mod tests {
     use std::cell::Cell;
 
-    use rustls::CertificateError;
+    use rustls::crypto::aws_lc_rs;
 
     use super::*;
     use crate::tls::tests::{Authority, in_an_hour};
+    use crate::tls::verify::HandshakeFailure;
 
     fn at(time: SystemTime) -> UnixTime {
         UnixTime::since_unix_epoch(time.duration_since(SystemTime::UNIX_EPOCH).unwrap())
@@ -334,6 +346,48 @@ mod tests {
                 has_to,
                 "{minutes} minutes from now"
             );
+        }
+    }
+
+    #[test]
+    fn the_issuer_of_a_virtual_machine_makes_nobody_else() {
+        let authority = Authority::new();
+        let vm = "spiffe://root.linkerd.cluster.local/vm-1";
+        let issuer = authority.workload_issuer(vm);
+        let roots = authority.anchors().roots();
+        let provider = Arc::new(aws_lc_rs::default_provider());
+        let server = ServerChain::new(roots.clone(), &provider);
+        let client = ClientChain::new(roots.clone(), &provider).unwrap();
+        let name = ServerName::try_from("web.example.com").unwrap();
+        let judged = |names: &[&str]| {
+            let chain = issuer.leaf(names, in_an_hour()).chain;
+            let (leaf, above) = (&chain[0], [issuer.root.der().clone()]);
+            let now = at(SystemTime::now());
+            // Twice: what was refused is not remembered as good.
+            [(); 2].map(|()| {
+                [
+                    server.verify_server_cert(leaf, &above, &name, &[], now).map(drop),
+                    client.verify_client_cert(leaf, &above, now).map(drop),
+                    verify_own(leaf, &above, &roots, &provider),
+                ]
+            })
+        };
+        for result in judged(&[vm]).concat() {
+            result.unwrap();
+        }
+        let web = "web.shop.serviceaccount.identity.linkerd.cluster.local";
+        let other = "spiffe://root.linkerd.cluster.local/vm-2";
+        for names in [&[other][..], &[web], &[vm, web], &[vm, other]] {
+            for result in judged(names).concat() {
+                let Err(Error::InvalidCertificate(reason)) = result else {
+                    panic!("{names:?}: {result:?}");
+                };
+                assert_eq!(
+                    HandshakeFailure::from(&reason),
+                    HandshakeFailure::BadCertificate,
+                    "{names:?}"
+                );
+            }
         }
     }
 

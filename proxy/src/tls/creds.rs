@@ -147,6 +147,13 @@ impl TrustAnchors {
     }
 }
 
+#[cfg(test)]
+impl TrustAnchors {
+    pub(crate) fn roots(&self) -> Arc<RootCertStore> {
+        self.roots.clone()
+    }
+}
+
 impl PartialEq for TrustAnchors {
     fn eq(&self, other: &Self) -> bool {
         self.certificates == other.certificates

@@ -5,7 +5,10 @@ use std::time::{Duration, SystemTime};
 
 use bytes::BytesMut;
 use proptest::prelude::*;
-use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, KeyUsagePurpose, SanType};
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, GeneralSubtree, IsCa, Issuer, KeyPair, KeyUsagePurpose,
+    NameConstraints, SanType,
+};
 use rustls::pki_types::PrivatePkcs8KeyDer;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
 use tulle_core::identity::Identity;
@@ -38,6 +41,25 @@ impl Authority {
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
         let root = params.self_signed(&key).unwrap();
+        Self {
+            issuer: Issuer::new(params, key),
+            root,
+        }
+    }
+
+    /// An authority below this one that is for one workload.
+    pub(crate) fn workload_issuer(&self, identity: &str) -> Self {
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+        params.subject_alt_names = vec![san(identity)];
+        params.distinguished_name.push(DnType::CommonName, "workload issuer");
+        params.name_constraints = Some(NameConstraints {
+            permitted_subtrees: Vec::new(),
+            excluded_subtrees: vec![GeneralSubtree::DnsName(String::new())],
+        });
+        let key = KeyPair::generate().unwrap();
+        let root = params.signed_by(&key, &self.issuer).unwrap();
         Self {
             issuer: Issuer::new(params, key),
             root,
