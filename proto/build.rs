@@ -6,6 +6,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let files = [
         "destination",
         "grpc_route",
+        "health",
         "http_route",
         "http_types",
         "identity",

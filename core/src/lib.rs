@@ -20,6 +20,7 @@ pub mod names;
 pub mod netns;
 pub mod nets;
 pub mod ports;
+pub mod probes;
 pub mod ready;
 pub mod retry;
 pub mod telemetry;

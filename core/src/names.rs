@@ -72,6 +72,16 @@ pub mod port {
     pub const TELEMETRY: u16 = 8089;
 }
 
+/// Probes of applications that the proxy makes in the kubelet's place.
+pub mod probes {
+    /// The proxy's variable that declares them, a JSON list of [`DeclaredProbe`](crate::probes::DeclaredProbe).
+    pub const VARIABLE: &str = "TULLE_PROXY_PROBES";
+    /// Where the proxy's admin server makes them; `<container>/<startup|readiness|liveness>` follows.
+    ///
+    /// The kubelet asks here without an identity, as it asks `/live` and `/ready`.
+    pub const PATH_PREFIX: &str = "/probes/";
+}
+
 /// The telemetry API of the control plane, which Kubernetes serves as one of its own.
 pub mod telemetry {
     pub const GROUP: &str = "telemetry.tulle.dev";
@@ -106,6 +116,8 @@ pub mod annotation {
     pub const INBOUND_MODE: &str = "config.tulle.dev/inbound-mode";
     /// `allow` lets inbound IPv6 bypass the proxy where IPv6 is not redirected; ours alone.
     pub const UNREDIRECTED_IPV6: &str = "config.tulle.dev/unredirected-ipv6";
+    /// `false` leaves all probes as they are declared; ours alone.
+    pub const REWRITE_PROBES: &str = "config.tulle.dev/rewrite-probes";
     pub const DEFAULT_INBOUND_POLICY: &str = "config.linkerd.io/default-inbound-policy";
     pub const REQUIRE_IDENTITY_INBOUND_PORTS: &str = "config.linkerd.io/proxy-require-identity-inbound-ports";
     pub const ACCESS_LOG: &str = "config.linkerd.io/access-log";

@@ -2,7 +2,8 @@
 //!
 //! Package names, message names and field numbers are a contract with proxies and control planes that are not ours.
 //! Package `io.linkerd.proxy.<name>` is module `<name>`; package `transport.l5d.io` is module `transport`, what has no
-//! package, the SPIFFE Workload API, is module `workload`, and the collector of OpenTelemetry is module `trace`.
+//! package, the SPIFFE Workload API, is module `workload`, the collector of OpenTelemetry is module `trace`, and gRPC's health
+//! checks are module `health`.
 
 pub mod codec;
 pub mod convert;
@@ -28,6 +29,11 @@ generated!(
     /// How gRPC calls are matched.
     grpc_route,
     "io.linkerd.proxy.grpc_route"
+);
+generated!(
+    /// Whether a gRPC server's services are up, as applications tell the kubelet.
+    health,
+    "grpc.health.v1"
 );
 generated!(
     /// How HTTP requests are matched and changed.

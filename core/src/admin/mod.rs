@@ -3,6 +3,7 @@
 //! It speaks HTTP/1 and HTTP/2, in the clear and over TLS where a binary brings that; its requests and responses fit into
 //! memory.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::future::Future;
@@ -42,6 +43,8 @@ pub struct Admin {
 #[derive(Clone, Debug)]
 pub struct AdminRequest {
     pub client: SocketAddr,
+    /// The address of this machine at which the client asks.
+    pub local: SocketAddr,
     pub method: Method,
     pub query: Option<String>,
     pub headers: HeaderMap,
@@ -55,6 +58,13 @@ pub enum Version {
     Http2,
 }
 
+/// The two addresses of a connection.
+#[derive(Clone, Copy)]
+struct Ends {
+    client: SocketAddr,
+    local: SocketAddr,
+}
+
 /// A connection whose bytes are HTTP.
 trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 
@@ -65,7 +75,7 @@ type Opened = (Box<dyn Stream>, Version);
 type Terminate = Arc<dyn Fn(TcpStream) -> OpenedFuture + Send + Sync>;
 type OpenedFuture = Pin<Box<dyn Future<Output = io::Result<Opened>> + Send>>;
 
-type Routes = HashMap<&'static str, Handler>;
+type Routes = HashMap<Cow<'static, str>, Handler>;
 type Handler = Arc<dyn Fn(AdminRequest) -> HandlerFuture + Send + Sync>;
 type HandlerFuture = Pin<Box<dyn Future<Output = Response<Full<Bytes>>> + Send>>;
 
@@ -108,11 +118,16 @@ impl Admin {
     }
 
     /// Serves this path, whatever the method, by this handler.
-    pub fn route<F>(mut self, path: &'static str, handler: impl Fn(AdminRequest) -> F + Send + Sync + 'static) -> Self
+    pub fn route<F>(
+        mut self,
+        path: impl Into<Cow<'static, str>>,
+        handler: impl Fn(AdminRequest) -> F + Send + Sync + 'static,
+    ) -> Self
     where
         F: Future<Output = Response<Full<Bytes>>> + Send + 'static,
     {
-        self.routes.insert(path, Arc::new(move |req| Box::pin(handler(req))));
+        self.routes
+            .insert(path.into(), Arc::new(move |req| Box::pin(handler(req))));
         self
     }
 
@@ -178,9 +193,14 @@ async fn serve_connection(
     routes: Arc<Routes>,
     drain: Watch,
 ) {
+    let local = match stream.local_addr() {
+        Ok(local) => canonical(local),
+        Err(err) => return debug!(%client, %err, "an admin connection has no address"),
+    };
+    let ends = Ends { client, local };
     let served = match timeout(HEAD_LIMIT, open(stream, terminate)).await {
-        Ok(Ok((stream, Version::Http2))) => serve_http2(stream, client, routes, drain).await,
-        Ok(Ok((stream, Version::Http1))) => serve_http1(stream, client, routes, drain).await,
+        Ok(Ok((stream, Version::Http2))) => serve_http2(stream, ends, routes, drain).await,
+        Ok(Ok((stream, Version::Http1))) => serve_http1(stream, ends, routes, drain).await,
         Ok(Err(err)) => return debug!(%client, %err, "opening an admin connection failed"),
         Err(_) => return debug!(%client, "an admin connection said nothing"),
     };
@@ -207,11 +227,11 @@ async fn open(stream: TcpStream, terminate: Option<Terminate>) -> io::Result<Ope
 
 async fn serve_http1(
     stream: Box<dyn Stream>,
-    client: SocketAddr,
+    ends: Ends,
     routes: Arc<Routes>,
     drain: Watch,
 ) -> Result<(), hyper::Error> {
-    let service = service_fn(move |req| respond(req, client, routes.clone()));
+    let service = service_fn(move |req| respond(req, ends, routes.clone()));
     let conn = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_LIMIT)
@@ -226,11 +246,11 @@ async fn serve_http1(
 
 async fn serve_http2(
     stream: Box<dyn Stream>,
-    client: SocketAddr,
+    ends: Ends,
     routes: Arc<Routes>,
     drain: Watch,
 ) -> Result<(), hyper::Error> {
-    let service = service_fn(move |req| respond(req, client, routes.clone()));
+    let service = service_fn(move |req| respond(req, ends, routes.clone()));
     let conn = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
         .keep_alive_interval(HEAD_LIMIT)
@@ -243,11 +263,7 @@ async fn serve_http2(
     conn.await
 }
 
-async fn respond(
-    req: Request<Incoming>,
-    client: SocketAddr,
-    routes: Arc<Routes>,
-) -> Result<Response<Full<Bytes>>, Infallible> {
+async fn respond(req: Request<Incoming>, ends: Ends, routes: Arc<Routes>) -> Result<Response<Full<Bytes>>, Infallible> {
     let (head, body) = req.into_parts();
     let Some(handler) = routes.get(head.uri.path()) else {
         return Ok(text(StatusCode::NOT_FOUND, "not found\n"));
@@ -264,7 +280,8 @@ async fn respond(
     };
     let query = head.uri.query().map(str::to_owned);
     Ok(handler(AdminRequest {
-        client,
+        client: ends.client,
+        local: ends.local,
         method: head.method,
         query,
         headers: head.headers,

@@ -4,6 +4,7 @@
 //! certificate learns it from a handshake here. TLS proves who we are; it opens no route that is closed in the clear.
 
 mod pages;
+mod probes;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -24,6 +25,7 @@ use tulle_core::ready::Readiness;
 use tulle_core::telemetry::LogHandle;
 
 pub(crate) use pages::Page;
+pub(crate) use probes::{Probe, ProbeRefused};
 
 use crate::net::detect::{self, Look, Verdict};
 use crate::net::io::{Io, Tcp};
@@ -35,6 +37,8 @@ pub struct Config {
     /// `127.0.0.1:4191`.
     pub listen: SocketAddr,
     pub shutdown_endpoint: ShutdownEndpoint,
+    /// Probes of the application that are made here; none.
+    pub(crate) probes: Vec<Probe>,
 }
 
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
@@ -70,7 +74,9 @@ pub(crate) fn server(config: &Config, subjects: Subjects) -> Admin {
         pages,
     } = subjects;
     let shutdown_endpoint = config.shutdown_endpoint;
-    pages::routes(Admin::new(registry, readiness), pages)
+    let admin = Admin::new(registry.clone(), readiness);
+    let admin = probes::routes(admin, config.probes.clone(), &registry);
+    pages::routes(admin, pages)
         .route("/proxy-log-level", move |req| {
             std::future::ready(log_level(&req, log.as_ref()))
         })

@@ -12,6 +12,7 @@ const THERE: &str = "10.0.0.1:1000";
 fn req(method: Method, client: &str) -> AdminRequest {
     AdminRequest {
         client: client.parse().unwrap(),
+        local: HERE.parse().unwrap(),
         method,
         query: None,
         headers: HeaderMap::new(),

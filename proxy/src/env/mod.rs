@@ -10,7 +10,7 @@ use std::time::Duration;
 use tulle_core::addr::Addr;
 use tulle_core::backoff::Backoff;
 use tulle_core::identity::Identity;
-use tulle_core::names::port;
+use tulle_core::names::{self, port};
 use tulle_core::ports::PortSet;
 
 use crate::admin::{self, ShutdownEndpoint};
@@ -61,10 +61,12 @@ pub fn load(lookup: impl Fn(&str) -> Option<String>) -> Result<Config, Vec<EnvEr
     }
 }
 
-/// The variables that may be shown to anybody who asks: ours. Others can hold secrets of the workload.
+/// The variables that may be shown to anybody who asks: ours. Others can hold secrets of the workload, and so can the headers
+/// of its probes.
 pub fn shown(variables: impl Iterator<Item = (String, String)>) -> BTreeMap<String, String> {
     variables
         .filter(|(name, _)| name.starts_with(PREFIX) || name.starts_with(OUR_PREFIX))
+        .filter(|(name, _)| name != names::probes::VARIABLE)
         .collect()
 }
 
@@ -89,6 +91,7 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
             true => ShutdownEndpoint::Enabled,
             false => ShutdownEndpoint::Disabled,
         },
+        probes: env.or_default(names::probes::VARIABLE, values::probes),
     };
     let tap = env
         .get("TAP_SVC_NAME", values::identities)

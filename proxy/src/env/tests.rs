@@ -423,12 +423,64 @@ fn a_workload_api_needs_no_token_no_identity_service_and_no_trust_anchors() {
 
 #[test]
 fn only_our_variables_are_shown() {
-    let variables = ["LINKERD2_PROXY_LOG", "TULLE_PROXY_BALANCER", "DATABASE_PASSWORD"];
+    // The headers of probes may be credentials.
+    let variables = [
+        "LINKERD2_PROXY_LOG",
+        "TULLE_PROXY_BALANCER",
+        "TULLE_PROXY_PROBES",
+        "DATABASE_PASSWORD",
+    ];
     let shown = shown(variables.iter().map(|name| ((*name).to_owned(), "x".to_owned())));
     assert_eq!(
         shown.keys().collect::<Vec<_>>(),
         ["LINKERD2_PROXY_LOG", "TULLE_PROXY_BALANCER"]
     );
+}
+
+#[test]
+fn declared_probes_are_read_or_refused_with_the_reason() {
+    let declared = r#"[
+        {"container":"a","probe":"readiness","port":80,"timeoutSeconds":1,"tcpSocket":{"port":"http"}},
+        {"container":"a","probe":"startup","port":81,"timeoutSeconds":2,"grpc":{"port":81,"service":"up"}},
+        {"container":"b","probe":"liveness","port":82,"timeoutSeconds":3,
+         "httpGet":{"path":"/x","port":82,"scheme":"HTTPS","httpHeaders":[{"name":"Authorization","value":"secret"}]}}
+    ]"#;
+    let probes = load_with(&[("TULLE_PROXY_PROBES", declared)]).unwrap().admin.probes;
+    assert_eq!(probes.len(), 3);
+    assert!(!format!("{probes:?}").contains("secret"), "{probes:?}");
+    let probe =
+        |rest: &str| format!(r#"[{{"container":"a","probe":"readiness","port":80,"timeoutSeconds":1,{rest}}}]"#);
+    for (value, reason) in [
+        ("80".to_owned(), "expected probes such as"),
+        (probe(r#""exec":{}"#), "expected probes such as"),
+        (
+            probe(r#""httpGet":{"port":80,"scheme":"HTTP"}"#),
+            "expected probes such as",
+        ),
+        (
+            probe(r#""httpGet":{"port":80,"scheme":"HTTPS","httpHeaders":[{"name":"a b","value":"x"}]}"#),
+            "not the name of a header",
+        ),
+        (
+            probe(r#""httpGet":{"port":80,"scheme":"HTTPS","httpHeaders":[{"name":"Host","value":"a b"}]}"#),
+            "is no host",
+        ),
+        (
+            probe(r#""tcpSocket":{"port":80}"#).replace(r#""port":80,"t"#, r#""port":0,"t"#),
+            "expected probes such as",
+        ),
+    ] {
+        let errors = load_with(&[("TULLE_PROXY_PROBES", &value)]).unwrap_err();
+        let [error] = &errors[..] else { panic!("{errors:?}") };
+        assert_eq!(error.name, "TULLE_PROXY_PROBES");
+        assert!(error.reason.contains(reason), "{value}: {error}");
+        assert!(
+            error
+                .value
+                .as_ref()
+                .is_some_and(|shown| value.starts_with(shown.trim_end_matches('…')))
+        );
+    }
 }
 
 #[test]

@@ -8,8 +8,10 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 use tulle_core::identity::Identity;
+use tulle_core::probes::DeclaredProbe;
 use tulle_core::telemetry::Format;
 
+use crate::admin::{Probe, ProbeRefused};
 use crate::api::destination::Suffixes;
 use crate::config::{Balancing, DefaultPolicy, Directions, InboundMode};
 use crate::http::access_log;
@@ -41,6 +43,19 @@ pub(super) fn number<T: FromStr>(value: &str) -> Result<T, Reason> {
         .trim()
         .parse()
         .map_err(|_| "expected a number that is not negative, without sign or unit".to_owned())
+}
+
+/// Declared probes, as the injector writes them.
+pub(super) fn probes(value: &str) -> Result<Vec<Probe>, Reason> {
+    let declared: Vec<DeclaredProbe> = serde_json::from_str(value).map_err(|error| {
+        format!(
+            r#"expected probes such as [{{"container":"app","probe":"readiness","port":80,"timeoutSeconds":1,"tcpSocket":{{"port":80}}}}]: {error}"#
+        )
+    })?;
+    let usable = declared.into_iter().map(Probe::try_from);
+    usable
+        .collect::<Result<_, ProbeRefused>>()
+        .map_err(|error| error.to_string())
 }
 
 /// A flow-control window: RFC 9113 allows up to 2^31 - 1 bytes.
