@@ -5,6 +5,7 @@ pub mod charts;
 pub mod client;
 pub mod cluster;
 pub mod control;
+pub mod credentials;
 pub mod eventually;
 pub mod hosts;
 pub mod images;

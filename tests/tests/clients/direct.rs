@@ -1,8 +1,8 @@
 //! The sidecar's own port: mutual TLS and a transport header, or nothing.
 
 use tulle_core::names::port;
+use tulle_tests::credentials::{Leaf, Validity};
 
-use crate::credentials::{Leaf, Validity};
 use crate::openssl::Client;
 use crate::programs::Said;
 use crate::scene::{HTTP, SERVER, Scene, identity, scene};

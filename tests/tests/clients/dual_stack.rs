@@ -9,9 +9,9 @@ use socket2::{Domain, Socket, Type};
 use tokio::time::Instant;
 use tulle_core::names::port;
 use tulle_core::netns::Namespace;
+use tulle_tests::credentials::Validity;
 use tulle_tests::hosts::admin;
 
-use crate::credentials::Validity;
 use crate::openssl;
 use crate::programs;
 use crate::scene::{

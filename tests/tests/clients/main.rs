@@ -7,7 +7,6 @@
 #![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
 
 mod costs;
-mod credentials;
 mod direct;
 mod dual_stack;
 mod ending;

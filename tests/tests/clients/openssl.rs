@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use tulle_bench::run::process::Process;
 use tulle_core::netns::Namespace;
+use tulle_tests::credentials::Leaf;
 use tulle_tests::hosts;
 use tulle_tests::programs::find;
 
-use crate::credentials::Leaf;
 use crate::programs::{self, Said};
 use crate::scene::Scene;
 

@@ -1,6 +1,7 @@
 //! Ports of the application, redirected to the sidecar, under policies that demand an identity.
 
-use crate::credentials::{Leaf, Validity};
+use tulle_tests::credentials::{Leaf, Validity};
+
 use crate::openssl::Client;
 use crate::programs::Said;
 use crate::scene::{GUARDED, HTTP, SERVER, Scene, identity, scene};

@@ -15,10 +15,9 @@ use tokio::time::Instant;
 use tulle_bench::run::process::Process;
 use tulle_core::names::port;
 use tulle_core::netns::{self, Lab, Namespace};
+use tulle_tests::credentials::{Credentials, NAMESPACE};
 use tulle_tests::hosts::{admin, command};
 use tulle_tests::programs::{self, built};
-
-use crate::credentials::Credentials;
 
 /// The mesh and its hosts; all of it vanishes with the value.
 pub(crate) struct Scene {
@@ -368,7 +367,6 @@ pub(crate) const TLS: u16 = 8443;
 /// An application's own TLS, for everybody.
 pub(crate) const OPEN_TLS: u16 = 8444;
 
-pub(crate) const NAMESPACE: &str = "shop";
 const CONTROL_NAMESPACE: &str = "linkerd";
 const TRUST_DOMAIN: &str = "cluster.local";
 const NETWORKS: &str = "10.0.0.0/8,fd00::/8";

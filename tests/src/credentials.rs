@@ -1,5 +1,7 @@
 //! Trust anchor, issuer, join tokens, and certificates that the control plane would never make.
 
+#![allow(clippy::unwrap_used)] // only tests call this
+
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -7,35 +9,36 @@ use std::path::{Path, PathBuf};
 use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, Issuer, KeyPair};
 use tulle_control::trust::{self, CertificateAuthority, TokenKeys, TokenSubject};
 
-use crate::scene::NAMESPACE;
-
 /// What proves something in one scene.
-pub(crate) struct Credentials {
+pub struct Credentials {
     dir: PathBuf,
-    pub(crate) anchor: CertificateAuthority,
+    pub anchor: CertificateAuthority,
     issuer: CertificateAuthority,
     tokens: TokenKeys,
 }
 
 /// A leaf, its key and what leads to its root, as files.
-pub(crate) struct Leaf {
-    pub(crate) certificate: PathBuf,
-    pub(crate) chain: PathBuf,
-    pub(crate) key: PathBuf,
+pub struct Leaf {
+    pub certificate: PathBuf,
+    pub chain: PathBuf,
+    pub key: PathBuf,
     /// The certificate itself, PEM.
-    pub(crate) pem: String,
+    pub pem: String,
 }
 
 /// Until when a certificate is valid.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Validity {
+pub enum Validity {
     Current,
     Over,
 }
 
 impl Credentials {
     /// Makes new ones below `dir`.
-    pub(crate) fn create(dir: &Path) -> Self {
+    ///
+    /// # Panics
+    /// When something cannot be made or written.
+    pub fn create(dir: &Path) -> Self {
         let anchor = trust::create_anchor(ROOT, trust::ANCHOR_LIFETIME).unwrap();
         let issuer = trust::create_issuer(ISSUER, trust::ISSUER_LIFETIME, &anchor).unwrap();
         let tokens = trust::create_token_keys().unwrap();
@@ -58,20 +61,20 @@ impl Credentials {
         }
     }
 
-    pub(crate) fn anchors(&self) -> PathBuf {
+    pub fn anchors(&self) -> PathBuf {
         self.dir.join("anchors.pem")
     }
 
-    pub(crate) fn issuer(&self) -> PathBuf {
+    pub fn issuer(&self) -> PathBuf {
         self.dir.join("issuer")
     }
 
-    pub(crate) fn token_keys(&self) -> PathBuf {
+    pub fn token_keys(&self) -> PathBuf {
         self.dir.join("token-keys")
     }
 
     /// A join token, in a file that the proxy's user can read.
-    pub(crate) fn token(&self, service_account: &str) -> PathBuf {
+    pub fn token(&self, service_account: &str) -> PathBuf {
         let subject = TokenSubject {
             service_account,
             namespace: NAMESPACE,
@@ -84,12 +87,12 @@ impl Credentials {
     }
 
     /// A certificate of the mesh.
-    pub(crate) fn leaf(&self, name: &str, validity: Validity) -> Leaf {
+    pub fn leaf(&self, name: &str, validity: Validity) -> Leaf {
         self.sign(&self.issuer, name, validity)
     }
 
     /// A certificate of another mesh, whose authorities have the same names as ours.
-    pub(crate) fn foreign_leaf(&self, name: &str) -> Leaf {
+    pub fn foreign_leaf(&self, name: &str) -> Leaf {
         let anchor = trust::create_anchor(ROOT, trust::ANCHOR_LIFETIME).unwrap();
         let issuer = trust::create_issuer(ISSUER, trust::ISSUER_LIFETIME, &anchor).unwrap();
         self.sign(&issuer, name, Validity::Current)
@@ -122,5 +125,7 @@ impl Credentials {
     }
 }
 
+/// The namespace of all service accounts.
+pub const NAMESPACE: &str = "shop";
 const ROOT: &str = "root.linkerd.cluster.local";
 const ISSUER: &str = "identity.linkerd.cluster.local";
