@@ -278,6 +278,13 @@ pub const ALL: &[Cause] = &[
         "The route's status names the backend that could not be resolved.",
     ),
     cause(
+        "policy_unknown",
+        Whose::Mesh,
+        "503, UNAVAILABLE",
+        "The control plane has not told who may use this port, so nobody may. A connection waits 3 seconds for the policy. Then it is refused: with this answer if its client has begun to speak HTTP, otherwise it is closed. A policy once known stays in force without a control plane.",
+        "Check `linkerd-destination` (its port 8090) and the way to it: `tulle check`, and `control plane is not reachable` in the proxy's log. Ports in `LINKERD2_PROXY_INBOUND_PORTS`, which the injector sets to the declared ones, are asked for when the proxy starts. `TULLE_INBOUND_UNKNOWN_POLICY=default` judges such connections by the environment's default instead, as Linkerd's proxy does.",
+    ),
+    cause(
         "invalid-policy",
         Whose::Policy,
         "500, INTERNAL",

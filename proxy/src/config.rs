@@ -72,11 +72,13 @@ pub struct Inbound {
     pub profile_timeout: Duration,
     /// Whether metrics have an `authority`; hidden, because clients choose it.
     pub authority_labels: Visibility,
-    /// What holds for a port before the control plane has spoken; everybody may.
+    /// What holds for a port whose policy the control plane has not told; it is refused.
+    pub unknown_policy: UnknownPolicy,
+    /// The environment's default for such ports; everybody may.
     pub default_policy: DefaultPolicy,
     /// Ports whose policy is watched from the start and for good.
     pub ports: PortSet,
-    /// Ports that are opaque before the control plane has spoken.
+    /// Ports that are opaque by the environment's default.
     pub opaque_ports: PortSet,
     /// Our own addresses; empty when they are not known.
     pub ips: BTreeSet<IpAddr>,
@@ -209,7 +211,17 @@ pub enum Balancing {
     RoundRobin,
 }
 
-/// Who may use a port of which the control plane has not spoken yet.
+/// What becomes of connections to a port whose policy the control plane has not told.
+#[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
+pub enum UnknownPolicy {
+    /// They wait for it, and are refused when it does not come.
+    #[default]
+    Refuse,
+    /// The environment's default holds, as in Linkerd's proxy.
+    Default,
+}
+
+/// Who may use a port by the environment's default.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
 pub enum DefaultPolicy {
     Deny,

@@ -20,7 +20,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, timeout};
 use tonic::Status;
 use tonic::body::Body;
 use tower::Service;
@@ -33,6 +33,7 @@ use tulle_core::metrics::{Counter, Histogram, Labels};
 use crate::api::attempts;
 use crate::api::dns::{DnsError, Resolver};
 use crate::api::metrics::Metrics;
+use crate::api::retry::RetrySignal;
 use crate::metrics::balancers::{self, Op};
 use crate::tls::client;
 use crate::tls::creds::{Alpn, Credentials};
@@ -98,6 +99,8 @@ struct Shared {
     wanted: Notify,
     /// Whether the last attempt to connect was in vain.
     failing: AtomicBool,
+    /// Cuts the pause before the next attempt short.
+    retry: RetrySignal,
     call_wait: Duration,
     metrics: ChannelMetrics,
 }
@@ -147,6 +150,7 @@ impl Connector {
             },
             wanted: Notify::new(),
             failing: AtomicBool::new(false),
+            retry: RetrySignal::default(),
             call_wait: config.call_wait,
             metrics: ChannelMetrics::new(&self.metrics, config.client, &target),
             target,
@@ -170,6 +174,13 @@ impl Channel {
     /// Whether the service could not be reached when it was last needed.
     pub(crate) fn is_failing(&self) -> bool {
         self.shared.failing.load(Ordering::Relaxed)
+    }
+
+    /// Has the next attempt to connect made soon, if there is no connection.
+    pub(crate) fn retry_soon(&self) {
+        if matches!(*self.connection.borrow(), Connection::Missing(_)) {
+            self.shared.retry.retry_soon();
+        }
     }
 
     async fn send(mut self, mut req: Request<Body>) -> Result<Response<Incoming>, Status> {
@@ -287,7 +298,7 @@ impl Dialler {
             if dialled_at.elapsed() > self.config.backoff.max.min(SETTLED) {
                 delays.reset();
             }
-            sleep(delays.next_delay()).await;
+            self.shared.retry.pause(delays.next_delay()).await;
         }
     }
 

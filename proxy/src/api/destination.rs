@@ -14,6 +14,7 @@ use tulle_proto::destination as proto;
 use tulle_proto::destination::destination_client::DestinationClient;
 
 use crate::api::channel::{Channel, MESSAGE_LIMIT, Security};
+use crate::api::retry::RetrySignal;
 use crate::api::watch::{self as stream, Position, StreamLimits, Terms, Watched};
 
 /// DNS names by their last labels.
@@ -196,6 +197,7 @@ impl Destinations {
             what,
             limits: *limits,
             backoff: *backoff,
+            retry: RetrySignal::default(),
             finals,
         }
     }

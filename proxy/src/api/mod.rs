@@ -9,6 +9,7 @@ pub(crate) mod destination;
 pub(crate) mod dns;
 pub(crate) mod metrics;
 pub(crate) mod policies;
+pub(crate) mod retry;
 pub(crate) mod watch;
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
 use tulle_proto::outbound::traffic_spec::Target;
 
 use crate::api::channel::{Channel, MESSAGE_LIMIT, Security};
+use crate::api::retry::RetrySignal;
 use crate::api::watch::{self as stream, StreamLimits, Terms, Watched};
 
 /// A client of the policy service; clones share its channel.
@@ -62,10 +63,17 @@ impl Policies {
         !self.shared.channel.is_failing()
     }
 
+    /// Has an answer asked for soon where there is none yet: `retry` is of its watch.
+    pub(crate) fn retry_soon(&self, retry: &RetrySignal) {
+        self.shared.channel.retry_soon();
+        retry.retry_soon();
+    }
+
     /// Watches who may use a port of ours.
     pub(crate) fn inbound<T: Send + Sync + 'static>(
         &self,
         port: u16,
+        retry: RetrySignal,
         mut decode: impl FnMut(inbound::Server) -> T + Send + 'static,
     ) -> watch::Receiver<Watched<T>> {
         let (client, workload) = (self.inbound.clone(), self.shared.config.workload.clone());
@@ -84,6 +92,7 @@ impl Policies {
             format!("policy of port {port}"),
             self.shared.config.inbound_backoff,
             INBOUND_FINALS,
+            retry,
         );
         stream::spawn(&self.shared.runtime, terms, open, move |_, message| decode(message))
     }
@@ -112,16 +121,18 @@ impl Policies {
             format!("policy of {target}"),
             self.shared.config.outbound_backoff,
             OUTBOUND_FINALS,
+            RetrySignal::default(),
         );
         stream::spawn(&self.shared.runtime, terms, open, move |_, message| decode(message))
     }
 
-    fn terms(&self, what: String, backoff: Backoff, finals: &'static [Code]) -> Terms {
+    fn terms(&self, what: String, backoff: Backoff, finals: &'static [Code], retry: RetrySignal) -> Terms {
         Terms {
             channel: self.shared.channel.clone(),
             what,
             limits: self.shared.config.limits,
             backoff,
+            retry,
             finals,
         }
     }
@@ -221,7 +232,7 @@ mod tests {
         let connector = connector(authority.credentials(CLIENT), &Registry::new());
         let channel = connector.channel(server.target(mutual_tls()), quick());
         let policies = Policies::new(channel, Handle::current(), config());
-        let mut asked = policies.inbound(8080, |server| server.labels["asked"].clone());
+        let mut asked = policies.inbound(8080, RetrySignal::default(), |server| server.labels["asked"].clone());
         soon(asked.wait_for(|asked| *asked == Watched::Known(format!("{WORKLOAD} 8080"))))
             .await
             .unwrap();

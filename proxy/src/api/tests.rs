@@ -104,7 +104,8 @@ where
     S::Future: Send,
 {
     let service = service_fn(move |req| service.clone().oneshot(req));
-    let server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
+    let mut server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
+    server.max_concurrent_streams(None); // as the control plane has it
     // Clients that leave are no concern of a test server.
     let _ = server.serve_connection(TokioIo::new(io), service).await;
 }

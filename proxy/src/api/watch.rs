@@ -5,12 +5,13 @@ use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep, timeout_at};
+use tokio::time::{Instant, timeout_at};
 use tonic::{Code, Response, Status, Streaming};
 use tracing::debug;
 use tulle_core::backoff::Backoff;
 
 use crate::api::channel::Channel;
+use crate::api::retry::RetrySignal;
 
 /// What a watch knows.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,6 +61,8 @@ pub(crate) struct Terms {
     pub what: String,
     pub limits: StreamLimits,
     pub backoff: Backoff,
+    /// Cuts the pause before the next stream short.
+    pub retry: RetrySignal,
     /// Answers that end the watch, as long as nothing is known. Later they are errors like any other: what is known is
     /// better than a control plane that has forgotten it.
     pub finals: &'static [Code],
@@ -105,7 +108,7 @@ where
                 }
                 let delay = delays.next_delay();
                 ended.log(&terms.what, delay);
-                sleep(delay).await;
+                terms.retry.pause(delay).await;
             }
         };
         // Dropping `resuming` drops the stream, which tells the server.

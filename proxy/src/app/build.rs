@@ -25,7 +25,7 @@ use crate::{
         DialAs, Inbound,
         gateway::Gateway,
         metrics as inbound_metrics,
-        policy::{Current, Defaults, Ports},
+        policy::{Current, Defaults, Ports, UnknownPolicy},
         profiles::{self, Profiles},
     },
     metrics::{failures::Failures, hosts::Hosts, http as http_metrics},
@@ -241,11 +241,13 @@ impl Parts<'_> {
             config::DefaultPolicy::Audit => DefaultPolicy::Audit,
         };
         let (networks, detect_timeout) = (&config.control.cluster_networks, direction.accept.detect_timeout);
-        let defaults = Defaults {
-            detect: Current::new(policy.detect(detect_timeout, networks)),
-            opaque: Current::new(policy.opaque(networks)),
-            opaque_ports: config.inbound.opaque_ports.clone(),
-            detect_timeout,
+        let unknown = match config.inbound.unknown_policy {
+            config::UnknownPolicy::Refuse => UnknownPolicy::Refuse,
+            config::UnknownPolicy::Default => UnknownPolicy::Default(Defaults {
+                detect: Current::new(policy.detect(detect_timeout, networks)),
+                opaque: Current::new(policy.opaque(networks)),
+                opaque_ports: config.inbound.opaque_ports.clone(),
+            }),
         };
         let own_port = config.inbound.listen.port();
         let mut kept = config.inbound.ports.clone();
@@ -263,7 +265,8 @@ impl Parts<'_> {
             creds: self.creds.clone(),
             ports: Arc::new(Ports::new(
                 self.control.policies.clone(),
-                defaults,
+                unknown,
+                detect_timeout,
                 kept,
                 direction.discovery_idle_timeout,
             )),

@@ -20,7 +20,8 @@ use crate::api::destination::{ProfileScope, Suffixes};
 use crate::api::watch::StreamLimits;
 use crate::config::{
     Accept, Balancing, Config, Connect, Control, DefaultPolicy, Direction, FlowControl, Http1Pool, Http1Server,
-    Http2Server, Http2Windows, Inbound, InboundMode, Ingress, KeepAlive, Log, Outbound, Visibility, Workers,
+    Http2Server, Http2Windows, Inbound, InboundMode, Ingress, KeepAlive, Log, Outbound, UnknownPolicy, Visibility,
+    Workers,
 };
 use crate::env::values::Reason;
 use crate::identity;
@@ -65,7 +66,7 @@ pub fn load(lookup: impl Fn(&str) -> Option<String>) -> Result<Config, Vec<EnvEr
 /// of its probes.
 pub fn shown(variables: impl Iterator<Item = (String, String)>) -> BTreeMap<String, String> {
     variables
-        .filter(|(name, _)| name.starts_with(PREFIX) || name.starts_with(OUR_PREFIX))
+        .filter(|(name, _)| name.starts_with(PREFIX) || name.starts_with(OUR_PREFIX) || name == INBOUND_UNKNOWN_POLICY)
         .filter(|(name, _)| name != names::probes::VARIABLE)
         .collect()
 }
@@ -191,6 +192,7 @@ fn inbound(env: &mut Env<'_>) -> Inbound {
             Some(()) => Visibility::Shown,
             None => Visibility::Hidden,
         },
+        unknown_policy: env.or_default::<UnknownPolicy>(INBOUND_UNKNOWN_POLICY, values::unknown_policy),
         default_policy: env.or_default::<DefaultPolicy>("INBOUND_DEFAULT_POLICY", values::default_policy),
         ports: env.or_default::<PortSet>("INBOUND_PORTS", values::from_str),
         opaque_ports: env.or_default::<PortSet>("INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION", values::from_str),
@@ -595,7 +597,7 @@ impl fmt::Debug for Env<'_> {
 }
 
 fn full(name: &str) -> String {
-    match name.starts_with(OUR_PREFIX) {
+    match name.starts_with(OUR_PREFIX) || name == INBOUND_UNKNOWN_POLICY {
         true => name.to_owned(),
         false => format!("{PREFIX}{name}"),
     }
@@ -615,6 +617,7 @@ const WORKLOAD_API: &[&str] = &["IDENTITY_SPIRE_WORKLOAD_API_ADDRESS", "IDENTITY
 /// Variables that only this proxy knows.
 const OUR_PREFIX: &str = "TULLE_PROXY_";
 const BALANCER: &str = "TULLE_PROXY_BALANCER";
+const INBOUND_UNKNOWN_POLICY: &str = "TULLE_INBOUND_UNKNOWN_POLICY";
 const INBOUND_MODE: &str = "TULLE_PROXY_INBOUND_MODE";
 const TRACE_SAMPLING: &str = "TULLE_PROXY_TRACE_SAMPLING";
 const ACCESS_LOG_DIRECTIONS: &str = "TULLE_PROXY_ACCESS_LOG_DIRECTIONS";

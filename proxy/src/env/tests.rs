@@ -59,6 +59,7 @@ fn defaults_are_those_of_the_contract() {
     assert_eq!(config.inbound.mode, InboundMode::Redirect);
     assert_eq!(config.outbound.informational_headers, Visibility::Shown);
     assert_eq!(config.inbound.default_policy, DefaultPolicy::AllUnauthenticated);
+    assert_eq!(config.inbound.unknown_policy, UnknownPolicy::Refuse);
     assert_eq!(config.control.stream_limits, StreamLimits::default());
     let windows = Http2Windows {
         stream: 1 << 20,
@@ -143,6 +144,7 @@ fn values_of_a_chart_are_understood() {
             "TAP_SVC_NAME",
             "tap.linkerd-viz.serviceaccount.identity.linkerd.cluster.local",
         ),
+        ("TULLE_INBOUND_UNKNOWN_POLICY", "default"),
         ("TULLE_PROXY_BALANCER", "round-robin"),
         ("TULLE_PROXY_INBOUND_MODE", "tproxy"),
         ("TULLE_PROXY_EXPLICIT_LISTEN_ADDR", "127.0.0.1:15001"),
@@ -174,6 +176,7 @@ fn values_of_a_chart_are_understood() {
     assert!(inbound.opaque_ports.contains(5432));
     assert_eq!(inbound.ips.len(), 2);
     assert_eq!(inbound.default_policy, DefaultPolicy::ClusterAuthenticated);
+    assert_eq!(inbound.unknown_policy, UnknownPolicy::Default);
     assert_eq!(inbound.mode, InboundMode::Tproxy);
     assert_eq!(inbound.authority_labels, Visibility::Shown);
     let backoff = config.outbound.direction.connect.backoff;
@@ -287,6 +290,7 @@ fn bad_values_are_refused_with_value_reason_and_what_is_accepted() {
             "audit",
             "needs LINKERD2_PROXY_POLICY_CLUSTER_NETWORKS",
         ),
+        ("TULLE_INBOUND_UNKNOWN_POLICY", "allow", "expected refuse or default"),
         ("CORES", "0", "at least 1"),
         ("CORES_MAX_RATIO", "1.5", "above 0 and at most 1"),
         ("CORES_MAX_RATIO", "NaN", "above 0 and at most 1"),

@@ -13,7 +13,7 @@ use tulle_core::telemetry::Format;
 
 use crate::admin::{Probe, ProbeRefused};
 use crate::api::destination::Suffixes;
-use crate::config::{Balancing, DefaultPolicy, Directions, InboundMode};
+use crate::config::{Balancing, DefaultPolicy, Directions, InboundMode, UnknownPolicy};
 use crate::http::access_log;
 use crate::identity::Anchors;
 use crate::policy::endpoint::{FRAME_SIZES, MAX_WINDOW};
@@ -191,6 +191,13 @@ pub(super) fn default_policy(value: &str) -> Result<DefaultPolicy, Reason> {
             ("cluster-unauthenticated", DefaultPolicy::ClusterUnauthenticated),
             ("audit", DefaultPolicy::Audit),
         ],
+    )
+}
+
+pub(super) fn unknown_policy(value: &str) -> Result<UnknownPolicy, Reason> {
+    one_of(
+        value,
+        &[("refuse", UnknownPolicy::Refuse), ("default", UnknownPolicy::Default)],
     )
 }
 

@@ -108,6 +108,8 @@ pub(crate) enum Error {
     GatewayLoop,
     #[error("backend refuses: {0}")]
     NoBackend(&'static str),
+    #[error("the control plane has not told who may use this port")]
+    PolicyUnknown,
     #[error("{0}")]
     InvalidPolicy(String),
     #[error("unauthorized request on route")]
@@ -243,7 +245,8 @@ impl Error {
             | Self::TooManyConnections { .. }
             | Self::QueueFull
             | Self::Undiscovered(_)
-            | Self::TooManyNames { .. } => Side::Us,
+            | Self::TooManyNames { .. }
+            | Self::PolicyUnknown => Side::Us,
             Self::NoEndpoints
             | Self::Unresolved { .. }
             | Self::FailFast(..)
@@ -317,6 +320,7 @@ impl Error {
             | Self::TooManyConnections { .. }
             | Self::TooManyNames { .. }
             | Self::Unresolved { .. }
+            | Self::PolicyUnknown
             | Self::Undiscovered(_) => answer(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true),
             Self::RequestBody(_) | Self::BadRequest(_) | Self::Left | Self::Client(_) => {
                 answer(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, true)
@@ -357,6 +361,7 @@ impl Error {
             Self::RequireId { .. } => "identity required",
             Self::GatewayDomain(_) => "gateway domain invalid",
             Self::GatewayLoop => "gateway loop",
+            Self::PolicyUnknown => "policy unknown",
             Self::Late(_) => "response timeout",
             Self::ConnectTimeout(_)
             | Self::Connect(_)
@@ -464,6 +469,7 @@ impl Error {
             Self::GatewayDomain(_) => "gateway-domain",
             Self::GatewayLoop => "gateway-loop",
             Self::NoBackend(_) | Self::NoBackends => "no-backend",
+            Self::PolicyUnknown => "policy_unknown",
             Self::InvalidPolicy(_) => "invalid-policy",
             Self::Unauthorized { .. } => "policy-denied",
             Self::RateLimited { .. } => "rate-limited",
@@ -545,6 +551,7 @@ mod tests {
             Error::RouteNotFound,
             Error::GatewayDomain("other.test".into()),
             Error::GatewayLoop,
+            Error::PolicyUnknown,
             Error::InvalidPolicy("of nobody".into()),
             Error::Unauthorized {
                 rule: String::new(),

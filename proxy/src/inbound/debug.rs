@@ -6,8 +6,7 @@ use serde::Serialize;
 use tulle_core::nets::NetworkMatch;
 
 use crate::{
-    api::watch::Watched,
-    inbound::policy::{Port, Ports},
+    inbound::policy::{FallbackOrigin, Port, Ports},
     policy::{
         authz::{Authentication, Authorization, IdentitySuffix},
         route,
@@ -51,7 +50,7 @@ struct Limit {
 }
 
 impl Ports {
-    /// The policies of all ports in use, by port.
+    /// The policies of all ports that are watched, by port.
     pub(crate) fn shown(&self) -> Vec<Shown> {
         let mut all: Vec<_> = self.each(Shown::of);
         all.sort_unstable_by_key(|shown| shown.port);
@@ -67,10 +66,13 @@ impl Shown {
         Self {
             port: number,
             policy: policy.meta.to_string(),
-            source: match port.said() {
-                Watched::Known(()) => "control plane",
-                Watched::Pending => "default, until the control plane answers",
-                Watched::Refused(_) => "default: the control plane knows none",
+            source: match (port.is_known(), port.fallback_origin()) {
+                (true, _) => "control plane",
+                (false, FallbackOrigin::Remembered) => "control plane, some time ago; it has not answered again",
+                (false, FallbackOrigin::Unknown) => {
+                    "unknown: the control plane has not answered, and nobody may use the port"
+                }
+                (false, FallbackOrigin::Environment) => "default of the environment, until the control plane answers",
             },
             protocol: match &policy.protocol {
                 ServerProtocol::Detect { .. } => "detect",

@@ -7,6 +7,7 @@ use tokio::io::AsyncWriteExt;
 use tulle_core::metrics::Labels;
 
 use crate::{
+    http::error::Error,
     inbound::{
         App, Inbound, Peer,
         metrics::{connection_labels, with_meta},
@@ -54,6 +55,13 @@ impl Forward<'_> {
     pub(super) fn permit(&self, current: &Current) -> Option<Labels> {
         match self.authorize(current) {
             Ok(permitted) => Some(permitted),
+            Err(_) if current.is_unknown => {
+                let error = Error::PolicyUnknown;
+                self.inbound
+                    .families
+                    .tcp_failed(self.peer.target, error.label(), error.cause());
+                None
+            }
             Err((labels, denied)) => {
                 let (client, target) = (self.peer.client.0, self.peer.target);
                 tracing::info!(%client, %target, %denied, "connection refused");

@@ -360,6 +360,9 @@ impl HttpConnection {
         };
         let head = Head::of(req.method(), req.uri(), req.headers());
         let found = route::find(&http.routes, &head).ok_or_else(|| {
+            if current.is_unknown {
+                return Error::PolicyUnknown;
+            }
             self.inbound.families.no_route(&labels());
             Error::RouteNotFound
         })?;

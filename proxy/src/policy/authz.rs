@@ -115,6 +115,15 @@ impl Authorization {
         }
     }
 
+    /// Whether there is nothing to prove, and all addresses are meant.
+    pub(crate) fn permits_everybody(&self) -> bool {
+        let covers = |is_ipv4: bool| {
+            let mut nets = self.networks.iter().filter(|network| network.except.is_empty());
+            nets.any(|network| network.net.prefix_len() == 0 && network.net.addr().is_ipv4() == is_ipv4)
+        };
+        self.authentication == Authentication::Unauthenticated && covers(true) && covers(false)
+    }
+
     fn permits(&self, client: IpAddr, tls: ConnTls<'_>) -> Result<(), Denied> {
         if !self.networks.iter().any(|network| network.contains(client)) {
             return Err(Denied::Network);

@@ -92,7 +92,31 @@ impl ServerPolicy {
             authorizations: Arc::new([]),
         }
     }
+
+    /// For a port whose policy the control plane has not told: HTTP requests are answered 503, other connections are closed.
+    pub(crate) fn unknown() -> Self {
+        let http = ServerHttp {
+            routes: Arc::new([]),
+            rate_limit: None,
+        };
+        Self {
+            meta: Meta::default_named("unknown"),
+            protocol: ServerProtocol::Detect {
+                timeout: UNKNOWN_DETECT_TIMEOUT,
+                http,
+            },
+            authorizations: Arc::new([]),
+        }
+    }
+
+    /// Whether every client may connect, whoever and wherever it is.
+    pub(crate) fn permits_everybody(&self) -> bool {
+        self.authorizations.iter().any(Authorization::permits_everybody)
+    }
 }
+
+/// For finding out whether a client that is refused anyway speaks HTTP, and can be told why.
+const UNKNOWN_DETECT_TIMEOUT: Duration = Duration::from_millis(100);
 
 impl ServerHttp {
     /// One route named `default` for all requests.

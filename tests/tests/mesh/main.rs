@@ -34,4 +34,5 @@ mod told;
 mod trace;
 mod transparency;
 mod tries;
+mod unknown_policy;
 mod websocket;

@@ -1,0 +1,138 @@
+//! Ports whose policy the control plane has not told: nobody may use them, and what was told once holds.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use http::Response;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpListener;
+use tokio::time::{Instant, timeout};
+use tulle_tests::apps::{self, App};
+use tulle_tests::client::{self, Http1, Http2, full, request, request2};
+use tulle_tests::mesh::{HTTP, Mesh, STRANGER, mesh};
+
+/// A port that the pod does not declare, so that its policy is first asked for by a connection.
+const UNDECLARED: u16 = 20_000;
+/// Another, at which a Server denies everybody.
+const DENIED: u16 = 20_001;
+
+fn deny() -> String {
+    format!(
+        "\
+apiVersion: policy.linkerd.io/v1beta3
+kind: Server
+metadata: {{name: denied, namespace: shop}}
+spec: {{podSelector: {{}}, port: {DENIED}, accessPolicy: deny}}
+"
+    )
+}
+
+fn at(mesh: &Mesh, port: u16) -> SocketAddr {
+    (mesh.ip("web"), port).into()
+}
+
+async fn applications(mesh: &Mesh) -> Vec<App> {
+    let mut apps = Vec::new();
+    for port in [UNDECLARED, DENIED] {
+        let listener = TcpListener::bind(at(mesh, port)).await.unwrap();
+        apps.push(apps::http(listener, |_| async { Response::new(full("reached")) }));
+    }
+    apps
+}
+
+async fn status(mesh: &Mesh, port: u16) -> u16 {
+    client::get(mesh.stray(STRANGER, "web", at(mesh, port)).await, "/")
+        .await
+        .status
+        .as_u16()
+}
+
+async fn n_unknown(mesh: &Mesh) -> f64 {
+    let cause = [r#"direction="inbound""#, r#"cause="policy_unknown""#];
+    mesh.metric("web", "tulle_failures_total", &cause).await
+}
+
+#[test]
+fn a_port_that_nobody_asked_about_is_refused_without_the_control_plane_and_follows_it_when_it_is_back() {
+    let mesh = mesh().workload("web").manifest("deny", &deny());
+    mesh.run(async |mesh: &Mesh| {
+        let _apps = applications(mesh).await;
+        mesh.stop_control().await;
+        let came_at = Instant::now();
+        let http1 = async {
+            let stream = mesh.stray(STRANGER, "web", at(mesh, UNDECLARED)).await;
+            Http1::over(stream).await.ask(request("/")).await.unwrap().status
+        };
+        let http2 = async {
+            let stream = mesh.stray(STRANGER, "web", at(mesh, UNDECLARED)).await;
+            Http2::over(stream).await.ask(request2("/")).await.unwrap().status
+        };
+        let bytes = async |words: &[u8]| {
+            let mut stream = mesh.stray(STRANGER, "web", at(mesh, UNDECLARED)).await;
+            stream.write_all(words).await.unwrap();
+            let mut said = Vec::new();
+            // A reset is an end as well.
+            let _ = stream.read_to_end(&mut said).await;
+            said
+        };
+        let (http1, http2, words, silence) =
+            tokio::join!(http1, http2, bytes(b"not HTTP, and long enough to know\n"), bytes(b""));
+        let waited = came_at.elapsed();
+        assert_eq!((http1.as_u16(), http2.as_u16()), (503, 503));
+        assert_eq!((words.len(), silence.len()), (0, 0));
+        assert!(
+            waited >= Duration::from_secs(3) && waited < Duration::from_secs(5),
+            "{waited:?}"
+        );
+        assert_eq!(n_unknown(mesh).await, 4.);
+
+        mesh.start_control().await;
+        let back_at = Instant::now();
+        assert_eq!(status(mesh, UNDECLARED).await, 200);
+        assert_eq!(status(mesh, DENIED).await, 403);
+        assert!(back_at.elapsed() < Duration::from_secs(1), "{:?}", back_at.elapsed());
+
+        mesh.stop_control().await;
+        for _ in 0..5 {
+            assert_eq!(status(mesh, UNDECLARED).await, 200);
+            assert_eq!(status(mesh, DENIED).await, 403);
+        }
+        assert_eq!(n_unknown(mesh).await, 4.);
+    });
+}
+
+#[test]
+fn a_connection_waits_for_the_first_answer_of_the_control_plane() {
+    let mesh = mesh().workload("web").manifest("deny", &deny());
+    mesh.run(async |mesh: &Mesh| {
+        let _apps = applications(mesh).await;
+        mesh.stop_control().await;
+        let waiting = [UNDECLARED, DENIED].map(|port| status(mesh, port));
+        let statuses = async { futures_util::future::join_all(waiting).await };
+        let (statuses, ()) = timeout(Duration::from_secs(3), async {
+            tokio::join!(statuses, mesh.start_control())
+        })
+        .await
+        .expect("it does not wait longer than for the answer");
+        assert_eq!(statuses, [200, 403]);
+    });
+}
+
+#[test]
+fn the_environment_s_default_judges_unknown_ports_only_where_it_is_told_to() {
+    let mesh = mesh()
+        .workload("web")
+        .its_env("TULLE_INBOUND_UNKNOWN_POLICY", "default")
+        .manifest("deny", &deny());
+    mesh.run(async |mesh: &Mesh| {
+        let _apps = applications(mesh).await;
+        assert_eq!(
+            status(mesh, HTTP).await,
+            502,
+            "nobody listens there, and everybody may know"
+        );
+        mesh.stop_control().await;
+        assert_eq!(status(mesh, UNDECLARED).await, 200);
+        assert_eq!(n_unknown(mesh).await, 0.);
+    });
+}
