@@ -20,6 +20,7 @@ use tulle_control::writeback;
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
 use tulle_core::names::{label, port};
+use tulle_core::ready::Readiness;
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
 
@@ -207,8 +208,8 @@ impl Stored {
                 policy: true,
                 drives: Drives::Slices,
             },
-            namespace: "linkerd".to_owned(),
             addr: ":8086".to_owned(),
+            kinds: Readiness::new(),
         };
         let watching = kubernetes::run(self.client.clone(), source, writer, registry.clone(), drain);
         tasks.spawn(async move { watching.await.expect("the watches last as long as the controller") });

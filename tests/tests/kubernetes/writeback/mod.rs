@@ -17,6 +17,7 @@ use tulle_control::source::kubernetes::{self, Config};
 use tulle_control::writeback;
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
+use tulle_core::ready::Readiness;
 use tulle_tests::charts::install_custom_resources;
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
@@ -54,8 +55,8 @@ impl Replica {
                 policy: true,
                 drives: Drives::Slices,
             },
-            namespace: "linkerd".to_owned(),
             addr: ":8086".to_owned(),
+            kinds: Readiness::new(),
         };
         let watching = kubernetes::run(client.clone(), source, writer, registry.clone(), drain);
         tasks.spawn(async move { watching.await.expect("the watches last as long as the replica") });
