@@ -25,23 +25,25 @@ pub enum ConvertError {
 
 /// A duration as messages carry it; what is longer than they can say becomes the longest.
 pub fn wire_duration(duration: Duration) -> prost_types::Duration {
-    // The standard's bound: about 10 000 years.
-    let longest = Duration::from_secs(315_576_000_000);
-    let duration = duration.min(longest);
+    let duration = duration.min(LONGEST);
     prost_types::Duration {
         seconds: i64::try_from(duration.as_secs()).expect("bounded above"),
         nanos: i32::try_from(duration.subsec_nanos()).expect("less than a thousand million"),
     }
 }
 
-/// A duration that a message carried.
+/// The standard's bound of durations in messages, about 10 000 years: what is longer is as good as for ever, and can be added to
+/// any time without an overflow.
+const LONGEST: Duration = Duration::from_secs(315_576_000_000);
+
+/// A duration that a message carried; what is longer than it should be able to say becomes the longest.
 ///
 /// # Errors
 /// Negative durations, and nanoseconds that are a second or more.
 pub fn std_duration(duration: &prost_types::Duration) -> Result<Duration, ConvertError> {
     let parts = (u64::try_from(duration.seconds), u32::try_from(duration.nanos));
     match parts {
-        (Ok(seconds), Ok(nanos @ ..1_000_000_000)) => Ok(Duration::new(seconds, nanos)),
+        (Ok(seconds), Ok(nanos @ ..1_000_000_000)) => Ok(Duration::new(seconds, nanos).min(LONGEST)),
         _ => Err(ConvertError::Duration {
             seconds: duration.seconds,
             nanos: duration.nanos,
@@ -122,6 +124,8 @@ impl TryFrom<IpNetwork> for IpNet {
 
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -136,6 +140,16 @@ mod tests {
             prop_assert_eq!(IpNet::try_from(IpNetwork::from(net)), Ok(net));
             let duration = Duration::from_nanos(nanos);
             prop_assert_eq!(std_duration(&wire_duration(duration)), Ok(duration));
+        }
+
+        #[test]
+        fn any_duration_of_a_message_can_be_added_to_the_time(seconds: i64, nanos: i32, few in -1_i32..=1_000_000_000) {
+            for nanos in [nanos, few] {
+                if let Ok(duration) = std_duration(&prost_types::Duration { seconds, nanos }) {
+                    prop_assert!(duration <= LONGEST);
+                    prop_assert!(SystemTime::now().checked_add(duration).is_some());
+                }
+            }
         }
     }
 
@@ -184,5 +198,8 @@ mod tests {
             assert!(std_duration(&prost_types::Duration { seconds, nanos }).is_err());
         }
         assert!(std_duration(&wire_duration(Duration::MAX)).is_ok());
+        for (seconds, nanos) in [(i64::MAX, 0), (i64::MAX, 999_999_999), (315_576_000_000, 1)] {
+            assert_eq!(std_duration(&prost_types::Duration { seconds, nanos }), Ok(LONGEST));
+        }
     }
 }
