@@ -30,6 +30,8 @@ pub(crate) struct Watch {
     limit: u64,
     shortage: Shortage,
     shown: Arc<Gauge>,
+    /// Held so that it stays on the page of metrics.
+    _shown_limit: Arc<Gauge>,
 }
 
 /// Where it stands how much is used.
@@ -56,7 +58,8 @@ impl Watch {
             }
         };
         let limits = registry.gauge("tulle_memory_limit_bytes", "Memory that this process may use");
-        limits.get(&Labels::new()).set(i64::try_from(limit).unwrap_or(i64::MAX));
+        let shown_limit = limits.get(&Labels::new());
+        shown_limit.set(i64::try_from(limit).unwrap_or(i64::MAX));
         let short = registry.gauge(
             "tulle_memory_short",
             "1 while requests and connections are refused because memory is about to run out",
@@ -66,6 +69,7 @@ impl Watch {
             limit,
             shortage,
             shown: short.get(&Labels::new()),
+            _shown_limit: shown_limit,
         })
     }
 
@@ -244,6 +248,18 @@ mod tests {
         watch.look();
         assert!(!shortage.is_there(), "{:?} of {limit}", Usage::Process.read());
         drop(last);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_limit_stays_on_the_page_of_metrics() {
+        let registry = Registry::new();
+        let _watch = Watch::new(Some(1000), Shortage::default(), &registry).unwrap();
+        let idle = Duration::from_secs(600);
+        for _ in 0..3 {
+            registry.retire(idle);
+            tokio::time::advance(idle).await;
+        }
+        assert!(registry.render().contains("tulle_memory_limit_bytes 1000"));
     }
 
     #[tokio::test]
