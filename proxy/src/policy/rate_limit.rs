@@ -97,20 +97,19 @@ impl Limiter {
         }
     }
 
-    /// Takes a token for one request.
+    /// Takes a token for one request. The client's own comes first: who is over its own limit takes nothing of what all share.
     ///
     /// # Errors
-    /// The first limit that the request goes over: the total, then the client's.
+    /// The first limit that the request goes over: the client's, then the total.
     pub(crate) fn check(&self, client: Option<&Identity>, now: Instant) -> Result<(), RateLimited> {
         let now = u64::try_from(now.saturating_duration_since(self.start).as_nanos()).unwrap_or(u64::MAX);
-        if let Some(total) = &self.total {
-            total.take(now).ok_or(RateLimited::Total)?;
-        }
         if let Some(bucket) = client.and_then(|client| self.overrides.get(client.as_str())) {
-            return bucket.take(now).ok_or(RateLimited::Override);
+            bucket.take(now).ok_or(RateLimited::Override)?;
+        } else if let Some(identity) = &self.identity {
+            identity.take(client, now).ok_or(RateLimited::Identity)?;
         }
-        match &self.identity {
-            Some(identity) => identity.take(client, now).ok_or(RateLimited::Identity),
+        match &self.total {
+            Some(total) => total.take(now).ok_or(RateLimited::Total),
             None => Ok(()),
         }
     }
@@ -241,6 +240,29 @@ mod tests {
         assert_eq!(limiter.check(Some(&a), now), Ok(()));
         assert_eq!(limiter.check(Some(&a), now), Err(RateLimited::Override));
         assert_eq!(limiter.check(Some(&id("b.test")), now), Ok(()));
+    }
+
+    #[test]
+    fn who_is_over_its_own_limit_takes_nothing_of_what_all_share() {
+        let now = Instant::now();
+        let limiter = Limiter::new(
+            &RateLimit {
+                total: Some(10),
+                identity: Some(1),
+                overrides: vec![RateLimitOverride {
+                    requests_per_second: 2,
+                    clients: vec!["c.test".into()],
+                }],
+                ..limit()
+            },
+            now,
+        );
+        let (greedy, other, overridden) = (id("a.test"), id("b.test"), id("c.test"));
+        let taken = |client, n: usize| (0..n).filter(|_| limiter.check(client, now).is_ok()).count();
+        assert_eq!(taken(Some(&greedy), 100), 1);
+        assert_eq!(taken(Some(&overridden), 100), 2);
+        assert_eq!(taken(None, 100), 1);
+        assert_eq!(taken(Some(&other), 1), 1);
     }
 
     #[test]
