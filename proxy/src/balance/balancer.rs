@@ -1,5 +1,6 @@
 //! Picking an endpoint: now, or after a bounded wait, or failing fast.
 
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -39,6 +40,15 @@ pub(crate) enum Discovered<E> {
     Endpoints(Box<[Arc<E>]>),
     /// Nobody is there and nobody is expected: requests fail at once.
     NoEndpoints,
+}
+
+impl<E> Discovered<E> {
+    fn endpoints(&self) -> &[Arc<E>] {
+        match self {
+            Self::Endpoints(endpoints) => endpoints,
+            Self::Unknown | Self::NoEndpoints => &[],
+        }
+    }
 }
 
 /// Why there is no endpoint for a request.
@@ -155,11 +165,15 @@ impl<E: Candidate> Balancer<E> {
 
     /// Publishes what discovery has learnt.
     pub(crate) fn update(&self, discovered: Discovered<E>) {
-        self.fleet.resize(match &discovered {
-            Discovered::Endpoints(endpoints) => endpoints.len(),
-            Discovered::Unknown | Discovered::NoEndpoints => 0,
-        });
-        self.snapshot.store(Arc::new(discovered));
+        self.fleet.resize(discovered.endpoints().len());
+        let discovered = Arc::new(discovered);
+        let before = self.snapshot.swap(discovered.clone());
+        let kept: HashSet<_> = discovered.endpoints().iter().map(Arc::as_ptr).collect();
+        for gone in before.endpoints() {
+            if !kept.contains(&Arc::as_ptr(gone)) {
+                gone.breaker().retire();
+            }
+        }
         self.fleet.wake();
     }
 

@@ -4,7 +4,7 @@
 //! shuts it for longer. Asking a gate that is open costs one atomic load; locks are for those that are not.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -45,6 +45,8 @@ pub(crate) struct Breaker {
     start: Instant,
     fleet: Fleet,
     dial: Gate,
+    /// Whether the endpoint is gone from its balancer: it counts neither as one that is there nor as one that is out.
+    is_retired: AtomicBool,
     /// Why the endpoint could not be reached, when it was last tried.
     unreached: Mutex<Option<&'static str>>,
     accrual: Option<Accrual>,
@@ -92,6 +94,7 @@ impl Breaker {
             start: now,
             fleet,
             dial: Gate::new(DIAL_BACKOFF),
+            is_retired: AtomicBool::new(false),
             unreached: Mutex::default(),
             accrual,
         }
@@ -147,7 +150,7 @@ impl Breaker {
         match verdict {
             Verdict::Keep => {}
             Verdict::Shut => {
-                if !accrual.gate.shut(self.at(now), least, || self.fleet.take_out(stay)) {
+                if !accrual.gate.shut(self.at(now), least, || self.take_out(stay)) {
                     accrual.forget(); // the others are too few
                 }
             }
@@ -176,7 +179,7 @@ impl Breaker {
     /// Notes that the endpoint could not be reached, and why; others are preferred until a backoff from 100 ms to 10 s is over.
     pub(crate) fn connect_failed(&self, cause: &'static str, now: Instant) {
         *self.unreached.lock() = Some(cause);
-        self.dial.shut(self.at(now), Duration::ZERO, || self.fleet.take_out(0));
+        self.dial.shut(self.at(now), Duration::ZERO, || self.take_out(0));
     }
 
     /// Notes that the endpoint can be reached.
@@ -185,6 +188,20 @@ impl Breaker {
             self.dial.open(|| self.fleet.take_back());
             self.fleet.wake();
         }
+    }
+
+    /// Notes that the endpoint is gone from its balancer, whoever still holds it.
+    pub(crate) fn retire(&self) {
+        // Before its gates open: one that shuts at the same time has seen it, or is opened here.
+        self.is_retired.store(true, Ordering::Relaxed);
+        for gate in self.gates() {
+            gate.open(|| self.fleet.take_back());
+        }
+    }
+
+    /// Counts the endpoint as out, if it is there and as many as `stay` others are ready.
+    fn take_out(&self, stay: u32) -> bool {
+        !self.is_retired.load(Ordering::Relaxed) && self.fleet.take_out(stay)
     }
 
     fn gates(&self) -> impl Iterator<Item = &Gate> {
@@ -485,6 +502,30 @@ mod tests {
         breakers.remove(0);
         fleet.resize(2);
         assert_eq!(available(&breakers), 2, "one that was taken out is needed now");
+    }
+
+    #[test]
+    fn an_endpoint_that_is_gone_does_not_count_as_out_whoever_still_holds_it() {
+        let (fleet, breakers, now) = fleet(4, 2);
+        let (gone, left) = breakers.split_at(2);
+        for breaker in gone {
+            breaker.record(Outcome::Failure, None, now);
+            breaker.connect_failed("connect-refused", now);
+        }
+        fleet.resize(2);
+        gone.iter().for_each(Breaker::retire);
+        assert_eq!(fleet.ready(), 2);
+        // What is still under way to them changes nothing.
+        for breaker in gone {
+            breaker.record(Outcome::Failure, None, now);
+            breaker.connect_failed("connect-refused", now);
+        }
+        assert_eq!(fleet.ready(), 2);
+        fleet.resize(3);
+        left[0].record(Outcome::Failure, None, now);
+        assert!(!left[0].available(now), "two others are ready");
+        drop(breakers);
+        assert_eq!(fleet.ready(), 3);
     }
 
     #[test]
