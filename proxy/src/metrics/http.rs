@@ -1,6 +1,10 @@
 //! `request_total`, `response_total` and `response_latency_ms`, the families that dashboards read.
 
-use std::{fmt::Display, sync::Arc, time::Duration};
+use std::{
+    fmt::Display,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use http::StatusCode;
 use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
@@ -25,7 +29,8 @@ pub(crate) struct Families {
 pub(crate) struct Series {
     families: Families,
     labels: Labels,
-    requests: Arc<Counter>,
+    /// From the first request on: who has had none has no such series.
+    requests: OnceLock<Arc<Counter>>,
     latencies: Known<StatusCode, Arc<Histogram>>,
     responses: Known<Outcome, Arc<Counter>>,
 }
@@ -89,7 +94,7 @@ impl Families {
     pub(crate) fn series(&self, labels: Labels) -> Arc<Series> {
         Arc::new(Series {
             families: self.clone(),
-            requests: self.requests.get(&labels),
+            requests: OnceLock::new(),
             labels,
             latencies: Known::default(),
             responses: Known::default(),
@@ -104,7 +109,8 @@ impl Series {
     }
 
     pub(crate) fn request(&self) {
-        self.requests.inc();
+        let counter = || self.families.requests.get(&self.labels);
+        self.requests.get_or_init(counter).inc();
     }
 
     pub(crate) fn latency(&self, status: StatusCode, elapsed: Duration) {
@@ -133,5 +139,21 @@ impl Series {
             self.families.responses.get(&labels)
         };
         self.responses.with(outcome, counter, |counter| counter.inc());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_has_had_no_request_has_no_series() {
+        let registry = Registry::new();
+        let series = Families::with_prefix(&registry, "").series(Labels::new().with("direction", "outbound"));
+        assert_eq!(registry.render(), "");
+        series.request();
+        series.request();
+        let expected = "request_total{direction=\"outbound\"} 2";
+        assert!(registry.render().contains(expected), "{}", registry.render());
     }
 }
