@@ -9,7 +9,7 @@ use std::{
     net::{SocketAddr, TcpListener},
     sync::Arc,
     thread,
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use anyhow::Context;
@@ -383,7 +383,15 @@ impl Identity {
                 let key =
                     Key::load(certify.dir.as_deref(), &config.identity.id).context("loading the identity's key")?;
                 let (certify, anchors) = (certify.clone(), anchors.clone());
-                let certifier = Certifier::new(certify, anchors, key, creds.clone(), channel.clone(), registry);
+                let certifier = Certifier::new(
+                    certify,
+                    anchors,
+                    key,
+                    creds.clone(),
+                    channel.clone(),
+                    registry,
+                    SystemTime::now,
+                );
                 Ok(Self::Certifier(Box::new(certifier)))
             }
             (Source::ControlPlane { .. }, None) => anyhow::bail!("there is no channel to the identity service"),

@@ -13,6 +13,7 @@ use tulle_core::metrics::Registry;
 use tulle_core::ready::Latch;
 use tulle_proto::identity::identity_client::IdentityClient;
 use tulle_proto::identity::{CertifyRequest, CertifyResponse};
+use zeroize::Zeroizing;
 
 use crate::api::channel::{Channel, ControlAddr, Security};
 use crate::identity::Anchors;
@@ -45,6 +46,8 @@ pub(crate) struct Certifier {
     /// Whether it is known that the file cannot be used as it is.
     file_is_bad: bool,
     key: Key,
+    /// The clock by which certificates expire.
+    clock: Clock,
     creds: Credentials,
     client: IdentityClient<Channel>,
     /// Whether the answers come from whom they should.
@@ -81,6 +84,7 @@ impl Certifier {
         creds: Credentials,
         channel: Channel,
         registry: &Registry,
+        clock: Clock,
     ) -> Self {
         let security = channel.target().security.clone();
         let client = IdentityClient::new(channel);
@@ -94,6 +98,7 @@ impl Certifier {
             file_is_bad: false,
             anchors,
             key,
+            clock,
             creds,
             client,
             security,
@@ -108,18 +113,19 @@ impl Certifier {
         let mut uncertified = Some(uncertified);
         let mut look_at_file = ticks(ANCHORS_INTERVAL);
         let mut remind = ticks(REMINDER_INTERVAL);
+        let mut look_at_clock = ticks(CLOCK_INTERVAL);
         let mut delays = self.backoff();
-        let mut due = Instant::now();
+        let mut due = Due::after(Duration::ZERO, self.clock);
         let mut last_error = None;
         loop {
             // Each branch only waits; certifying itself is bounded by a timeout.
             tokio::select! {
-                () = sleep_until(due) => match self.certify().await {
+                () = sleep_until(due.at) => match self.certify().await {
                     Ok(lifetime) => {
                         uncertified = None;
                         last_error = None;
                         delays.reset();
-                        due = Instant::now() + lifetime;
+                        due = Due::after(lifetime, self.clock);
                     }
                     Err(error) => {
                         self.metrics.failed();
@@ -132,7 +138,7 @@ impl Certifier {
                             warn!(error = %causes(&error), "no new certificate, trying again");
                         }
                         last_error = Some(error);
-                        due = Instant::now() + delay;
+                        due = Due::after(delay, self.clock);
                     }
                 },
                 _ = remind.tick() => {
@@ -143,7 +149,12 @@ impl Certifier {
                 _ = look_at_file.tick() => {
                     if self.follow_file() {
                         // Whom others accept may have changed with whom we accept.
-                        due = Instant::now();
+                        due = Due::after(Duration::ZERO, self.clock);
+                    }
+                }
+                _ = look_at_clock.tick() => {
+                    if due.by_clock <= (self.clock)() {
+                        due = Due::after(Duration::ZERO, self.clock);
                     }
                 }
             }
@@ -180,11 +191,15 @@ impl Certifier {
             .collect();
         let leaf = Leaf {
             chain,
-            key: self.key.pkcs8.clone_key(),
+            key: Zeroizing::new(self.key.pkcs8.clone_key()),
         };
         let validity = self.creds.replace(leaf, anchors).map_err(CertifyError::Certificate)?;
 
-        let now = SystemTime::now();
+        // The next certificate is of another key.
+        if let Err(error) = self.key.renew(self.creds.id()) {
+            warn!(error = %causes(&error), "the key stays what it is");
+        }
+        let now = (self.clock)();
         let left = validity.not_after.duration_since(now).unwrap_or_default();
         self.metrics.refreshed(now, validity.not_after);
         let next = refresh_after(left, &self.config);
@@ -257,6 +272,25 @@ impl Certifier {
     }
 }
 
+/// Tells the time of day.
+pub(crate) type Clock = fn() -> SystemTime;
+
+/// When to ask for a certificate. Certificates expire by the time of day, which goes on while a machine is suspended, and may
+/// be set; timers do not.
+struct Due {
+    at: Instant,
+    by_clock: SystemTime,
+}
+
+impl Due {
+    fn after(delay: Duration, clock: Clock) -> Self {
+        Self {
+            at: Instant::now() + delay,
+            by_clock: clock() + delay,
+        }
+    }
+}
+
 /// 70 % of what is left, a little earlier at random so that a fleet that started together spreads, within the bounds.
 fn refresh_after(left: Duration, config: &Config) -> Duration {
     left.mul_f64(fastrand::f64().mul_add(-0.07, 0.7))
@@ -271,6 +305,8 @@ pub(super) fn ticks(period: Duration) -> tokio::time::Interval {
 
 /// Longer than a channel waits for a connection, so that its reason is seen.
 const CERTIFY_TIMEOUT: Duration = Duration::from_secs(20);
+/// How long after a machine wakes up, or its clock is set, a certificate that is due by then is asked for at most.
+const CLOCK_INTERVAL: Duration = Duration::from_secs(5);
 const FIRST_RETRY: Duration = Duration::from_millis(500);
 pub(super) const REMINDER_INTERVAL: Duration = Duration::from_secs(15);
 /// A mounted file changes rarely; this is how long a revoked root lives on at most.

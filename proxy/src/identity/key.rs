@@ -11,12 +11,22 @@ use rcgen::{
 };
 use rustls::pki_types::{CertificateSigningRequestDer, PrivatePkcs8KeyDer};
 use tulle_core::identity::Identity;
+use zeroize::Zeroizing;
 
-/// An ECDSA P-256 key and its signing request. The key is never printed.
+/// An ECDSA P-256 key and its signing request. The key is never printed, and overwritten when it is dropped.
 pub(crate) struct Key {
-    pub(super) pkcs8: PrivatePkcs8KeyDer<'static>,
+    pub(super) pkcs8: Zeroizing<PrivatePkcs8KeyDer<'static>>,
     /// PKCS#10 in DER.
     pub(super) csr: Vec<u8>,
+    origin: Origin,
+}
+
+/// Who made a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Origin {
+    Ours,
+    /// Somebody who has left it in files; it is all that we may use.
+    Files,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -83,14 +93,23 @@ impl Key {
         }];
         let request = params.serialize_request(&pair).map_err(failed)?;
         Ok(Self {
-            pkcs8: PrivatePkcs8KeyDer::from(pair.serialize_der()),
+            pkcs8: Zeroizing::new(PrivatePkcs8KeyDer::from(pair.serialize_der())),
             csr: request.der().to_vec(),
+            origin: Origin::Ours,
         })
+    }
+
+    /// Makes another key to take the place of this one, where it is of our own making; else it stays.
+    pub(super) fn renew(&mut self, id: &Identity) -> Result<(), KeyError> {
+        if self.origin == Origin::Ours {
+            *self = Self::generate(id)?;
+        }
+        Ok(())
     }
 
     /// Takes foreign files only if they fit together: a request that nobody can answer would fail much later.
     fn check(pkcs8: Vec<u8>, csr: Vec<u8>, key: PathBuf, request: PathBuf) -> Result<Self, KeyError> {
-        let pkcs8 = PrivatePkcs8KeyDer::from(pkcs8);
+        let pkcs8 = Zeroizing::new(PrivatePkcs8KeyDer::from(pkcs8));
         let pair = KeyPair::from_pkcs8_der_and_sign_algo(&pkcs8, &PKCS_ECDSA_P256_SHA256).map_err(|source| {
             KeyError::BadKey {
                 path: key.clone(),
@@ -106,7 +125,11 @@ impl Key {
         if parsed.public_key.der_bytes() != pair.der_bytes() {
             return Err(KeyError::Mismatch { key, csr: request });
         }
-        Ok(Self { pkcs8, csr })
+        Ok(Self {
+            pkcs8,
+            csr,
+            origin: Origin::Files,
+        })
     }
 }
 

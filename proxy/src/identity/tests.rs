@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
@@ -20,7 +21,7 @@ use tulle_proto::identity::{CertifyRequest, CertifyResponse};
 use crate::api::channel::Security;
 use crate::api::tests::{CLIENT, CONTROL, Server, connector, mutual_tls, quick, soon};
 use crate::identity::Anchors;
-use crate::identity::certify::{Certifier, Config};
+use crate::identity::certify::{Certifier, Clock, Config};
 use crate::identity::key::{Key, KeyError};
 use crate::tls::creds::{Credentials, TrustAnchors};
 use crate::tls::tests::Authority;
@@ -89,6 +90,9 @@ struct Setup {
     /// Whether our anchors are in a file, or fixed.
     in_file: bool,
     signer: fn(Arc<Authority>) -> Arc<Authority>,
+    clock: Clock,
+    /// Whether the key comes from files.
+    given_key: bool,
 }
 
 impl Default for Setup {
@@ -100,6 +104,8 @@ impl Default for Setup {
             refusals: Vec::new(),
             in_file: true,
             signer: |authority| authority,
+            clock: SystemTime::now,
+            given_key: false,
         }
     }
 }
@@ -138,11 +144,15 @@ async fn bench(setup: Setup) -> Bench {
         max_refresh: Duration::from_secs(86_400),
     };
     let creds = Credentials::new(id.clone(), CLIENT, anchors.read().unwrap()).unwrap();
-    let key = Key::generate(&id).unwrap();
+    let mut key = Key::generate(&id).unwrap();
+    if setup.given_key {
+        write(dir.path(), key.pkcs8.secret_pkcs8_der(), &key.csr);
+        key = Key::load(Some(dir.path()), &id).unwrap();
+    }
     let registry = Registry::new();
     let channel = connector(creds.clone(), &registry).channel(config.service.clone(), quick());
     let readiness = Readiness::new();
-    let certifier = Certifier::new(config, anchors, key, creds.clone(), channel, &registry);
+    let certifier = Certifier::new(config, anchors, key, creds.clone(), channel, &registry, setup.clock);
     let certifier = tokio::spawn(certifier.run(readiness.latch("no certificate yet")));
     Bench {
         authority,
@@ -208,6 +218,38 @@ async fn certificates_are_renewed_in_time_with_the_token_of_now() {
         "the former one has not run out"
     );
     assert_eq!(bench.signing.requests.lock()[1].token, b"second");
+}
+
+#[tokio::test]
+async fn each_certificate_is_of_a_key_of_its_own_unless_the_key_is_given() {
+    for given_key in [false, true] {
+        let bench = bench(Setup {
+            lifetime: Duration::from_secs(2),
+            given_key,
+            ..Setup::default()
+        })
+        .await;
+        bench.until(|bench| bench.creds.generation() >= 2).await;
+        let requests = bench.signing.requests.lock().clone();
+        let is_same = requests[0].certificate_signing_request == requests[1].certificate_signing_request;
+        assert_eq!(is_same, given_key);
+    }
+}
+
+/// How long the machine was suspended.
+static SUSPENDED: AtomicU64 = AtomicU64::new(0);
+
+#[tokio::test]
+async fn a_machine_that_was_suspended_asks_for_a_certificate_as_soon_as_it_wakes() {
+    let bench = bench(Setup {
+        clock: || SystemTime::now() + Duration::from_secs(SUSPENDED.load(Ordering::Relaxed)),
+        ..Setup::default()
+    })
+    .await;
+    soon(bench.creds.certified()).await;
+    SUSPENDED.store(3600, Ordering::Relaxed);
+    skip(Duration::from_secs(6)).await;
+    bench.until(|bench| bench.creds.generation() >= 2).await;
 }
 
 #[tokio::test]

@@ -28,6 +28,7 @@ use tulle_core::ready::Latch;
 use tulle_proto::workload::spiffe_workload_api_client::SpiffeWorkloadApiClient;
 use tulle_proto::workload::{X509svid, X509svidRequest, X509svidResponse};
 use x509_parser::prelude::{FromDer, X509Certificate};
+use zeroize::Zeroizing;
 
 use crate::identity::certify::{ANCHORS_INTERVAL, REMINDER_INTERVAL, ticks};
 use crate::identity::metrics::{Metrics, causes};
@@ -149,7 +150,7 @@ impl Workload {
         let anchors = self.with_added(&bundle)?;
         let leaf = Leaf {
             chain: certificates(svid.x509_svid, "certificates")?,
-            key: PrivatePkcs8KeyDer::from(svid.x509_svid_key),
+            key: Zeroizing::new(PrivatePkcs8KeyDer::from(svid.x509_svid_key)),
         };
         let validity = self.creds.replace(leaf, anchors).map_err(FetchError::Certificate)?;
         if self.bundle.as_ref().is_some_and(|known| *known != bundle) {

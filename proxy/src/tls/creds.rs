@@ -12,6 +12,7 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig, SupportedCipherSuite};
 use tokio::sync::watch;
 use tulle_core::identity::Identity;
 use tulle_core::names::TRANSPORT_ALPN;
+use zeroize::Zeroizing;
 
 use crate::tls::chain::{self, ClientChain, ServerChain};
 use crate::tls::verify::{self, Validity};
@@ -23,11 +24,12 @@ pub struct TrustAnchors {
     certificates: Arc<[CertificateDer<'static>]>,
 }
 
-/// What a workload shows to its peers: its certificate, the intermediates between it and a root, and its key.
+/// What a workload shows to its peers: its certificate, the intermediates between it and a root, and its key,
+/// which is overwritten when it is dropped; rustls has a copy of its own.
 pub(crate) struct Leaf {
     /// Leaf first, then its issuer, towards the root; DER.
     pub chain: Vec<CertificateDer<'static>>,
-    pub key: PrivatePkcs8KeyDer<'static>,
+    pub key: Zeroizing<PrivatePkcs8KeyDer<'static>>,
 }
 
 /// The name we go by, and the credentials that prove it, as of now.
@@ -183,7 +185,7 @@ impl Clone for Leaf {
     fn clone(&self) -> Self {
         Self {
             chain: self.chain.clone(),
-            key: self.key.clone_key(),
+            key: Zeroizing::new(self.key.clone_key()),
         }
     }
 }

@@ -12,6 +12,7 @@ use rcgen::{
 use rustls::pki_types::PrivatePkcs8KeyDer;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
 use tulle_core::identity::Identity;
+use zeroize::Zeroizing;
 
 use crate::tls::client;
 use crate::tls::creds::{Alpn, Credentials, CredentialsError, Leaf, TrustAnchors};
@@ -78,7 +79,7 @@ impl Authority {
         params.not_after = not_after.into();
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &self.issuer).unwrap();
-        let key = PrivatePkcs8KeyDer::from(key.serialize_der());
+        let key = Zeroizing::new(PrivatePkcs8KeyDer::from(key.serialize_der()));
         Leaf {
             chain: vec![certificate.der().clone()],
             key,
