@@ -1,7 +1,7 @@
 //! Addresses that must not be taken for one another, and authorities.
 
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -42,6 +42,21 @@ pub struct ParseAddrError {
 /// A listener on `[::]` sees IPv4 peers in the long form; policies and labels know them by the short one.
 pub fn canonical(addr: SocketAddr) -> SocketAddr {
     SocketAddr::new(addr.ip().to_canonical(), addr.port())
+}
+
+/// Whether an address is of one link alone, as that of a cloud's metadata server is.
+pub fn is_link_local(ip: IpAddr) -> bool {
+    match ip.to_canonical() {
+        IpAddr::V4(ip) => ip.is_link_local(),
+        IpAddr::V6(ip) => ip.is_unicast_link_local(),
+    }
+}
+
+/// Whether an address is of one host or one link alone, or of many: nobody is led there because they name it.
+pub fn is_local_or_multicast(ip: IpAddr) -> bool {
+    let ip = ip.to_canonical();
+    let is_broadcast = matches!(ip, IpAddr::V4(ip) if ip.is_broadcast());
+    ip.is_loopback() || ip.is_unspecified() || ip.is_multicast() || is_broadcast || is_link_local(ip)
 }
 
 impl fmt::Display for OrigDst {
@@ -124,6 +139,30 @@ pub(crate) fn parse_port(text: &str) -> Option<u16> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn addresses_of_this_host_its_link_and_of_many_are_told_from_others() {
+        for (ip, is_local) in [
+            ("127.0.0.1", true),
+            ("127.1.2.3", true),
+            ("::1", true),
+            ("::ffff:127.0.0.1", true),
+            ("0.0.0.0", true),
+            ("::", true),
+            ("169.254.169.254", true),
+            ("::ffff:169.254.169.254", true),
+            ("fe80::1", true),
+            ("224.0.0.1", true),
+            ("ff02::1", true),
+            ("255.255.255.255", true),
+            ("10.0.0.1", false),
+            ("192.0.2.1", false),
+            ("fd00::1", false),
+            ("2001:db8::1", false),
+        ] {
+            assert_eq!(is_local_or_multicast(ip.parse().unwrap()), is_local, "{ip}");
+        }
+    }
 
     #[test]
     fn addresses_and_names_are_told_apart() {

@@ -112,10 +112,10 @@ pub fn policies(bytes: &[u8]) {
         let _ = decode::inbound::server_policy(message);
     }
     if let Ok(message) = destination::DestinationProfile::decode(bytes) {
-        decode::profile::profile(message);
+        let _ = decode::profile::profile(message);
     }
     if let Ok(message) = destination::Update::decode(bytes) {
-        let _ = decode::endpoint::endpoint_update(message);
+        let _ = decode::endpoint::endpoint_update(message, drop);
     }
 }
 

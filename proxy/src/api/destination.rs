@@ -133,6 +133,11 @@ impl Destinations {
         }
     }
 
+    /// Whether a target may have a profile.
+    pub(crate) fn may_have_profile(&self, target: &Addr) -> bool {
+        self.shared.config.profiles.contains(target)
+    }
+
     /// Whether the control plane can be asked.
     pub(crate) fn can_answer(&self) -> bool {
         !self.shared.channel.is_failing()
@@ -140,7 +145,7 @@ impl Destinations {
 
     /// Watches the profile of a target; `None` where there cannot be one.
     ///
-    /// A refused watch means that there is none.
+    /// Refused, there is none as of now; with `FailedPrecondition` the control plane cannot say whose the address is.
     pub(crate) fn profile<T: Send + Sync + 'static>(
         &self,
         target: &Addr,
@@ -154,7 +159,7 @@ impl Destinations {
             let (mut client, req) = (client.clone(), req.clone());
             async move { client.get_profile(req).await }
         };
-        let terms = self.terms(format!("profile of {target}"), PROFILE_FINALS);
+        let terms = self.terms(format!("profile of {target}"), PROFILE_REFUSALS);
         Some(stream::spawn(&self.shared.runtime, terms, open, move |_, message| {
             decode(message)
         }))
@@ -175,7 +180,7 @@ impl Destinations {
         };
         stream::spawn(
             &self.shared.runtime,
-            self.terms(format!("endpoints of {path}"), ENDPOINT_FINALS),
+            self.terms(format!("endpoints of {path}"), ENDPOINT_REFUSALS),
             open,
             decode,
         )
@@ -190,7 +195,7 @@ impl Destinations {
         }
     }
 
-    fn terms(&self, what: String, finals: &'static [Code]) -> Terms {
+    fn terms(&self, what: String, refusals: &'static [Code]) -> Terms {
         let Config { limits, backoff, .. } = &self.shared.config;
         Terms {
             channel: self.shared.channel.clone(),
@@ -198,19 +203,19 @@ impl Destinations {
             limits: *limits,
             backoff: *backoff,
             retry: RetrySignal::default(),
-            finals,
+            refusals,
         }
     }
 }
 
 /// A name that is not served has no profile; neither has one of which the control plane knows nothing.
-const PROFILE_FINALS: &[Code] = &[
+const PROFILE_REFUSALS: &[Code] = &[
     Code::InvalidArgument,
     Code::FailedPrecondition,
     Code::NotFound,
     Code::Unimplemented,
 ];
-const ENDPOINT_FINALS: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition, Code::Unimplemented];
+const ENDPOINT_REFUSALS: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition, Code::Unimplemented];
 
 #[cfg(test)]
 mod tests {

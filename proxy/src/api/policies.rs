@@ -91,7 +91,7 @@ impl Policies {
         let terms = self.terms(
             format!("policy of port {port}"),
             self.shared.config.inbound_backoff,
-            INBOUND_FINALS,
+            INBOUND_REFUSALS,
             retry,
         );
         stream::spawn(&self.shared.runtime, terms, open, move |_, message| decode(message))
@@ -120,26 +120,26 @@ impl Policies {
         let terms = self.terms(
             format!("policy of {target}"),
             self.shared.config.outbound_backoff,
-            OUTBOUND_FINALS,
+            OUTBOUND_REFUSALS,
             RetrySignal::default(),
         );
         stream::spawn(&self.shared.runtime, terms, open, move |_, message| decode(message))
     }
 
-    fn terms(&self, what: String, backoff: Backoff, finals: &'static [Code], retry: RetrySignal) -> Terms {
+    fn terms(&self, what: String, backoff: Backoff, refusals: &'static [Code], retry: RetrySignal) -> Terms {
         Terms {
             channel: self.shared.channel.clone(),
             what,
             limits: self.shared.config.limits,
             backoff,
             retry,
-            finals,
+            refusals,
         }
     }
 }
 
-const INBOUND_FINALS: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition];
-const OUTBOUND_FINALS: &[Code] = &[
+const INBOUND_REFUSALS: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition];
+const OUTBOUND_REFUSALS: &[Code] = &[
     Code::InvalidArgument,
     Code::FailedPrecondition,
     Code::NotFound,

@@ -18,9 +18,10 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::runtime::Handle;
 use tokio::sync::watch::Receiver;
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::{self, Notify, oneshot};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::timeout;
+use tokio_stream::wrappers::WatchStream;
 use tonic::body::Body;
 use tonic::{Code, Status};
 use tower::ServiceExt;
@@ -154,6 +155,8 @@ struct Scripted {
     acts: Arc<Mutex<VecDeque<Act>>>,
     requests: Arc<Mutex<Vec<proto::GetDestination>>>,
     asked: Arc<Notify>,
+    /// What all profiles are.
+    profile: sync::watch::Sender<proto::DestinationProfile>,
 }
 
 enum Act {
@@ -213,13 +216,8 @@ impl Destination for Scripted {
         &self,
         _: tonic::Request<proto::GetDestination>,
     ) -> Result<tonic::Response<Self::GetProfileStream>, Status> {
-        let profile = proto::DestinationProfile {
-            fully_qualified_name: "web.shop".to_owned(),
-            ..Default::default()
-        };
-        Ok(tonic::Response::new(Box::pin(
-            stream::iter([Ok(profile)]).chain(stream::pending()),
-        )))
+        let said = WatchStream::new(self.profile.subscribe());
+        Ok(tonic::Response::new(Box::pin(said.map(Ok))))
     }
 }
 
@@ -276,6 +274,16 @@ async fn becomes(endpoints: &mut Receiver<Endpoints>, expected: (Position, u32))
     soon(endpoints.wait_for(|value| *value == Watched::Known(expected)))
         .await
         .unwrap();
+}
+
+/// A server that says the same profile of everything, a client of it, and what changes the profile.
+pub(crate) async fn profiles_of(
+    profile: proto::DestinationProfile,
+) -> (sync::watch::Sender<proto::DestinationProfile>, Server, Destinations) {
+    let (script, server, channel) = scripted([]).await;
+    script.profile.send_replace(profile);
+    let destinations = destinations(channel, StreamLimits::default(), BACKOFF);
+    (script.profile, server, destinations)
 }
 
 /// A scripted server with TLS, and a channel to it.
@@ -343,27 +351,36 @@ async fn a_watch_does_not_back_off_from_a_control_plane_that_is_not_there() {
 }
 
 #[tokio::test]
-async fn a_final_answer_ends_a_watch_that_knows_nothing() {
-    let (script, _server, channel) =
-        scripted([Act::Refuse(Code::Unavailable), Act::Refuse(Code::InvalidArgument)]).await;
-    let mut watch = endpoints(channel, StreamLimits::default());
-    let refused = soon(watch.wait_for(|value| matches!(value, Watched::Refused(_))))
-        .await
-        .unwrap()
-        .clone();
-    let Watched::Refused(refusal) = refused else {
-        panic!("{refused:?}")
-    };
-    assert_eq!(
-        refusal.to_string(),
-        "control plane refuses endpoints of web.shop:80 (InvalidArgument): scripted"
-    );
-    soon(watch.changed()).await.unwrap_err();
-    assert_eq!(script.requests.lock().len(), 2);
+async fn what_is_refused_is_asked_for_again_until_it_is_known() {
+    for code in [Code::InvalidArgument, Code::FailedPrecondition] {
+        let acts = [
+            Act::Refuse(Code::Unavailable),
+            Act::Refuse(code),
+            Act::Refuse(code),
+            Act::Send(vec![added(1)]),
+        ];
+        let (script, _server, channel) = scripted(acts).await;
+        let mut watch = endpoints(channel, StreamLimits::default());
+        let refused = soon(watch.wait_for(|value| matches!(value, Watched::Refused(_))))
+            .await
+            .unwrap()
+            .clone();
+        let Watched::Refused(refusal) = refused else {
+            panic!("{refused:?}")
+        };
+        assert_eq!(
+            refusal.to_string(),
+            format!("control plane refuses endpoints of web.shop:80 ({code:?}): scripted")
+        );
+        // The second refusal is the same, and wakes nobody.
+        soon(watch.changed()).await.unwrap();
+        assert_eq!(*watch.borrow(), Watched::Known((Position::First, 1)));
+        assert!(script.requests.lock().len() >= 4);
+    }
 }
 
 #[tokio::test]
-async fn a_final_answer_does_not_take_what_is_known() {
+async fn a_refusal_does_not_take_what_is_known() {
     let acts = [
         Act::Send(vec![added(1)]),
         Act::Refuse(Code::InvalidArgument),
@@ -541,8 +558,11 @@ async fn loopback_names_are_plaintext_and_tried_on_both_families() {
 
 #[tokio::test]
 async fn profiles_are_watched_in_scope_only() {
-    let (_script, _server, channel) = scripted([]).await;
-    let destinations = destinations(channel, StreamLimits::default(), BACKOFF);
+    let profile = proto::DestinationProfile {
+        fully_qualified_name: "web.shop".to_owned(),
+        ..Default::default()
+    };
+    let (_said, _server, destinations) = profiles_of(profile).await;
     let outside: Addr = "192.168.0.1:80".parse().unwrap();
     assert!(destinations.profile(&outside, |_| ()).is_none());
     let inside: Addr = "10.0.0.1:80".parse().unwrap();

@@ -1,4 +1,6 @@
 //! A server stream as a `watch` value: resumed for as long as somebody looks, never losing what was known.
+//!
+//! A refusal is no end: what the control plane refuses now it may answer later, so it is asked again, with a backoff.
 
 use std::future::Future;
 use std::time::Duration;
@@ -20,11 +22,11 @@ pub(crate) enum Watched<T> {
     Pending,
     /// The latest value; it stays when the control plane goes.
     Known(T),
-    /// The control plane will not answer this: the watch has ended.
+    /// The control plane does not answer this, as of now; it is asked again.
     Refused(Refusal),
 }
 
-/// A final answer in place of a value.
+/// An answer in place of a value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("control plane refuses {what} ({code:?}): {message}")]
 pub(crate) struct Refusal {
@@ -63,9 +65,9 @@ pub(crate) struct Terms {
     pub backoff: Backoff,
     /// Cuts the pause before the next stream short.
     pub retry: RetrySignal,
-    /// Answers that end the watch, as long as nothing is known. Later they are errors like any other: what is known is
+    /// Errors that are answers, as long as nothing is known. Later they are errors like any other: what is known is
     /// better than a control plane that has forgotten it.
-    pub finals: &'static [Code],
+    pub refusals: &'static [Code],
 }
 
 /// Watches the stream that `open` opens, on `runtime`, until the last receiver is dropped.
@@ -86,7 +88,7 @@ where
     let (sender, receiver) = watch::channel(Watched::Pending);
     runtime.spawn(async move {
         let resuming = async {
-            let mut delays = terms.backoff.steps();
+            let (mut delays, mut delays_of_refused) = (terms.backoff.steps(), REFUSED_BACKOFF.steps());
             loop {
                 terms.channel.connected().await;
                 let mut position = Position::First;
@@ -98,15 +100,19 @@ where
                 let ended = ended.await;
                 if position == Position::Later {
                     delays.reset();
+                    delays_of_refused.reset();
                 }
-                if let Some(refusal) = refusal(&terms, &ended)
-                    && !matches!(*sender.borrow(), Watched::Known(_))
-                {
-                    debug!(%refusal, "watch ended");
-                    sender.send_replace(Watched::Refused(refusal));
-                    return;
-                }
-                let delay = delays.next_delay();
+                let delay = match refusal(&terms, &ended) {
+                    None => delays.next_delay(),
+                    Some(refusal) => {
+                        let is_transient = refusal.code == Code::FailedPrecondition;
+                        refuse(&sender, refusal);
+                        match is_transient {
+                            true => delays.next_delay(),
+                            false => delays_of_refused.next_delay(),
+                        }
+                    }
+                };
                 ended.log(&terms.what, delay);
                 terms.retry.pause(delay).await;
             }
@@ -118,6 +124,21 @@ where
         }
     });
     receiver
+}
+
+/// Publishes a refusal where nothing is known, and wakes nobody for one that is known already.
+fn refuse<T>(sender: &watch::Sender<Watched<T>>, refusal: Refusal) {
+    sender.send_if_modified(|watched| {
+        let is_new = match watched {
+            Watched::Pending => true,
+            Watched::Known(_) => false,
+            Watched::Refused(known) => *known != refusal,
+        };
+        if is_new {
+            *watched = Watched::Refused(refusal);
+        }
+        is_new
+    });
 }
 
 /// How a stream ended.
@@ -170,7 +191,7 @@ fn earliest(one: Option<Instant>, other: Option<Instant>) -> Option<Instant> {
 
 fn refusal(terms: &Terms, ended: &End) -> Option<Refusal> {
     match ended {
-        End::Failed(status) if terms.finals.contains(&status.code()) => Some(Refusal {
+        End::Failed(status) if terms.refusals.contains(&status.code()) => Some(Refusal {
             what: terms.what.clone(),
             code: status.code(),
             message: status.message().to_owned(),
@@ -189,3 +210,11 @@ impl End {
         }
     }
 }
+
+/// Between requests for what the control plane refuses. What does not exist may be created at any time; what cannot be said as
+/// things are (`FAILED_PRECONDITION`) is asked for at the pace of other failures.
+const REFUSED_BACKOFF: Backoff = Backoff {
+    min: Duration::from_millis(500),
+    max: Duration::from_secs(30),
+    jitter: 0.5,
+};

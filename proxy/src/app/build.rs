@@ -28,7 +28,7 @@ use crate::{
         policy::{Current, Defaults, Ports, UnknownPolicy},
         profiles::{self, Profiles},
     },
-    metrics::{failures::Failures, hosts::Hosts, http as http_metrics},
+    metrics::{failures::Failures, hosts::Hosts, http as http_metrics, unreadable},
     net::{
         connect::{self, SocketOptions},
         counts,
@@ -162,6 +162,7 @@ impl Parts<'_> {
             tracer: self.tracers[1].clone(),
             mode,
         };
+        let unreadable = unreadable::Families::new(registry);
         let factory = Factory {
             common: Arc::new(common),
             destinations: self.control.destinations.clone(),
@@ -169,6 +170,7 @@ impl Parts<'_> {
                 Balancing::PeakEwma => Strategy::PeakEwma,
                 Balancing::RoundRobin => Strategy::RoundRobin,
             },
+            unreadable: unreadable.clone(),
             balanced: Mutex::default(),
             forwards: Mutex::default(),
         };
@@ -181,6 +183,7 @@ impl Parts<'_> {
             policies: self.control.policies.clone(),
             resolver: self.control.resolver.clone(),
             factory,
+            unreadable,
             forward: ForwardParams {
                 detect_timeout: direction.accept.detect_timeout,
                 queue,

@@ -24,7 +24,10 @@ use crate::{
         classify::{self, Classified},
         error::Error,
     },
-    metrics::http::{self as http_metrics, Series},
+    metrics::{
+        http::{self as http_metrics, Series},
+        unreadable::{self, Message},
+    },
     policy::{
         decode,
         matches::Head,
@@ -36,6 +39,7 @@ use crate::{
 pub(crate) struct Profiles {
     destinations: Destinations,
     families: http_metrics::Families,
+    unreadable: unreadable::Families,
     terms: Terms,
     /// Where what is unused is forgotten.
     runtime: Handle,
@@ -88,6 +92,7 @@ impl Profiles {
         Arc::new(Self {
             destinations,
             families: http_metrics::Families::with_prefix(registry, "route_"),
+            unreadable: unreadable::Families::new(registry),
             terms,
             runtime,
             known: Mutex::default(),
@@ -125,8 +130,14 @@ impl Profiles {
 
     fn ask(&self, name: NameAddr) -> Option<watch::Receiver<Watched<Arc<Routes>>>> {
         let (families, dst) = (self.families.clone(), name.to_string());
+        let mut reporter = self.unreadable.reporter(Message::Profile, dst.clone());
+        let mut last = Arc::new(Routes::new(&families, &dst, Profile::default()));
         self.destinations.profile(&Addr::Name(name), move |message| {
-            Arc::new(Routes::new(&families, &dst, decode::profile::profile(message)))
+            match decode::profile::profile(message) {
+                Ok(profile) => last = Arc::new(Routes::new(&families, &dst, profile)),
+                Err(error) => drop(reporter.report(&error)),
+            }
+            last.clone()
         })
     }
 }

@@ -6,3 +6,4 @@ pub(crate) mod hosts;
 pub(crate) mod http;
 mod known;
 pub(crate) mod routes;
+pub(crate) mod unreadable;

@@ -23,7 +23,10 @@ use crate::{
         weighted::{self, Weights},
     },
     http::error::{Error, Unready},
-    metrics::balancers::{self, Op},
+    metrics::{
+        balancers::{self, Op},
+        unreadable::{self, Message},
+    },
     outbound::{
         endpoint::{Common, Endpoint},
         metrics::{BackendSeries, connections::Protocol},
@@ -88,6 +91,8 @@ pub(crate) struct Factory {
     pub(crate) common: Arc<Common>,
     pub(crate) destinations: Destinations,
     pub(crate) strategy: Strategy,
+    /// Where endpoints are counted that cannot be read.
+    pub(crate) unreadable: unreadable::Families,
     pub(crate) balanced: Mutex<HashMap<Arc<str>, Vec<Weak<Balanced>>>>,
     pub(crate) forwards: Mutex<Forwards>,
 }
@@ -223,11 +228,13 @@ impl Factory {
         let balancer = Arc::new(Balancer::new(self.strategy, params.queue));
         let (common, authority, fed) = (self.common.clone(), path.clone(), balancer.clone());
         let mut endpoints = Endpoints::default();
+        let mut reporter = self.unreadable.reporter(Message::Endpoint, path.to_string());
         let followed = self.destinations.endpoints(path, move |position, update| {
             if position == Position::First {
                 endpoints.resync();
             }
-            let changed = decode::endpoint::endpoint_update(update).map(|update| {
+            let left_out = |error| drop(reporter.report(&error));
+            let changed = decode::endpoint::endpoint_update(update, left_out).map(|update| {
                 fed.told(match update {
                     EndpointUpdate::Add(_) if position != Position::First => Op::Add,
                     EndpointUpdate::Remove(_) => Op::Remove,
@@ -243,7 +250,7 @@ impl Factory {
             match changed {
                 Ok(Some(discovered)) => fed.update(discovered),
                 Ok(None) => {}
-                Err(error) => tracing::warn!(service = %authority, %error, "endpoints cannot be understood"),
+                Err(error) => drop(reporter.report(&error)),
             }
         });
         Balanced {

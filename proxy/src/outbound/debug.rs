@@ -23,8 +23,11 @@ pub(crate) struct Shown {
     /// Absent while the control plane has not answered.
     policy: Option<String>,
     protocol: Option<&'static str>,
+    /// Why the last policy that came could not be read; the one before it holds.
+    policy_error: Option<String>,
     /// The ServiceProfile of the service, or what else the control plane knows it as.
     profile: Option<Arc<str>>,
+    profile_error: Option<String>,
     /// Those of the policy, or the number of a ServiceProfile's.
     routes: Vec<String>,
     idle_seconds: u64,
@@ -83,6 +86,8 @@ impl Shown {
         Self {
             address: destination.target.to_string(),
             policy: snapshot.map(|snapshot| snapshot.policy.meta.to_string()),
+            policy_error: destination.unread.policy.lock().clone(),
+            profile_error: destination.unread.profile.lock().clone(),
             protocol: snapshot.map(|snapshot| snapshot.plan.protocol().name()),
             profile: snapshot.and_then(|snapshot| snapshot.profile.as_ref()?.name.clone()),
             idle_seconds: idle.as_secs(),

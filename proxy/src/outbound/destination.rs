@@ -45,12 +45,20 @@ pub(crate) struct Destination {
     /// Whether there is one.
     pub(super) known: watch::Sender<bool>,
     pub(super) learned: Learned,
+    pub(super) unread: Arc<Unread>,
     /// Addresses of a name that is of no service.
     pub(super) resolved: Resolved,
     /// Connections of applications, from the first on.
     pub(super) counts: OnceLock<Arc<Counts>>,
     /// When a connection last came, or was last seen.
     pub(super) used_at: Mutex<Instant>,
+}
+
+/// Why the last policy and the last profile that came cannot be read, where that is so.
+#[derive(Debug, Default)]
+pub(super) struct Unread {
+    pub(super) policy: Mutex<Option<String>>,
+    pub(super) profile: Mutex<Option<String>>,
 }
 
 /// What holds for a destination at a time.
@@ -116,6 +124,7 @@ impl Destination {
             snapshot: OnceLock::new(),
             known: watch::Sender::new(false),
             learned: Learned::default(),
+            unread: Arc::default(),
             resolved: Resolved::default(),
             counts: OnceLock::new(),
             used_at: Mutex::new(Instant::now()),

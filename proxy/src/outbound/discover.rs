@@ -14,6 +14,7 @@ use crate::{
         watch::{Refusal, Watched},
     },
     http::error::Error,
+    metrics::unreadable::{self, Message},
     outbound::{
         backend::Factory,
         destination::{self, Destination, Snapshot},
@@ -33,6 +34,8 @@ pub(crate) struct Discover {
     pub(crate) policies: Policies,
     pub(crate) resolver: Resolver,
     pub(crate) factory: Factory,
+    /// Where updates are counted that cannot be read.
+    pub(crate) unreadable: unreadable::Families,
     pub(crate) forward: ForwardParams,
     /// How long a target stays known that nobody uses.
     pub(crate) idle: Duration,
@@ -104,18 +107,8 @@ const MAX_KNOWN: usize = 4096;
 
 /// Keeps a destination's plan up to date until nobody has used it for a while.
 async fn follow(discover: Arc<Discover>, destination: Arc<Destination>) {
-    let target = &destination.target;
-    let mut profile = discover.destinations.profile(target, decode::profile::profile);
-    let timeout = discover.forward.detect_timeout;
-    let ask = || {
-        discover.policies.outbound(target, move |policy| {
-            decode::outbound::client_policy(policy).unwrap_or_else(|error| {
-                tracing::warn!(%error, "policy of a destination cannot be understood, nothing is sent there");
-                ClientPolicy::invalid(timeout)
-            })
-        })
-    };
-    let mut policy = ask();
+    let mut profile = watch_profile(&discover.destinations, &discover.unreadable, &destination);
+    let mut policy = watch_policy(&discover, &destination);
     loop {
         let unknown = matches!(&*policy.borrow(), Watched::Refused(refusal) if unknown_there(refusal));
         if let Some(snapshot) = snapshot(&discover, &destination, profile.as_ref(), &policy) {
@@ -132,45 +125,85 @@ async fn follow(discover: Arc<Discover>, destination: Arc<Destination>) {
         };
         let policy_changed = async {
             if policy.changed().await.is_err() {
-                std::future::pending::<()>().await; // refused; the profile may still change
-            }
-        };
-        // What is unknown may be created at any time, or the control plane has only not heard of it yet. Until it answers,
-        // the plan stays.
-        let asked_again = async {
-            match unknown {
-                true => tokio::time::sleep(UNKNOWN_FOR).await,
-                false => std::future::pending().await,
+                std::future::pending::<()>().await;
             }
         };
         tokio::select! {
             () = profile_changed => {
                 if unknown {
-                    policy = ask();
+                    // What appears there is known sooner than the policy is asked for again. Until it is, the plan stays.
+                    policy = watch_policy(&discover, &destination);
                 }
             }
             () = policy_changed => {}
-            () = asked_again => policy = ask(),
             () = unused(&discover, &destination) => return,
         }
     }
 }
 
-/// How long a destination is believed to be unknown to the control plane.
-const UNKNOWN_FOR: Duration = Duration::from_secs(5);
+/// The profile of a destination; `None` for one that cannot be read and comes after none that could.
+type WatchedProfile = watch::Receiver<Watched<Option<Profile>>>;
+
+fn watch_profile(
+    destinations: &Destinations,
+    unreadable: &unreadable::Families,
+    destination: &Destination,
+) -> Option<WatchedProfile> {
+    let target = &destination.target;
+    let mut reporter = unreadable.reporter(Message::Profile, target.to_string());
+    let (unread, mut last) = (destination.unread.clone(), None);
+    destinations.profile(target, move |message| {
+        match decode::profile::profile(message) {
+            Ok(profile) => {
+                *unread.profile.lock() = None;
+                last = Some(profile);
+            }
+            Err(error) => *unread.profile.lock() = Some(reporter.report(&error)),
+        }
+        last.clone()
+    })
+}
+
+/// The policy of a destination; where none could be read, the one that refuses everything.
+fn watch_policy(discover: &Discover, destination: &Destination) -> watch::Receiver<Watched<ClientPolicy>> {
+    let (target, timeout) = (&destination.target, discover.forward.detect_timeout);
+    let mut reporter = discover
+        .unreadable
+        .reporter(Message::OutboundPolicy, target.to_string());
+    let (unread, mut last) = (destination.unread.clone(), ClientPolicy::invalid(timeout));
+    discover.policies.outbound(target, move |message| {
+        match decode::outbound::client_policy(message) {
+            Ok(policy) => {
+                *unread.policy.lock() = None;
+                last = policy;
+            }
+            Err(error) => *unread.policy.lock() = Some(reporter.report(&error)),
+        }
+        last.clone()
+    })
+}
 
 /// What follows from what has been said so far; nothing while an answer is outstanding.
 fn snapshot(
     discover: &Discover,
     destination: &Destination,
-    profile: Option<&watch::Receiver<Watched<Profile>>>,
+    profile: Option<&WatchedProfile>,
     policy: &watch::Receiver<Watched<ClientPolicy>>,
 ) -> Option<Snapshot> {
     let profile = profile.map(|profile| profile.borrow());
+    let mut is_ambiguous = false;
     let profile = match profile.as_deref() {
         Some(Watched::Pending) => return None,
-        Some(Watched::Known(profile)) => Some(profile),
-        Some(Watched::Refused(_)) | None => None,
+        Some(Watched::Known(Some(profile))) => Some(profile),
+        Some(Watched::Known(None)) => {
+            let invalid = ClientPolicy::invalid(discover.forward.detect_timeout);
+            return Some(compiled(discover, destination, invalid, None));
+        }
+        Some(Watched::Refused(refusal)) => {
+            is_ambiguous = refusal.code == tonic::Code::FailedPrecondition;
+            None
+        }
+        None => None,
     };
     let policy = policy.borrow();
     let target = &destination.target;
@@ -180,6 +213,9 @@ fn snapshot(
     let policy = match &*policy {
         Watched::Pending => return None,
         Watched::Known(policy) => policy.clone(),
+        // Several workloads have the address, for as long as the control plane has not heard that one is gone. To whom
+        // connections lead must not be guessed: whoever it is may want mTLS.
+        Watched::Refused(refusal) if unknown_there(refusal) && is_ambiguous => return None,
         // Names come from clients: what is no name of a service is unknown, and not worth a warning.
         Watched::Refused(refusal) if unknown_there(refusal) || matches!(target, Addr::Name(_)) => {
             match (profile.and_then(|profile| profile.endpoint.clone()), target) {
@@ -196,15 +232,24 @@ fn snapshot(
             ClientPolicy::invalid(discover.forward.detect_timeout)
         }
     };
-    let compiled = destination::compile(
+    let compiled = compiled(discover, destination, policy, profile);
+    Some(Snapshot { is_foreign, ..compiled })
+}
+
+fn compiled(
+    discover: &Discover,
+    destination: &Destination,
+    policy: ClientPolicy,
+    profile: Option<&Profile>,
+) -> Snapshot {
+    destination::compile(
         &discover.factory,
         policy,
         profile,
         discover.forward.queue,
-        target,
+        &destination.target,
         destination.known_snapshot().as_deref(),
-    );
-    Some(Snapshot { is_foreign, ..compiled })
+    )
 }
 
 /// Whether the control plane has no policy for a destination, so that traffic goes where it was dialled.
@@ -231,5 +276,65 @@ async fn unused(discover: &Discover, destination: &Arc<Destination>) {
             known.remove(&destination.target);
             return;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tulle_core::metrics::Registry;
+    use tulle_proto::destination::{DestinationProfile, WeightedDst};
+
+    use super::*;
+    use crate::api::tests::{profiles_of, soon};
+
+    fn named(name: &str, authority: &str) -> DestinationProfile {
+        DestinationProfile {
+            fully_qualified_name: name.to_owned(),
+            dst_overrides: vec![WeightedDst {
+                authority: authority.to_owned(),
+                weight: 1,
+                ..Default::default()
+            }],
+            ..Default::default()
+        }
+    }
+
+    #[tokio::test]
+    async fn the_last_profile_that_could_be_read_stays() {
+        let (good, bad) = (|name| named(name, "other.test:80"), |name| named(name, "no name"));
+        let (said, _server, destinations) = profiles_of(bad("zero")).await;
+        let registry = Registry::new();
+        let destination = Destination::new("10.0.0.1:80".parse().unwrap());
+        let unreadable = unreadable::Families::new(&registry);
+        let mut watched = watch_profile(&destinations, &unreadable, &destination).unwrap();
+        let n_unreadable = || {
+            registry
+                .render()
+                .contains("tulle_unreadable_updates_total{kind=\"profile\"} 2")
+        };
+        let mut becomes = async |expected: Option<&str>| {
+            soon(watched.wait_for(|known| {
+                let Watched::Known(known) = known else { return false };
+                known.as_ref().map(|known| known.name.as_deref().unwrap()) == expected
+            }))
+            .await
+            .unwrap();
+        };
+        becomes(None).await; // there was none before it
+        assert!(destination.unread.profile.lock().as_ref().unwrap().contains("no name"));
+        said.send_replace(good("one"));
+        becomes(Some("one")).await;
+        assert_eq!(*destination.unread.profile.lock(), None);
+        said.send_replace(bad("two"));
+        soon(async {
+            while !n_unreadable() {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
+        becomes(Some("one")).await;
+        assert!(destination.unread.profile.lock().is_some());
+        said.send_replace(good("three"));
+        becomes(Some("three")).await;
     }
 }

@@ -22,7 +22,7 @@ async fn page(mesh: &Mesh, workload: &str, from: Ipv4Addr, path: &str, accept: &
     client.ask(req.body(empty()).unwrap()).await.unwrap()
 }
 
-async fn json(mesh: &Mesh, workload: &str, path: &str) -> Value {
+pub(crate) async fn json(mesh: &Mesh, workload: &str, path: &str) -> Value {
     let answer = page(mesh, workload, Ipv4Addr::LOCALHOST, path, "application/json").await;
     assert_eq!(
         (answer.status.as_u16(), answer.header("content-type")),

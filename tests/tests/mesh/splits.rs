@@ -370,3 +370,22 @@ fn a_client_that_leaves_before_its_answer_is_counted_by_its_profile() {
         assert_eq!(counted("route_actual_response_total", &left).await, 1.0);
     });
 }
+
+#[test]
+fn services_of_a_split_are_found_however_their_names_are_written() {
+    for authority in [
+        "canary.shop.svc.cluster.local",
+        "canary.shop.svc.cluster.local.",
+        "canary.shop.svc",
+        "canary.shop",
+    ] {
+        let spec = format!("  dstOverrides: [{{authority: '{authority}:{HTTP}', weight: 1}}]\n");
+        split(&spec, async |mesh: &Mesh, [web, canary, _]: [Server; 3], _| {
+            for _ in 0..5 {
+                let answer = client(mesh).await.ask(request("/")).await.unwrap();
+                assert_eq!(answer.status, 200, "{authority}: {}", answer.text());
+            }
+            assert_eq!((web.asked(), canary.asked()), (0, 5), "{authority}");
+        });
+    }
+}

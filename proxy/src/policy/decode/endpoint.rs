@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::num::NonZeroU16;
 
-use tracing::warn;
+use tulle_core::addr;
 use tulle_core::identity::Identity;
 use tulle_proto::destination as proto;
 use tulle_proto::net::TcpAddress;
@@ -14,20 +14,29 @@ use crate::policy::endpoint::{
     EndpointSpec, EndpointTls, EndpointUpdate, FRAME_SIZES, Http2Params, KeepAlive, Locality, MAX_WINDOW, ProtocolHint,
 };
 
-/// Reads a change to a set of endpoints; those that nobody could dial are left out.
+/// Reads a change to a set of endpoints; those that cannot be read are left out, and `left_out` is told why.
 ///
 /// # Errors
 /// The message says nothing, or nothing that we know.
-pub(crate) fn endpoint_update(message: proto::Update) -> Result<EndpointUpdate, DecodeError> {
+pub(crate) fn endpoint_update(
+    message: proto::Update,
+    mut left_out: impl FnMut(DecodeError),
+) -> Result<EndpointUpdate, DecodeError> {
     match message.update.ok_or(DecodeError::Missing("update"))? {
         proto::update::Update::Add(set) => {
-            let decode = |addr| match endpoint(addr, &set.metric_labels) {
-                Ok(spec) => Some(spec),
-                Err(error) => {
-                    warn!(%error, "endpoint left out");
-                    None
+            let decode = |message| {
+                let spec = endpoint(message, &set.metric_labels)?;
+                match addr::is_link_local(spec.addr.ip()) {
+                    // Whoever may write down endpoints leads others to these.
+                    true => Err(DecodeError::invalid(
+                        ADDRESS,
+                        spec.addr,
+                        "an address that is not of a link alone",
+                    )),
+                    false => Ok(spec),
                 }
             };
+            let decode = |message| decode(message).map_err(&mut left_out).ok();
             Ok(EndpointUpdate::Add(set.addrs.into_iter().filter_map(decode).collect()))
         }
         proto::update::Update::Remove(set) => {
@@ -35,7 +44,7 @@ pub(crate) fn endpoint_update(message: proto::Update) -> Result<EndpointUpdate, 
             Ok(EndpointUpdate::Remove(
                 set.addrs
                     .into_iter()
-                    .filter_map(|message| addr(Some(message)).ok())
+                    .filter_map(|message| socket_addr(Some(message)).ok())
                     .collect(),
             ))
         }
@@ -46,7 +55,8 @@ pub(crate) fn endpoint_update(message: proto::Update) -> Result<EndpointUpdate, 
 /// Reads one endpoint; `set_labels` are those of all endpoints it came with.
 ///
 /// # Errors
-/// Its address is missing or cannot be dialled.
+/// Its address is missing or cannot be dialled, or it has an identity or a name that cannot be read: it is not to be reached
+/// without.
 pub(super) fn endpoint(
     message: proto::WeightedAddr,
     set_labels: &BTreeMap<String, String>,
@@ -74,43 +84,47 @@ pub(super) fn endpoint(
         None => (ProtocolHint::Unknown, None),
     };
     let authority = message.authority_override.map(|message| message.authority_override);
+    let authority = authority.filter(|authority| !authority.is_empty()).map(|authority| {
+        let parsed = authority.parse();
+        parsed.map_err(|_| DecodeError::invalid("authority of an endpoint", authority, "<name>:<port>"))
+    });
     Ok(EndpointSpec {
-        addr: addr(message.addr)?,
+        addr: socket_addr(message.addr)?,
         weight: message.weight,
         labels,
-        tls: message.tls_identity.and_then(tls),
+        tls: message.tls_identity.map(tls).transpose()?,
         hint,
         opaque_transport,
-        authority_override: authority.and_then(|authority| authority.parse().ok()),
+        authority_override: authority.transpose()?,
         http2: message.http2.map(http2_params).unwrap_or_default(),
         locality,
         resource: client_meta(message.resource_ref).ok(),
     })
 }
 
-fn addr(message: Option<TcpAddress>) -> Result<SocketAddr, DecodeError> {
-    let message = message.ok_or(DecodeError::Missing("address of an endpoint"))?;
-    let addr: SocketAddr = message.try_into().map_err(|source| DecodeError::Convert {
-        field: "address of an endpoint",
-        source,
-    })?;
+const ADDRESS: &str = "address of an endpoint";
+
+fn socket_addr(message: Option<TcpAddress>) -> Result<SocketAddr, DecodeError> {
+    let message = message.ok_or(DecodeError::Missing(ADDRESS))?;
+    let addr: SocketAddr = message
+        .try_into()
+        .map_err(|source| DecodeError::Convert { field: ADDRESS, source })?;
     if addr.port() == 0 {
-        return Err(DecodeError::invalid(
-            "address of an endpoint",
-            addr,
-            "a port from 1 to 65535",
-        ));
+        return Err(DecodeError::invalid(ADDRESS, addr, "a port from 1 to 65535"));
     }
     Ok(addr)
 }
 
-/// `None` where no peer could prove to be the one that is named: then it is not meshed.
-fn tls(message: proto::TlsIdentity) -> Option<EndpointTls> {
+/// # Errors
+/// No peer could prove to be the one that is named. In plaintext we would send it what is meant for that one alone.
+fn tls(message: proto::TlsIdentity) -> Result<EndpointTls, DecodeError> {
+    const IDENTITY: &str = "identity of an endpoint";
+    const SERVER_NAME: &str = "server name of an endpoint";
     let server_name = message.server_name.map(|name| name.name);
-    let (identity, server_name) = match message.strategy? {
+    let (identity, server_name) = match message.strategy.ok_or(DecodeError::Missing(IDENTITY))? {
         proto::tls_identity::Strategy::DnsLikeIdentity(dns) => {
             let Ok(identity @ Identity::Dns(_)) = dns.name.parse() else {
-                return None;
+                return Err(DecodeError::invalid(IDENTITY, dns.name, "a DNS name"));
             };
             let server_name = server_name.unwrap_or(dns.name);
             (identity, server_name)
@@ -118,14 +132,18 @@ fn tls(message: proto::TlsIdentity) -> Option<EndpointTls> {
         // A URI is no server name, so one has to be told.
         proto::tls_identity::Strategy::UriLikeIdentity(uri) => {
             let Ok(identity @ Identity::Uri(_)) = uri.uri.parse() else {
-                return None;
+                return Err(DecodeError::invalid(
+                    IDENTITY,
+                    uri.uri,
+                    "a URI, such as spiffe://domain/path",
+                ));
             };
-            (identity, server_name?)
+            (identity, server_name.ok_or(DecodeError::Missing(SERVER_NAME))?)
         }
     };
     match server_name.parse() {
-        Ok(Identity::Dns(server_name)) => Some(EndpointTls { identity, server_name }),
-        _ => None,
+        Ok(Identity::Dns(server_name)) => Ok(EndpointTls { identity, server_name }),
+        _ => Err(DecodeError::invalid(SERVER_NAME, server_name, "a DNS name")),
     }
 }
 
@@ -204,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn identities_need_a_server_name_and_what_is_no_identity_is_not_meshed() {
+    fn identities_need_a_server_name_and_an_endpoint_whose_identity_cannot_be_read_is_none() {
         let dns = |name: &str| Strategy::DnsLikeIdentity(DnsLikeIdentity { name: name.into() });
         let uri = |uri: &str| Strategy::UriLikeIdentity(UriLikeIdentity { uri: uri.into() });
         for (strategy, server_name, expected) in [
@@ -225,7 +243,11 @@ mod tests {
         ] {
             let server_name = server_name.map(|name: &str| DnsLikeIdentity { name: name.into() });
             let message = proto::TlsIdentity { server_name, strategy };
-            let found = read(|addr| addr.tls_identity = Some(message.clone())).tls;
+            let found = endpoint(
+                weighted(|addr| addr.tls_identity = Some(message.clone())),
+                &BTreeMap::new(),
+            );
+            let found = found.ok().map(|spec| spec.tls.expect("an identity"));
             let found = found.as_ref().map(|tls| (tls.identity.as_str(), &*tls.server_name));
             assert_eq!(found, expected, "{message:?}");
         }
@@ -319,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn one_bad_address_does_not_take_the_others_along() {
+    fn one_bad_endpoint_does_not_take_the_others_along() {
         let bad = [
             None,
             Some(TcpAddress { ip: None, port: 80 }),
@@ -328,6 +350,7 @@ mod tests {
                 ..address(80)
             }),
             Some(address(0)),
+            Some(SocketAddr::from(([169, 254, 169, 254], 80)).into()),
         ];
         let mut addrs: Vec<_> = bad
             .into_iter()
@@ -336,6 +359,12 @@ mod tests {
                 ..weighted(|_| ())
             })
             .collect();
+        addrs.push(weighted(|addr| addr.tls_identity = Some(proto::TlsIdentity::default())));
+        addrs.push(weighted(|addr| {
+            addr.authority_override = Some(proto::AuthorityOverride {
+                authority_override: "no name".into(),
+            });
+        }));
         addrs.push(weighted(|_| ()));
         let set = proto::WeightedAddrSet {
             addrs,
@@ -344,9 +373,11 @@ mod tests {
         let update = proto::Update {
             update: Some(proto::update::Update::Add(set)),
         };
-        let Ok(EndpointUpdate::Add(specs)) = endpoint_update(update) else {
+        let mut reasons = Vec::new();
+        let Ok(EndpointUpdate::Add(specs)) = endpoint_update(update, |error| reasons.push(error.to_string())) else {
             panic!()
         };
+        assert_eq!(reasons.len(), 7, "{reasons:?}");
         assert_eq!(specs.iter().map(|spec| spec.addr.port()).collect::<Vec<_>>(), [80]);
     }
 
@@ -359,14 +390,14 @@ mod tests {
             update: Some(proto::update::Update::Remove(set)),
         };
         assert_eq!(
-            endpoint_update(update).unwrap(),
+            endpoint_update(update, |_| ()).unwrap(),
             EndpointUpdate::Remove(vec![([10, 0, 0, 1], 80).into()])
         );
         for exists in [true, false] {
             let none = proto::update::Update::NoEndpoints(proto::NoEndpoints { exists });
             let update = proto::Update { update: Some(none) };
-            assert_eq!(endpoint_update(update).unwrap(), EndpointUpdate::NoEndpoints);
+            assert_eq!(endpoint_update(update, |_| ()).unwrap(), EndpointUpdate::NoEndpoints);
         }
-        assert!(endpoint_update(proto::Update { update: None }).is_err());
+        assert!(endpoint_update(proto::Update { update: None }, |_| ()).is_err());
     }
 }

@@ -1,8 +1,8 @@
 //! Messages of the control plane, checked and turned into policies.
 //!
 //! What lacks something that we need, or says what cannot be meant, is refused as a whole and the reason told: half a
-//! policy could permit what the whole one forbids. Endpoints and profiles are lists of hints, so there one bad entry is
-//! left out and the others count.
+//! policy could permit what the whole one forbids, and half a profile could send elsewhere. Of endpoints a bad one is left out and
+//! reported, and the others count.
 //! Fields and variants that we do not know are passed over, except where passing over would permit something.
 
 pub(crate) mod endpoint;

@@ -2,9 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
-use tracing::warn;
+use tulle_core::addr::NameAddr;
 use tulle_proto::destination as proto;
 
 use crate::policy::decode::endpoint::endpoint;
@@ -13,49 +12,37 @@ use crate::policy::profile::{
     Class, Profile, ProfileRoute, RequestCondition, ResponseClass, ResponseCondition, RetryBudget, WeightedDestination,
 };
 
-/// Reads a profile; routes, destinations and budgets that cannot be meant are left out.
-pub(crate) fn profile(message: proto::DestinationProfile) -> Profile {
-    Profile {
-        name: Some(message.fully_qualified_name)
-            .filter(|name| !name.is_empty())
-            .map(Arc::from),
+/// Reads a profile.
+///
+/// # Errors
+/// A part of it cannot be meant; then nothing of the message counts.
+pub(crate) fn profile(message: proto::DestinationProfile) -> Result<Profile, DecodeError> {
+    let name = Some(message.fully_qualified_name).filter(|name| !name.is_empty());
+    let overrides = message.dst_overrides.into_iter().filter(|dst| dst.weight > 0);
+    let overrides = overrides.map(|dst| destination(dst, name.as_deref()));
+    let endpoint_message = message
+        .endpoint
+        .filter(|endpoint| *endpoint != proto::WeightedAddr::default());
+    Ok(Profile {
         is_opaque: message.opaque_protocol,
-        routes: message
-            .routes
-            .into_iter()
-            .filter_map(|message| kept("route", route(message)))
-            .collect(),
-        retry_budget: message
-            .retry_budget
-            .and_then(|message| kept("retry budget", retry_budget(&message))),
-        overrides: message
-            .dst_overrides
-            .into_iter()
-            .filter(|destination| destination.weight > 0)
-            .filter_map(|message| kept("destination", destination(message)))
-            .collect(),
-        endpoint: message
-            .endpoint
-            .and_then(|message| kept("endpoint", endpoint(message, &BTreeMap::new())))
+        routes: message.routes.into_iter().map(route).collect::<Result<_, _>>()?,
+        retry_budget: message.retry_budget.map(|budget| retry_budget(&budget)).transpose()?,
+        overrides: overrides.collect::<Result<_, _>>()?,
+        endpoint: endpoint_message
+            .map(|message| endpoint(message, &BTreeMap::new()))
+            .transpose()?
             .map(Arc::new),
         parent: client_meta(message.parent_ref).ok(),
         resource: client_meta(message.profile_ref).ok(),
-    }
-}
-
-fn kept<T>(what: &'static str, decoded: Result<T, DecodeError>) -> Option<T> {
-    decoded
-        .inspect_err(|error| warn!(%error, what, "part of a profile left out"))
-        .ok()
+        name: name.map(Arc::from),
+    })
 }
 
 fn route(message: proto::Route) -> Result<ProfileRoute, DecodeError> {
     let classes = message.response_classes.into_iter();
     Ok(ProfileRoute {
         condition: request_condition(message.condition.ok_or(DecodeError::Missing("condition"))?)?,
-        response_classes: classes
-            .filter_map(|message| kept("response class", response_class(message)))
-            .collect(),
+        response_classes: classes.map(response_class).collect::<Result<_, _>>()?,
         labels: message.metrics_labels,
         is_retryable: message.is_retryable,
         timeout: optional_duration("timeout", message.timeout)?.filter(|timeout| !timeout.is_zero()),
@@ -111,46 +98,66 @@ fn response_condition(message: proto::ResponseMatch) -> Result<ResponseCondition
 }
 
 fn retry_budget(message: &proto::RetryBudget) -> Result<RetryBudget, DecodeError> {
-    let ttl = duration("ttl of a retry budget", message.ttl)?;
-    if !(MIN_TTL..=MAX_TTL).contains(&ttl) {
-        return Err(DecodeError::invalid(
-            "ttl of a retry budget",
-            format!("{ttl:?}"),
-            "1 to 60 seconds",
-        ));
-    }
-    if !(0.0..=MAX_RATIO).contains(&message.retry_ratio) {
+    if !(0.0..=f32::MAX).contains(&message.retry_ratio) {
         return Err(DecodeError::invalid(
             "ratio of a retry budget",
             message.retry_ratio,
-            "0 to 1000",
+            "0 or more",
         ));
     }
     Ok(RetryBudget {
         ratio: message.retry_ratio,
         min_per_second: message.min_retries_per_second,
-        ttl,
+        ttl: duration("ttl of a retry budget", message.ttl)?,
     })
 }
 
-fn destination(message: proto::WeightedDst) -> Result<WeightedDestination, DecodeError> {
-    let destination = message
+/// `service` is whose profile it is.
+fn destination(message: proto::WeightedDst, service: Option<&str>) -> Result<WeightedDestination, DecodeError> {
+    let destination: NameAddr = message
         .authority
         .parse()
         .map_err(|_| DecodeError::invalid("authority of a destination", &message.authority, "<name>:<port>"))?;
     Ok(WeightedDestination {
-        destination,
+        destination: fully_qualified(destination, service),
         weight: message.weight,
         backend: client_meta(message.backend_ref).ok(),
     })
 }
 
-const MIN_TTL: Duration = Duration::from_secs(1);
-const MAX_TTL: Duration = Duration::from_secs(60);
-const MAX_RATIO: f32 = 1000.0;
+/// The name of a service as the control plane resolves it. One that is written short, `web.shop` or `web.shop.svc`, is in the
+/// cluster of the profile's own service; a final dot says only that nothing is missing.
+fn fully_qualified(destination: NameAddr, service: Option<&str>) -> NameAddr {
+    let NameAddr { name, port } = &destination;
+    if let Some(absolute) = name.strip_suffix('.') {
+        return NameAddr {
+            name: absolute.into(),
+            port: *port,
+        };
+    }
+    // `svc.cluster.local`, of `web.shop.svc.cluster.local`.
+    let zone = service.and_then(|service| service.trim_end_matches('.').splitn(3, '.').nth(2));
+    let (Some(zone), n_labels) = (zone, name.split('.').count()) else {
+        return destination;
+    };
+    let missing = match zone.split_once('.') {
+        _ if n_labels == 2 => Some(zone),
+        Some((first, rest)) if n_labels == 3 && name.rsplit('.').next() == Some(first) => Some(rest),
+        _ => None,
+    };
+    match missing {
+        Some(missing) => NameAddr {
+            name: format!("{name}.{missing}").into(),
+            port: *port,
+        },
+        None => destination,
+    }
+}
 
 #[cfg(test)]
 mod tests {
+    use std::net::SocketAddr;
+
     use http::{HeaderMap, Method, StatusCode};
     use proto::request_match::Match;
     use tulle_proto::http_types::{HttpMethod, http_method};
@@ -182,23 +189,43 @@ mod tests {
             ..Default::default()
         };
         edit(&mut message);
-        profile(message)
+        profile(message).unwrap()
+    }
+
+    fn is_refused(edit: impl FnOnce(&mut proto::DestinationProfile)) -> bool {
+        let mut message = proto::DestinationProfile::default();
+        edit(&mut message);
+        profile(message).is_err()
     }
 
     #[test]
-    fn routes_that_cannot_be_read_are_left_out() {
+    fn a_profile_of_which_a_part_cannot_be_read_is_refused() {
         let number = http_method::Type::Registered(99);
         let no_method = Match::Method(HttpMethod { r#type: Some(number) });
-        let profile = decode(|profile| {
-            profile.routes = vec![
-                route(None),
-                route(Some(proto::RequestMatch { r#match: None })),
-                route(condition(path("("))),
-                route(condition(no_method)),
-                route(condition(path("/a.*"))),
-            ];
-        });
-        assert_eq!(profile.routes.len(), 1);
+        for bad in [
+            route(None),
+            route(Some(proto::RequestMatch { r#match: None })),
+            route(condition(path("("))),
+            route(condition(no_method)),
+            proto::Route {
+                response_classes: vec![proto::ResponseClass::default()],
+                ..route(condition(path("/a.*")))
+            },
+        ] {
+            let routes = vec![bad, route(condition(path("/a.*")))];
+            assert!(is_refused(|profile| profile.routes = routes.clone()), "{routes:?}");
+        }
+        let nobody = proto::WeightedAddr {
+            addr: Some(SocketAddr::from(([10, 0, 0, 1], 80)).into()),
+            tls_identity: Some(proto::TlsIdentity::default()),
+            ..Default::default()
+        };
+        assert!(is_refused(|profile| profile.endpoint = Some(nobody)));
+    }
+
+    #[test]
+    fn a_route_is_found_by_its_condition() {
+        let profile = decode(|profile| profile.routes = vec![route(condition(path("/a.*")))]);
         assert!(profile.rules_http());
         let headers = HeaderMap::new();
         let find = |target| {
@@ -226,7 +253,7 @@ mod tests {
         };
         let profile = decode(|profile| {
             profile.routes = vec![proto::Route {
-                response_classes: vec![class(70_000, 0), class(404, 404), class(450, 0)],
+                response_classes: vec![class(404, 404), class(450, 0)],
                 ..route(condition(path("/")))
             }];
         });
@@ -241,24 +268,71 @@ mod tests {
         }
     }
 
-    #[test]
-    fn destinations_without_weight_or_name_are_left_out() {
-        let destination = |authority: &str, weight| proto::WeightedDst {
+    fn weighted(authority: &str, weight: u32) -> proto::WeightedDst {
+        proto::WeightedDst {
             authority: authority.into(),
             weight,
             backend_ref: None,
-        };
-        let profile = decode(|profile| {
-            profile.dst_overrides = vec![
-                destination("a.test:80", 0),
-                destination("no name:80", 1),
-                destination("b.test", 1),
-                destination("c.test:80", 3),
-            ];
-        });
+        }
+    }
+
+    #[test]
+    fn destinations_without_weight_are_left_out_and_those_without_a_name_refused() {
+        let profile =
+            decode(|profile| profile.dst_overrides = vec![weighted("a.test:80", 0), weighted("c.test:80", 3)]);
         assert_eq!(profile.overrides.len(), 1);
-        assert_eq!(profile.overrides[0].destination.to_string(), "c.test:80");
         assert!(profile.rules_opaque());
+        for bad in ["no name:80", "b.test", "b.test:0", ""] {
+            assert!(
+                is_refused(|profile| profile.dst_overrides = vec![weighted(bad, 1)]),
+                "{bad}"
+            );
+        }
+    }
+
+    #[test]
+    fn destinations_are_services_however_their_names_are_written() {
+        for (service, authority, expected) in [
+            (
+                "web.shop.svc.cluster.local",
+                "srv2.shop.svc.cluster.local:80",
+                "srv2.shop.svc.cluster.local:80",
+            ),
+            (
+                "web.shop.svc.cluster.local",
+                "srv2.shop.svc.cluster.local.:80",
+                "srv2.shop.svc.cluster.local:80",
+            ),
+            (
+                "web.shop.svc.cluster.local",
+                "Srv2.Shop:80",
+                "srv2.shop.svc.cluster.local:80",
+            ),
+            (
+                "web.shop.svc.cluster.local",
+                "srv2.shop.svc:80",
+                "srv2.shop.svc.cluster.local:80",
+            ),
+            (
+                "web.shop.svc.k8s.example.",
+                "srv2.shop.svc:80",
+                "srv2.shop.svc.k8s.example:80",
+            ),
+            ("web.shop.svc.cluster.local", "srv2.shop.:80", "srv2.shop:80"),
+            ("web.shop.svc.cluster.local", "a.b.example:80", "a.b.example:80"),
+            ("web.shop.svc.cluster.local", "srv2:80", "srv2:80"),
+            ("", "srv2.shop:80", "srv2.shop:80"),
+        ] {
+            let profile = decode(|profile| {
+                profile.fully_qualified_name = service.into();
+                profile.dst_overrides = vec![weighted(authority, 1)];
+            });
+            assert_eq!(
+                profile.overrides[0].destination.to_string(),
+                expected,
+                "{authority} of {service}"
+            );
+        }
     }
 
     #[test]
@@ -266,13 +340,11 @@ mod tests {
         let seconds = |seconds| Some(prost_types::Duration { seconds, nanos: 0 });
         for (retry_ratio, ttl, expected) in [
             (0.2, seconds(10), true),
-            (0.0, seconds(1), true),
-            (1000.0, seconds(60), true),
+            (0.0, seconds(0), true),
+            (1000.5, seconds(3600), true),
             (f32::NAN, seconds(10), false),
+            (f32::INFINITY, seconds(10), false),
             (-0.1, seconds(10), false),
-            (1000.5, seconds(10), false),
-            (0.2, seconds(61), false),
-            (0.2, seconds(0), false),
             (0.2, seconds(-1), false),
             (0.2, None, false),
         ] {
@@ -281,8 +353,8 @@ mod tests {
                 min_retries_per_second: 10,
                 ttl,
             };
-            let found = decode(|profile| profile.retry_budget = Some(budget)).retry_budget;
-            assert_eq!(found.is_some(), expected, "{budget:?}");
+            let is_read = !is_refused(|profile| profile.retry_budget = Some(budget));
+            assert_eq!(is_read, expected, "{budget:?}");
         }
     }
 

@@ -37,8 +37,10 @@ fn recorded_policies_of_ports_are_read() {
 #[test]
 fn recorded_profiles_and_endpoints_are_read() {
     compare("destination", |one| match &*one.kind {
-        "profile" => one.each(|message| of_profile(&profile::profile(message))),
-        _ => one.each(|message: destination::Update| update(&endpoint::endpoint_update(message).unwrap())),
+        "profile" => one.each(|message| of_profile(&profile::profile(message).unwrap())),
+        _ => one.each(|message: destination::Update| {
+            update(&endpoint::endpoint_update(message, |error| panic!("{error}")).unwrap())
+        }),
     });
 }
 

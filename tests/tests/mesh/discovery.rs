@@ -1,0 +1,43 @@
+//! What a proxy does while the control plane cannot say whose an address is.
+
+use std::net::SocketAddr;
+
+use tulle_tests::apps;
+use tulle_tests::eventually::eventually;
+use tulle_tests::mesh::{HTTP, Mesh, mesh};
+
+#[test]
+fn an_address_that_two_pods_have_for_a_while_is_waited_for_and_never_reached_in_plaintext() {
+    // The address of `web`, which is the second workload.
+    let ghost = "\
+apiVersion: v1
+kind: Pod
+metadata: {name: ghost, namespace: shop, labels: {app: ghost}}
+spec: {serviceAccountName: ghost, containers: [{name: app}]}
+status: {podIP: 10.66.0.11}
+";
+    let mesh = mesh().workload("client").workload("web").manifest("pod-ghost", ghost);
+    mesh.run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web").await;
+        let dst = SocketAddr::from((mesh.ip("web"), HTTP));
+        assert_eq!(dst.to_string(), "10.66.0.11:8080");
+        let going = async {
+            let ambiguous = ["grpc_status=\"9\""];
+            eventually("the control plane cannot say whose the address is", async || {
+                (mesh.metric("client", "control_response_total", &ambiguous).await >= 2.).then_some(())
+            })
+            .await;
+            mesh.remove("pod-ghost");
+        };
+        let (answer, ()) = tokio::join!(mesh.get("client", dst, "/"), going);
+        assert_eq!(answer.text(), "web\n");
+        let to_web = ["direction=\"outbound\"", "target_addr=\"10.66.0.11:8080\""];
+        let with = |tls: &'static str| [to_web[0], to_web[1], tls];
+        assert_eq!(mesh.metric("client", "request_total", &with("tls=\"true\"")).await, 1.0);
+        assert_eq!(
+            mesh.metric("client", "request_total", &with("tls=\"no_identity\""))
+                .await,
+            0.0
+        );
+    });
+}

@@ -1,0 +1,67 @@
+//! What the control plane says and a proxy cannot read changes nothing, and is told of.
+
+use tulle_proto::destination::TlsIdentity;
+use tulle_proto::outbound::Backend;
+use tulle_tests::apps;
+use tulle_tests::eventually::eventually;
+use tulle_tests::mesh::{HTTP, Mesh};
+use tulle_tests::policies::Policies;
+
+use crate::debug::json;
+use crate::told::{DIALLED, becomes, endpoint, forward, http1, rule, told};
+
+/// What `/debug/destinations` shows of the address that the client dials.
+async fn shown(mesh: &Mesh) -> serde_json::Value {
+    let all = json(mesh, "client", "/debug/destinations").await;
+    let mut all = all.as_array().unwrap().iter();
+    let found = all.find(|shown| shown["address"] == DIALLED.to_string());
+    found.unwrap().clone()
+}
+
+#[test]
+fn an_update_that_cannot_be_read_leaves_the_last_good_policy_in_force() {
+    told(async |mesh: &Mesh, policies: &Policies| {
+        apps::echo(mesh, "legacy").await;
+        let legacy = || endpoint((mesh.ip("legacy"), HTTP).into());
+        let queueless = || {
+            http1(rule(Backend {
+                queue: None,
+                ..forward(legacy())
+            }))
+        };
+        let counted = async |n: f64| {
+            let kind = ["kind=\"outbound_policy\""];
+            eventually("the bad update is counted", async || {
+                (mesh.metric("client", "tulle_unreadable_updates_total", &kind).await >= n).then_some(())
+            })
+            .await;
+        };
+        policies.say_of_destinations(Ok(queueless()));
+        becomes(mesh, "refused without a good one", (500, "invalid-policy")).await;
+        counted(1.0).await;
+
+        policies.say_of_destinations(Ok(http1(rule(forward(legacy())))));
+        becomes(mesh, "good", (200, "")).await;
+        assert_eq!(shown(mesh).await["policy_error"], serde_json::Value::Null);
+
+        policies.say_of_destinations(Ok(queueless()));
+        counted(2.0).await;
+        for _ in 0..10 {
+            assert_eq!(mesh.get("client", DIALLED, "/").await.text(), "legacy\n");
+        }
+        let error = shown(mesh).await["policy_error"].clone();
+        assert!(error.as_str().is_some_and(|error| error.contains("queue")), "{error}");
+
+        // An endpoint whose identity nobody can prove is not reached in plaintext.
+        let mut nobody = legacy();
+        nobody.tls_identity = Some(TlsIdentity::default());
+        policies.say_of_destinations(Ok(http1(rule(forward(nobody)))));
+        counted(3.0).await;
+        assert_eq!(mesh.get("client", DIALLED, "/").await.text(), "legacy\n");
+        let error = shown(mesh).await["policy_error"].clone();
+        assert!(
+            error.as_str().is_some_and(|error| error.contains("identity")),
+            "{error}"
+        );
+    });
+}
