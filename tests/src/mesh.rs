@@ -482,6 +482,24 @@ impl Mesh {
             .await
     }
 
+    /// As [`Self::dial`], where the connection may be refused.
+    ///
+    /// # Errors
+    /// It is, before it is known to be established.
+    pub async fn try_dial(&self, workload: &str, dst: SocketAddr) -> io::Result<TcpStream> {
+        self.try_connect(self.ips[workload], dst, self.proxies[workload].outbound)
+            .await
+    }
+
+    /// As [`Self::arrive`], where the connection may be refused.
+    ///
+    /// # Errors
+    /// It is, before it is known to be established.
+    pub async fn try_arrive(&self, from: Ipv4Addr, workload: &str, port: u16) -> io::Result<TcpStream> {
+        self.try_connect(from, self.app(workload, port), self.proxies[workload].inbound)
+            .await
+    }
+
     /// A connection from an address without a proxy to a port of `workload`, through the latter's proxy.
     pub async fn arrive(&self, from: Ipv4Addr, workload: &str, port: u16) -> TcpStream {
         self.stray(from, workload, self.app(workload, port)).await
@@ -498,13 +516,18 @@ impl Mesh {
     }
 
     async fn connect(&self, from: Ipv4Addr, dst: SocketAddr, listener: SocketAddr) -> TcpStream {
+        let connecting = self.try_connect(from, dst, listener);
+        connecting.await.expect("the proxy listens")
+    }
+
+    async fn try_connect(&self, from: Ipv4Addr, dst: SocketAddr, listener: SocketAddr) -> io::Result<TcpStream> {
         let socket = TcpSocket::new_v4().expect("descriptors are left");
         socket.bind((from, 0).into()).expect("all addresses are local");
         let local = socket.local_addr().expect("the socket is bound");
         self.dialled.lock().insert(local, dst);
-        let stream = socket.connect(listener).await.expect("the proxy listens");
-        stream.set_nodelay(true).expect("a TCP socket");
-        stream
+        let stream = socket.connect(listener).await?;
+        stream.set_nodelay(true)?;
+        Ok(stream)
     }
 
     /// The metrics page of a workload's proxy.

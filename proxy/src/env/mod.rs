@@ -173,16 +173,19 @@ fn outbound(env: &mut Env<'_>, ingress: Ingress) -> Outbound {
 
 fn inbound(env: &mut Env<'_>) -> Inbound {
     let defaults = DirectionDefaults {
-        connect_timeout: Duration::from_millis(300),
+        connect_timeout: INBOUND_CONNECT_TIMEOUT,
         backoff_max: Duration::from_secs(10),
         failfast_timeout: Duration::from_secs(1),
         discovery_idle_timeout: Duration::from_secs(90),
         max_idle_name: "MAX_IDLE_CONNS_PER_ENDPOINT",
     };
+    let mut direction = direction(env, "INBOUND", &defaults);
+    let connect_timeout = &mut direction.connect.timeout;
+    *connect_timeout = INBOUND_CONNECT_TIMEOUT.max(*connect_timeout);
     Inbound {
         listen: env.or("INBOUND_LISTEN_ADDR", values::listen_addr, ([0, 0, 0, 0], 4143).into()),
         mode: env.or_default::<InboundMode>(INBOUND_MODE, values::inbound_mode),
-        direction: direction(env, "INBOUND", &defaults),
+        direction,
         profile_timeout: env.or(
             "DESTINATION_PROFILE_INITIAL_TIMEOUT",
             values::duration,
@@ -200,6 +203,11 @@ fn inbound(env: &mut Env<'_>) -> Inbound {
         gateway_suffixes: env.or_default::<Suffixes>("INBOUND_GATEWAY_SUFFIXES", values::suffixes),
     }
 }
+
+/// How long the application is dialled at least, whatever the environment says. Where its queue of connections is full, the kernel
+/// drops the first packet and sends it again after one second and after three; an application that does not listen refuses at
+/// once.
+const INBOUND_CONNECT_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Where the two directions differ.
 struct DirectionDefaults {

@@ -77,7 +77,7 @@ fn defaults_are_those_of_the_contract() {
     }
     assert_eq!(
         (outbound.connect.timeout, inbound.connect.timeout),
-        (Duration::from_secs(1), Duration::from_millis(300))
+        (Duration::from_secs(1), Duration::from_secs(4))
     );
     assert_eq!(outbound.connect.backoff.max, Duration::from_secs(60));
     assert_eq!(inbound.connect.backoff.max, Duration::from_secs(10));
@@ -213,6 +213,18 @@ fn values_of_a_chart_are_understood() {
     assert_eq!(config.outbound.ingress, Ingress::On);
     assert_eq!(config.outbound.explicit, Some(([127, 0, 0, 1], 15001).into()));
     assert!(config.ignored.is_empty(), "{:?}", config.ignored);
+}
+
+#[test]
+fn the_application_is_waited_for_until_the_kernel_has_asked_it_again() {
+    for (told, expected) in [("100ms", 4), ("0s", 4), ("10s", 10)] {
+        let config = load_with(&[("INBOUND_CONNECT_TIMEOUT", told)]).unwrap();
+        assert_eq!(
+            config.inbound.direction.connect.timeout,
+            Duration::from_secs(expected),
+            "{told}"
+        );
+    }
 }
 
 #[test]

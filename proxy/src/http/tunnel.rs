@@ -61,6 +61,15 @@ macro_rules! on_leg {
     };
 }
 
+impl copy::Reset for Leg {
+    fn reset(&self) {
+        if let Self::Connection(io) = self {
+            io.reset();
+        }
+        // A stream that is dropped before its end is reset anyway.
+    }
+}
+
 impl AsyncRead for Leg {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         on_leg!(self, s => Pin::new(s).poll_read(cx, buf))

@@ -93,13 +93,18 @@ impl Forward<'_> {
         let mut app = match app {
             Some(app) => app,
             None => {
-                let Some(permitted) = self.permit(&current) else { return };
-                let Some(app) = self.dial(&permitted).await else { return };
+                let dialled = match self.permit(&current) {
+                    Some(permitted) => self.dial(&permitted).await,
+                    None => None,
+                };
+                let Some(app) = dialled else {
+                    return client.reset(); // as a connection that is refused
+                };
                 app
             }
         };
         if !first.is_empty() && app.write_all(&first).await.is_err() {
-            return;
+            return client.reset();
         }
         let copying = copy::both(&mut client, &mut app);
         tokio::pin!(copying);

@@ -498,9 +498,13 @@ impl Connection {
         let first = if let ServerProtocol::Detect { timeout, .. } = &current.policy.protocol {
             let forward = self.forward(peer, plain, port);
             let learned = &port.learned[usize::from(false)];
-            first::words(&mut stream, learned, (*timeout).min(limit), || forward.open(current))
-                .await
-                .map_err(|_| "i/o")?
+            match first::words(&mut stream, learned, (*timeout).min(limit), || forward.open(current)).await {
+                Ok(first) => first,
+                Err(_) => {
+                    Io::tcp(stream).reset(); // whichever side broke
+                    return Err("i/o");
+                }
+            }
         } else {
             let mut seen = BytesMut::new();
             let read = tokio::time::timeout_at(deadline, detect::read_some(&mut stream, &mut seen));
@@ -513,7 +517,8 @@ impl Connection {
             return Ok((stream, Opening::Plain(first)));
         };
         if seen.is_empty() && app.is_none() {
-            return Err(LATE); // nothing came, and the application may not be dialled
+            Io::tcp(stream).reset();
+            return Err(LATE); // nothing came, and the application may not be dialled, or cannot be
         }
         let mut seen = BytesMut::from(seen);
         loop {
@@ -605,6 +610,7 @@ impl Connection {
                     Ok(first) => self.begun(io, first, peer, tls, port, current).await,
                     Err(_) => {
                         self.inbound.families.tcp_failed(peer.target, "i/o", "client-left");
+                        io.reset(); // whichever side broke
                         None
                     }
                 };

@@ -12,7 +12,7 @@ use std::{
 };
 
 use bytes::{Bytes, BytesMut};
-use tokio::io::AsyncRead;
+use tokio::{io::AsyncRead, time::Instant};
 
 use crate::net::{
     detect::{self, Look, Verdict},
@@ -26,8 +26,8 @@ const GRACE: Duration = Duration::from_millis(15);
 /// The same where clients have spoken first before.
 const GRACE_OF_SPEAKERS: Duration = Duration::from_millis(25);
 
-/// How long a silent client is still listened to when the server's side cannot be opened for it. A peer's first TLS
-/// bytes may have been lost once and come again.
+/// How long a silent client is listened to at least, from when the server's side was dialled, where that cannot be opened. A
+/// peer's first TLS bytes may have been lost once and come again, and a client of HTTP is told more.
 const LAST_CHANCE: Duration = Duration::from_secs(1);
 
 /// What connections to one target have shown so far.
@@ -71,7 +71,7 @@ impl First {
 /// possible, and then only the client is listened to.
 ///
 /// # Errors
-/// Reading from the client failed.
+/// Reading from the client failed, or the server's side broke before it said anything.
 pub(crate) async fn words<C, F>(
     client: &mut C,
     learned: &Learned,
@@ -111,6 +111,7 @@ where
         return Ok(learned.client(look, seen, None));
     }
     let mut said = BytesMut::new();
+    let chance_until = Instant::now() + limit.min(LAST_CHANCE);
     let (look, server) = {
         let mut looking = pin!(detect::look(client, &mut seen, limit));
         // The client may still speak while the server is dialled.
@@ -119,13 +120,16 @@ where
             look = &mut looking => (look?, None),
             // It would be here several times over, and as long as the client is waited for.
             dialled = Box::pin(dial()) => match dialled {
-                None => (chance(looking, limit).await?, None),
+                None => (chance(looking, chance_until).await?, None),
                 Some(mut server) => tokio::select! {
                     biased;
                     look = &mut looking => (look?, Some(server)),
                     read = detect::read_some(&mut server, &mut said) => match read {
                         Ok(_) => (Look::TimedOut, Some(server)),
-                        Err(_) => (chance(looking, limit).await?, None),
+                        Err(broken) => match chance(looking, chance_until).await? {
+                            Look::TimedOut => return Err(broken),
+                            look => (look, None),
+                        },
                     },
                 },
             },
@@ -143,8 +147,8 @@ where
     }
 }
 
-async fn chance(looking: impl Future<Output = io::Result<Look>>, limit: Duration) -> io::Result<Look> {
-    tokio::time::timeout(limit.min(LAST_CHANCE), looking)
+async fn chance(looking: impl Future<Output = io::Result<Look>>, until: Instant) -> io::Result<Look> {
+    tokio::time::timeout_at(until, looking)
         .await
         .unwrap_or(Ok(Look::TimedOut))
 }

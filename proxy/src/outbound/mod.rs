@@ -104,12 +104,14 @@ impl Outbound {
         };
         if self.own.iter().any(|own| is_listener(*own, dst.0)) {
             tracing::info!(client = %client.0, dst = %dst.0, "refused: this proxy was dialled itself");
+            Io::tcp(stream).reset();
             return None;
         }
         let dst = Addr::Socket(dst.0);
         if let Some(refusal) = self.wrappers.admission.refusal() {
             self.families.tcp_failed(&dst, refusal.label(), refusal.cause());
             tracing::debug!(%dst, %refusal, "connection refused");
+            Io::tcp(stream).reset();
             return None;
         }
         let destination = match self.discover.get(dst.clone(), self.detect_timeout).await {
@@ -141,7 +143,10 @@ impl Outbound {
         let protocol = match detect::look(&mut io, &mut seen, PATIENCE).await {
             Ok(Look::Seen(Verdict::Http1)) => Protocol::Http1,
             Ok(Look::Seen(Verdict::Http2)) => Protocol::Http2,
-            _ => return self.families.tcp_failed(&dst, "discovery timeout", error.cause()),
+            _ => {
+                self.families.tcp_failed(&dst, "discovery timeout", error.cause());
+                return io.reset();
+            }
         };
         let connection = HttpConnection {
             outbound: self.clone(),
@@ -236,6 +241,9 @@ struct Connection {
     drain: drain::Watch,
 }
 
+/// The other side of a connection, where it was dialled before, or why it cannot be.
+type Dialled = Option<Result<Io, Box<OpaqueError>>>;
+
 /// What a connection is for, once that is known.
 enum Start {
     Http(Io, Protocol),
@@ -276,13 +284,14 @@ impl Connection {
             Plan::Http1(_) | Plan::Http2(_) if self.outbound.mode == Mode::Ingress => self.http_of_ingress(io).await,
             Plan::Http1(_) => Some(Start::Http(io, Protocol::Http1)),
             Plan::Http2(_) => Some(Start::Http(io, Protocol::Http2)),
-            Plan::Opaque(opaque) => self.opaque(io, opaque, None, server, Bytes::new()).await,
+            Plan::Opaque(opaque) => self.opaque(io, opaque, None, server.map(Ok), Bytes::new()).await,
             Plan::Tls { routes, plans } => {
                 let sni = tokio::time::timeout(self.outbound.detect_timeout, server_name(&mut io)).await;
                 let Ok(Some((sni, seen))) = sni else {
                     self.outbound
                         .families
                         .tcp_failed(self.dst(), "no server name", "no-server-name");
+                    io.reset();
                     return None;
                 };
                 match client::find_tls(routes, &sni) {
@@ -290,6 +299,7 @@ impl Connection {
                     None => {
                         let families = &self.outbound.families;
                         families.tcp_failed(self.dst(), "no route", "no-route");
+                        io.reset();
                         None
                     }
                 }
@@ -302,10 +312,17 @@ impl Connection {
             } => {
                 // That an application cannot be waited for so long may be known where the proxy runs, and nowhere else.
                 let limit = self.outbound.detect_timeout.min(*timeout);
-                let ready = &mut server;
+                let mut failed = None;
+                let (ready, failure) = (&mut server, &mut failed);
                 let dial = move || async move {
                     match ready.take() {
-                        None => opaque::open(opaque).await.ok(),
+                        None => match opaque::open(opaque).await {
+                            Ok(server) => Some(server),
+                            Err(error) => {
+                                *failure = Some(Box::new(error));
+                                None
+                            }
+                        },
                         dialled => dialled,
                     }
                 };
@@ -315,7 +332,8 @@ impl Connection {
                 let first = match first {
                     Ok(first) => first,
                     Err(error) => {
-                        tracing::debug!(dst = %self.dst(), %error, "application left");
+                        tracing::debug!(dst = %self.dst(), %error, "connection broke before it was served");
+                        io.reset(); // whichever side it was
                         return None;
                     }
                 };
@@ -326,8 +344,11 @@ impl Connection {
                     First::Closed => None,
                     First::Client(seen, Verdict::Http1, _) => Some(Start::Http(io.unread(seen), Protocol::Http1)),
                     First::Client(seen, Verdict::Http2, _) => Some(Start::Http(io.unread(seen), Protocol::Http2)),
-                    First::Client(seen, _, dialled) => self.opaque(io, opaque, None, dialled.or(server), seen).await,
-                    First::Server { server, client } => self.opaque(io, opaque, None, Some(server), client).await,
+                    First::Client(seen, _, dialled) => {
+                        let dialled = dialled.or(server).map(Ok);
+                        self.opaque(io, opaque, None, dialled.or(failed.map(Err)), seen).await
+                    }
+                    First::Server { server, client } => self.opaque(io, opaque, None, Some(Ok(server)), client).await,
                 }
             }
         }
@@ -343,31 +364,34 @@ impl Connection {
         }
     }
 
-    /// Opens the way for bytes; `name` is what their TLS asks for, and `server` the other side where it was dialled before.
+    /// Opens the way for bytes; `name` is what their TLS asks for, and `server` the other side where it was dialled before. Where
+    /// there is none, the connection ends as one does that is refused: with a reset.
     async fn opaque(
         &self,
         io: Io,
         plan: &Arc<OpaquePlan>,
         name: Option<&str>,
-        server: Option<Io>,
+        server: Dialled,
         first: Bytes,
     ) -> Option<Start> {
         let passage = plan.series.open(name);
-        let server = match server {
-            Some(server) => server,
-            None => match opaque::open(plan).await {
-                Ok(server) => server,
-                Err(error) => {
-                    let (label, cause) = match &error {
-                        OpaqueError::Refused(refusal) => (refusal.label(), refusal.cause()),
-                        OpaqueError::Unreached(error) => (error.label(), error.cause()),
-                    };
-                    passage.close(error.route_label());
-                    self.outbound.families.tcp_failed(self.dst(), label, cause);
-                    tracing::info!(dst = %self.dst(), %error, "connection refused");
-                    return None;
-                }
-            },
+        let dialled = match server {
+            Some(dialled) => dialled,
+            None => opaque::open(plan).await.map_err(Box::new),
+        };
+        let server = match dialled {
+            Ok(server) => server,
+            Err(error) => {
+                let (label, cause) = match &*error {
+                    OpaqueError::Refused(refusal) => (refusal.label(), refusal.cause()),
+                    OpaqueError::Unreached(error) => (error.label(), error.cause()),
+                };
+                passage.close(error.route_label());
+                self.outbound.families.tcp_failed(self.dst(), label, cause);
+                tracing::info!(dst = %self.dst(), %error, "connection refused");
+                io.reset();
+                return None;
+            }
         };
         let destination = self.destination.clone();
         Some(Start::Bytes(Box::pin(async move {

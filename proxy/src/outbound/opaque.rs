@@ -16,7 +16,7 @@ use crate::{
     },
 };
 
-/// Endpoints that one connection is offered to at most.
+/// Endpoints that are dialled for one connection at most.
 const MAX_TRIES: usize = 3;
 
 /// Why a connection reached no endpoint.
@@ -39,7 +39,8 @@ impl OpaqueError {
     }
 }
 
-/// Opens a connection to an endpoint of the plan; one that cannot be reached is replaced by another.
+/// Opens a connection to an endpoint of the plan; one that cannot be reached is replaced by another. None is dialled twice: a
+/// client is told that it failed, as by the network, and decides itself whether to try again.
 ///
 /// # Errors
 /// The policy refuses, or no endpoint could be reached.
@@ -52,36 +53,41 @@ pub(super) async fn open(plan: &OpaquePlan) -> Result<Io, OpaqueError> {
         return Err(OpaqueError::Refused(refusal));
     }
     let mut tried: SmallVec<[Arc<Endpoint>; MAX_TRIES]> = SmallVec::new();
+    let mut endpoint = choice.backend.pick(&tried).await?;
     loop {
-        let endpoint = choice.backend.pick(&tried).await?;
         let mut pending = Pending::new(endpoint.clone(), Instant::now());
-        match endpoint.connector.open(None).await {
+        let error = match endpoint.connector.open(None).await {
             Ok(io) => {
                 endpoint.breaker().connected();
                 pending.answered(Instant::now());
                 return Ok(io);
             }
-            Err(error) => {
-                endpoint.breaker().connect_failed(error.cause(), Instant::now());
-                tracing::debug!(addr = %endpoint.spec.addr, %error, "endpoint cannot be reached");
-                if error.retry() != Retry::NeverSent || tried.len() + 1 >= MAX_TRIES {
-                    return Err(error.into());
-                }
-                tried.push(endpoint);
-            }
-        }
+            Err(error) => error,
+        };
+        endpoint.breaker().connect_failed(error.cause(), Instant::now());
+        tracing::debug!(addr = %endpoint.spec.addr, %error, "endpoint cannot be reached");
+        tried.push(endpoint);
+        let is_new = |other: &Arc<Endpoint>| !tried.iter().any(|tried| Arc::ptr_eq(tried, other));
+        let another = match error.retry() == Retry::NeverSent && tried.len() < MAX_TRIES {
+            true => choice.backend.pick_where(is_new),
+            false => None,
+        };
+        endpoint = another.ok_or(error)?;
     }
 }
 
 /// Copies between the two sides until both are done; `first` is what the client said before.
 ///
 /// # Errors
-/// One of them broke off.
+/// One of them broke off; then the other ends with a reset.
 pub(super) async fn join(mut client: Io, mut server: Io, first: Bytes) -> io::Result<()> {
     let result = async {
         if !first.is_empty() {
-            server.write_all(&first).await?;
-            server.flush().await?;
+            let written = async {
+                server.write_all(&first).await?;
+                server.flush().await
+            };
+            written.await.inspect_err(|_| client.reset())?;
         }
         copy::both(&mut client, &mut server).await
     };
