@@ -168,14 +168,14 @@ pub const ALL: &[Cause] = &[
     cause(
         "connect-refused",
         Whose::Server,
-        "502, UNAVAILABLE",
+        "502, UNAVAILABLE; a byte stream is reset",
         "Nobody listens at the address, or the network says that it cannot be reached.",
         "Check that the application runs and listens on the port and address that its pod or Service names (`ss -ltn` in the pod), and that its readiness probe tells the truth.",
     ),
     cause(
         "connect-timeout",
         Whose::Server,
-        "504, DEADLINE_EXCEEDED",
+        "504, DEADLINE_EXCEEDED; a byte stream is reset",
         "Dialling took longer than the connect timeout: packets are dropped, or the listener's queue is full.",
         "Look for network policies, firewalls, and an application that is too busy to accept; a sidecar tells 502 of its own application.",
     ),
@@ -257,6 +257,13 @@ pub const ALL: &[Cause] = &[
         "Compare method, path, host and headers with the routes (`kubectl get httproutes,grpcroutes`); a route without matches catches the rest.",
     ),
     cause(
+        "target-forbidden",
+        Whose::Client,
+        "403, PERMISSION_DENIED",
+        "The request names a target that no client is led to: an address of loopback, link-local or multicast, or, in `l5d-dst-override` of an ingress, a name of none of the suffixes that have profiles.",
+        "Dial such an address directly if it is meant. Names of other suffixes are allowed by `LINKERD2_PROXY_DESTINATION_PROFILE_SUFFIXES` of the ingress (`proxy.enableExternalProfiles` for all).",
+    ),
+    cause(
         "gateway-domain",
         Whose::Mesh,
         "404, NOT_FOUND",
@@ -288,8 +295,8 @@ pub const ALL: &[Cause] = &[
         "invalid-policy",
         Whose::Policy,
         "500, INTERNAL",
-        "A policy cannot be understood, or has a filter that nobody knows; until it is mended nothing passes.",
-        "The proxy's log names the field; `tulle check` and the status of routes and policies help as well.",
+        "A policy or profile cannot be understood and none before it could, or it has a filter that nobody knows; until it is mended nothing passes.",
+        "The proxy's log and `/debug/destinations` name the field; `tulle check` and the status of routes and policies help as well. Where an earlier one was understood, it stays in force; `tulle_unreadable_updates_total` counts those that are not.",
     ),
     cause(
         "policy-denied",

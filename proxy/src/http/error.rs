@@ -134,6 +134,8 @@ pub(crate) enum Error {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    #[error("no client is led to {0}")]
+    TargetForbidden(Addr),
     #[error("{limit} targets are in use, and no further name is looked up")]
     TooManyNames { limit: usize },
 }
@@ -226,6 +228,7 @@ impl Error {
             | Self::HeadTimeout(_)
             | Self::BodyTimeout(_)
             | Self::NoStream { .. }
+            | Self::TargetForbidden(_)
             | Self::Left
             | Self::Client(_) => Side::Client,
             Self::ConnectTimeout(_)
@@ -336,7 +339,9 @@ impl Error {
             Self::NoStream { .. } => answer(StatusCode::NOT_IMPLEMENTED, grpc::UNIMPLEMENTED, false),
             Self::RouteNotFound | Self::GatewayDomain(_) => answer(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
             Self::GatewayLoop => answer(StatusCode::LOOP_DETECTED, grpc::ABORTED, true),
-            Self::Unauthorized { .. } => answer(StatusCode::FORBIDDEN, grpc::PERMISSION_DENIED, false),
+            Self::Unauthorized { .. } | Self::TargetForbidden(_) => {
+                answer(StatusCode::FORBIDDEN, grpc::PERMISSION_DENIED, false)
+            }
             Self::RateLimited { .. } => answer(StatusCode::TOO_MANY_REQUESTS, grpc::RESOURCE_EXHAUSTED, false),
             Self::Redirect { status, .. } => answer(*status, grpc::NOT_FOUND, false),
             Self::Injected { status, .. } => answer(*status, grpc::FAILED_PRECONDITION, false),
@@ -481,6 +486,7 @@ impl Error {
             Self::Late(Late::Idle(_)) => "idle-timeout",
             Self::Undiscovered(_) => "discovery-timeout",
             Self::Unresolved { .. } => "name-unresolved",
+            Self::TargetForbidden(_) => "target-forbidden",
         }
     }
 }
@@ -568,6 +574,7 @@ mod tests {
             Error::Late(Late::Idle(limit)),
             Error::Late(Late::Profile(limit)),
             Error::Undiscovered(Addr::Socket(addr)),
+            Error::TargetForbidden(Addr::Socket(addr)),
             Error::TooManyConnections { limit: 1 },
             Error::TooManyNames { limit: 1 },
             Error::Unresolved {

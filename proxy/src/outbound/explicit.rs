@@ -260,7 +260,7 @@ pub(super) fn answered(error: OpaqueError, snapshot: &Snapshot) -> Error {
 fn reply(error: &Error) -> Reply {
     match error {
         error if error.is_refusal() => Reply::Refused,
-        Error::Unauthorized { .. } => Reply::Forbidden,
+        Error::Unauthorized { .. } | Error::TargetForbidden(_) => Reply::Forbidden,
         Error::Unresolved { .. }
         | Error::Undiscovered(_)
         | Error::ConnectTimeout(_)
@@ -303,6 +303,7 @@ mod tests {
             (io(std::io::ErrorKind::HostUnreachable), Reply::HostUnreachable),
             (Error::NoEndpoints, Reply::HostUnreachable),
             (forbidden, Reply::Forbidden),
+            (Error::TargetForbidden(Addr::Socket(addr)), Reply::Forbidden),
             (Error::Shed, Reply::Failed),
         ] {
             assert_eq!(reply(&error), expected, "{error:?}");

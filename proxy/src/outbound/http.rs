@@ -165,7 +165,12 @@ impl HttpConnection {
         let name = override_target(&name).ok_or(Error::BadRequest(
             "l5d-dst-override is no DNS name, with a port or without, such as web.shop.svc.cluster.local:8080",
         ))?;
-        self.outbound.target(Addr::Name(name)).await
+        let name = Addr::Name(name);
+        // Who sends requests to an ingress may be anybody.
+        match self.outbound.discover.destinations.may_have_profile(&name) {
+            true => self.outbound.target(name).await,
+            false => Err(Error::TargetForbidden(name)),
+        }
     }
 
     /// The identity that the application demands, if any.

@@ -26,7 +26,7 @@ use bytes::{Bytes, BytesMut};
 use futures_util::FutureExt as _;
 use tokio::time::Instant;
 use tulle_core::{
-    addr::{Addr, ClientAddr},
+    addr::{self, Addr, ClientAddr},
     drain,
 };
 
@@ -178,17 +178,30 @@ impl Outbound {
     /// What is known of a target that somebody names.
     ///
     /// # Errors
-    /// The control plane does not answer, DNS knows no address, or the target is this proxy.
+    /// The control plane does not answer, DNS knows no address, or the target is this proxy or none that clients are led to.
     async fn target(&self, target: Addr) -> Result<Found, Error> {
         let found = match target {
             Addr::Name(name) => self.discover.named(name, self.detect_timeout).await?,
-            Addr::Socket(_) => (self.discover.get(target, self.detect_timeout).await?, Vec::new()),
-        };
-        match found.0.target {
-            Addr::Socket(addr) if self.own.iter().any(|own| is_listener(*own, addr)) => {
-                Err(Error::Connect(ConnectError::Ourselves { addr }))
+            Addr::Socket(addr) => {
+                self.check_target(addr)?;
+                (self.discover.get(target, self.detect_timeout).await?, Vec::new())
             }
-            _ => Ok(found),
+        };
+        if let Addr::Socket(addr) = found.0.target {
+            self.check_target(addr)?;
+        }
+        Ok(found)
+    }
+
+    /// # Errors
+    /// The address is a listener of this proxy, or one that somebody who names it is not led to.
+    fn check_target(&self, addr: SocketAddr) -> Result<(), Error> {
+        if self.own.iter().any(|own| is_listener(*own, addr)) {
+            return Err(Error::Connect(ConnectError::Ourselves { addr }));
+        }
+        match addr::is_local_or_multicast(addr.ip()) {
+            true => Err(Error::TargetForbidden(Addr::Socket(addr))),
+            false => Ok(()),
         }
     }
 

@@ -4,12 +4,14 @@
 //! the name up and dialled it.
 
 use std::{
+    fmt::Display,
     net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
+    sync::Arc,
     time::Duration,
 };
 
 use tokio::{sync::Mutex, time::Instant};
-use tulle_core::addr::NameAddr;
+use tulle_core::addr::{self, NameAddr};
 
 use crate::{
     api::dns::{Addresses, DnsError},
@@ -28,13 +30,15 @@ struct Answer {
     addrs: Vec<SocketAddr>,
     /// When to ask again; a time that never was before the first answer.
     until: Option<Instant>,
+    /// Why nobody has said an address, until then.
+    failure: Option<Arc<str>>,
     /// Whose turn it is.
     next: usize,
 }
 
 impl Resolved {
     /// The addresses of `name`, beginning with another one each time; `look_up` is asked when the last answer has had its time, with how long it may take.
-    /// Where that fails, the last answer goes on being used.
+    /// Where that fails, the last answer goes on being used, and so does the failure where there is none.
     ///
     /// # Errors
     /// Nobody has ever said an address.
@@ -52,8 +56,10 @@ impl Resolved {
             let limit = if answer.addrs.is_empty() { PATIENCE } else { HASTE };
             match look_up(limit).await {
                 Ok(found) => answer.replace(name, found)?,
-                Err(error) => answer.keep(name, Box::new(error))?,
+                Err(error) => answer.keep(name, &error)?,
             }
+        } else if answer.addrs.is_empty() {
+            return Err(answer.unresolved(name));
         }
         answer.next = answer.next.wrapping_add(1);
         let mut addrs = answer.addrs.clone();
@@ -69,7 +75,7 @@ impl Answer {
         addrs.sort_unstable();
         addrs.dedup();
         if addrs.is_empty() {
-            return self.keep(name, "none of its addresses can be reached from here".into());
+            return self.keep(name, &"none of its addresses can be reached from here");
         }
         if addrs != self.addrs {
             tracing::debug!(%name, ?addrs, "looked up");
@@ -80,24 +86,29 @@ impl Answer {
     }
 
     /// Goes on with what there is.
-    fn keep(&mut self, name: &NameAddr, source: Box<dyn std::error::Error + Send + Sync>) -> Result<(), Error> {
+    fn keep(&mut self, name: &NameAddr, source: &dyn Display) -> Result<(), Error> {
         if self.addrs.is_empty() {
-            return Err(Error::Unresolved {
-                name: name.name.clone(),
-                source,
-            });
+            self.failure = Some(source.to_string().into());
+            self.until = Some(Instant::now() + FAILURE_CACHED);
+            return Err(self.unresolved(name));
         }
         tracing::warn!(%name, error = %source, "cannot be looked up again, its last addresses stay");
         self.until = Some(Instant::now() + AGAIN);
         Ok(())
     }
+
+    fn unresolved(&self, name: &NameAddr) -> Error {
+        Error::Unresolved {
+            name: name.name.clone(),
+            source: self.failure.as_deref().unwrap_or_default().into(),
+        }
+    }
 }
 
 /// Whether an address that DNS tells is one that this host has a way to. Whoever writes a record does not get to this host's
-/// own ports by it.
+/// own ports by it, nor to what serves its link alone, such as a cloud's metadata.
 fn may_be_dialled(addr: &SocketAddr) -> bool {
-    let ip = addr.ip().to_canonical();
-    if ip.is_loopback() || ip.is_unspecified() || ip.is_multicast() {
+    if addr::is_local_or_multicast(addr.ip()) {
         return false;
     }
     // Nothing is sent: the kernel only looks for a route.
@@ -112,11 +123,16 @@ fn may_be_dialled(addr: &SocketAddr) -> bool {
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long a lookup may take where there is a last answer.
 const HASTE: Duration = Duration::from_secs(1);
-/// When to ask again after a lookup that failed.
+/// How long a name without an address is not looked up again: those who wait for the same lookup share its failure, and who
+/// comes later may find a name that has just been made.
+const FAILURE_CACHED: Duration = Duration::from_secs(1);
+/// When to ask again after a lookup that failed, where there is a last answer.
 const AGAIN: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
 
     fn name() -> NameAddr {
@@ -154,6 +170,7 @@ mod tests {
         let resolved = Resolved::default();
         let unknown = next(&resolved, missing()).await;
         assert!(unknown.contains("files.example"), "{unknown}");
+        tokio::time::advance(FAILURE_CACHED).await;
         let (one, other) = ("192.0.2.1:8080", "192.0.2.2:8080");
         let both = || found(&["192.0.2.2", "127.0.0.1", "192.0.2.1"], 30);
         let turns = [next(&resolved, both()).await, next(&resolved, missing()).await];
@@ -187,20 +204,42 @@ mod tests {
             given
         };
         assert_eq!(ask(missing()).await, Some(PATIENCE));
+        tokio::time::advance(FAILURE_CACHED).await;
         assert_eq!(ask(found(&["192.0.2.1"], 30)).await, Some(PATIENCE));
         assert_eq!(ask(missing()).await, None);
         tokio::time::advance(Duration::from_secs(31)).await;
         assert_eq!(ask(missing()).await, Some(HASTE));
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn all_who_wait_for_a_name_that_cannot_be_looked_up_wait_for_one_lookup() {
+        let (resolved, n_lookups) = (Resolved::default(), AtomicUsize::new(0));
+        let look_up = |limit| {
+            n_lookups.fetch_add(1, Ordering::Relaxed);
+            async move {
+                tokio::time::sleep(limit).await;
+                missing()
+            }
+        };
+        let (start, name) = (Instant::now(), name());
+        let all = (0..100).map(|_| resolved.addrs(&name, look_up));
+        for failed in futures_util::future::join_all(all).await {
+            assert!(failed.unwrap_err().to_string().contains("files.example"));
+        }
+        assert_eq!((n_lookups.load(Ordering::Relaxed), start.elapsed()), (1, PATIENCE));
+    }
+
     #[test]
-    fn nobody_gets_to_this_hosts_own_ports_by_a_record() {
+    fn nobody_gets_to_this_hosts_own_ports_or_its_link_by_a_record() {
         for own in [
             "127.0.0.1:80",
             "0.0.0.0:80",
             "[::1]:80",
             "[::ffff:127.0.0.1]:80",
             "224.0.0.1:80",
+            "169.254.169.254:80",
+            "[fe80::1]:80",
+            "[::ffff:169.254.169.254]:80",
         ] {
             assert!(!may_be_dialled(&own.parse().unwrap()), "{own}");
         }

@@ -191,6 +191,58 @@ fn who_cannot_be_reached_is_told_in_the_clients_protocol() {
     });
 }
 
+#[test]
+fn nobody_is_led_to_loopback_or_the_link() {
+    let mesh = explicit().dns([127, 0, 0, 1]).env("INGRESS_MODE", "true");
+    let mesh = mesh.env("DESTINATION_PROFILE_SUFFIXES", ".");
+    let mesh = mesh.env("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", "false");
+    mesh.run(async |mesh: &Mesh| {
+        echo(mesh).await;
+        apps::echo_at("local", ([127, 0, 0, 1], HTTP).into()).await;
+        let http = format!("http://{PROXY}");
+        for target in [
+            "127.0.0.1",
+            "[::1]",
+            "[::ffff:127.0.0.1]",
+            "0.0.0.0",
+            "169.254.169.254",
+            "[fe80::1]",
+        ] {
+            let url = format!("http://{target}:{HTTP}/");
+            for ways in [&["--proxy", &http][..], &["--proxytunnel", "--proxy", &http]] {
+                let (said, _) = curl(&[ways, &[&url]].concat()).await;
+                assert!(said.starts_with("HTTP/1.1 403 "), "{ways:?} {url}: {said}");
+                assert!(
+                    said.contains("l5d-proxy-cause: target-forbidden;"),
+                    "{ways:?} {url}: {said}"
+                );
+            }
+            let (said, code) = curl(&["--socks5", PROXY, &url]).await;
+            assert_eq!(code, 97, "{url}: {said}");
+            assert!(said.contains("(2)"), "{url}: {said}"); // not allowed
+        }
+        let dir = tempfile::tempdir().unwrap();
+        write_hosts(
+            dir.path(),
+            &["127.0.0.1", "169.254.169.254"].map(|ip| ip.parse().unwrap()),
+        );
+        let _server = dns(dir.path());
+        let url = format!("http://files.example:{HTTP}/");
+        eventually("the name is known, and none of its addresses is used", async || {
+            let (said, _) = curl(&["--proxy", &http, &url]).await;
+            assert!(said.starts_with("HTTP/1.1 503 "), "{said}");
+            let found = ["client=\"applications\"", "result=\"ok\""];
+            (mesh.metric("client", "control_dns_resolutions_total", &found).await >= 1.0).then_some(())
+        })
+        .await;
+        let mut ingress = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let req = http::Request::get("/").header("host", "web.test");
+        let req = req.header("l5d-dst-override", format!("files.example:{HTTP}"));
+        let answer = ingress.ask(req.body::<AnyBody>(empty()).unwrap()).await.unwrap();
+        assert_eq!(answer.status, 503, "{}", answer.text());
+    });
+}
+
 /// Writes what [`dns`] says of `files.example`.
 fn write_hosts(dir: &Path, ips: &[IpAddr]) {
     let lines: String = ips.iter().map(|ip| format!("{ip} files.example\n")).collect();
@@ -213,6 +265,7 @@ fn dns(dir: &Path) -> Child {
 #[test]
 fn where_nobody_listens_at_an_address_of_a_name_the_next_is_tried() {
     let mesh = explicit().dns([127, 0, 0, 1]).env("INGRESS_MODE", "true");
+    let mesh = mesh.env("DESTINATION_PROFILE_SUFFIXES", "svc.cluster.local.,files.example.");
     mesh.run(async |mesh: &Mesh| {
         let [nobody, somebody] = [9, 10].map(|last| IpAddr::from([10, 66, 9, last]));
         apps::echo_at("files", (somebody, HTTP).into()).await;

@@ -108,6 +108,27 @@ fn what_is_no_name_is_refused_and_not_sent_where_the_connection_goes() {
 }
 
 #[test]
+fn a_name_that_has_no_profile_is_none_that_clients_are_led_to() {
+    let told = ingress().env("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", "false");
+    told.run(async |mesh: &Mesh| {
+        echo(mesh).await;
+        for other in [
+            "metadata.internal",
+            "localhost:4191",
+            "web.shop",
+            "svc.cluster.local.example:80",
+        ] {
+            let answer = ask(mesh, "web", Some(other)).await;
+            assert_eq!(
+                (answer.status.as_u16(), answer.cause()),
+                (403, "target-forbidden"),
+                "{other:?}"
+            );
+        }
+    });
+}
+
+#[test]
 fn a_name_of_nobody_is_refused_and_clients_of_an_ingress_are_not_told_why() {
     ingress().run(async |mesh: &Mesh| {
         echo(mesh).await;
