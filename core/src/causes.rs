@@ -407,7 +407,7 @@ pub const ALL: &[Cause] = &[
         "overload",
         Whose::Mesh,
         "503, UNAVAILABLE",
-        "The proxy has as many requests in flight as it may (`LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound twin); or clients name more targets at a time than it follows (4096); or they have more connections open, in one direction, than a quarter of the files that the proxy may open (`ulimit -n`), and further ones are closed.",
+        "The proxy has as many requests in flight as it may (`LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound twin); or clients name more targets at a time than it follows (4096); or they have more connections open, in one direction, than a quarter of the files that the proxy may open (`ulimit -n`). Then a client address that has fewer connections than another takes a place of the one that has the most: its longest silent connection is closed, which `tulle_connections_closed_total{cause=\"place_taken\"}` counts. A client address that has the most itself keeps the connections that it uses: those that have never carried a byte are closed for new ones, and where there are none, new ones are closed.",
         "Find out why they take so long, or who opens so many, add replicas, or raise the limit.",
     ),
     cause(

@@ -11,9 +11,12 @@ pub mod backoff;
 #[cfg(target_os = "linux")]
 pub mod caps;
 pub mod causes;
+pub mod connections;
+pub mod descriptors;
 pub mod drain;
 pub mod duration;
 pub mod identity;
+pub mod listener;
 pub mod metrics;
 pub mod names;
 #[cfg(target_os = "linux")]

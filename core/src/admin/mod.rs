@@ -24,17 +24,19 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
-use tracing::{debug, warn};
+use tokio::time::timeout;
+use tracing::debug;
 
 use crate::addr::canonical;
+use crate::descriptors;
 use crate::drain::Watch;
+use crate::listener::{Accepted, Listener};
 use crate::metrics::Registry;
 use crate::ready::Readiness;
 
 /// The server, until it is served.
 pub struct Admin {
+    registry: Registry,
     routes: Routes,
     terminate: Option<Terminate>,
 }
@@ -99,6 +101,7 @@ impl Admin {
     /// A server of `/metrics`, `/live` and `/ready`.
     pub fn new(registry: Registry, readiness: Readiness) -> Self {
         let admin = Self {
+            registry: registry.clone(),
             routes: Routes::new(),
             terminate: None,
         };
@@ -133,7 +136,7 @@ impl Admin {
 
     /// Hands connections that begin with TLS to `terminate`, unread; it says what comes out of them.
     ///
-    /// It may take a minute, and is cut then.
+    /// It may take a minute, and is cut then; its client has said something within five seconds.
     pub fn tls<F, S>(mut self, terminate: impl Fn(TcpStream) -> F + Send + Sync + 'static) -> Self
     where
         F: Future<Output = io::Result<(S, Version)>> + Send + 'static,
@@ -150,74 +153,48 @@ impl Admin {
         self
     }
 
-    /// Serves until the drain, then lets the requests in flight end, bounded.
+    /// Serves until the drain, then lets the requests in flight end, bounded. When all places are taken, newcomers are served,
+    /// and those who have most of them lose one.
     pub async fn serve(self, listener: TcpListener, drain: Watch) {
         let _guard = drain.guard();
         let (routes, terminate) = (Arc::new(self.routes), self.terminate);
-        let mut connections = JoinSet::new();
-        loop {
-            // All branches only wait; an accepted connection is never lost, because `accept` is cancel-safe.
-            tokio::select! {
-                biased;
-                () = drain.signaled() => break,
-                Some(_) = connections.join_next() => {}
-                accepted = listener.accept(), if connections.len() < MAX_CONNECTIONS => match accepted {
-                    Ok((stream, client)) => {
-                        connections.spawn(serve_connection(stream, client, terminate.clone(), routes.clone(), drain.clone()));
-                    }
-                    Err(err) => {
-                        warn!(%err, "accepting an admin connection failed");
-                        // Out of descriptors, most likely: trying again at once would only burn the CPU.
-                        sleep(ACCEPT_PAUSE).await;
-                    }
-                },
-            }
-        }
-        drop(listener);
-        if timeout(DRAIN_LIMIT, async { while connections.join_next().await.is_some() {} })
-            .await
-            .is_err()
-        {
-            warn!(
-                n_connections = connections.len(),
-                "cutting admin connections that did not end"
-            );
-        }
+        let max = MAX_CONNECTIONS.min(descriptors::limit() / 20);
+        let listener = Listener::new("admin", listener, max, &self.registry);
+        let watch = drain.clone();
+        let serve = move |accepted| serve_connection(accepted, terminate.clone(), routes.clone(), watch.clone());
+        listener.run(drain.signaled(), serve).await;
     }
 }
 
-async fn serve_connection(
-    stream: TcpStream,
-    client: SocketAddr,
-    terminate: Option<Terminate>,
-    routes: Arc<Routes>,
-    drain: Watch,
-) {
+async fn serve_connection(accepted: Accepted, terminate: Option<Terminate>, routes: Arc<Routes>, drain: Watch) {
+    let (client, is_tls) = (accepted.client, accepted.is_tls());
+    let Accepted { stream, place, .. } = accepted;
     let local = match stream.local_addr() {
         Ok(local) => canonical(local),
         Err(err) => return debug!(%client, %err, "an admin connection has no address"),
     };
     let ends = Ends { client, local };
-    let served = match timeout(HEAD_LIMIT, open(stream, terminate)).await {
-        Ok(Ok((stream, Version::Http2))) => serve_http2(stream, ends, routes, drain).await,
-        Ok(Ok((stream, Version::Http1))) => serve_http1(stream, ends, routes, drain).await,
+    let opened = match terminate.filter(|_| is_tls) {
+        Some(terminate) => timeout(HEAD_LIMIT, terminate(stream)).await,
+        None => timeout(HEAD_LIMIT, open(stream)).await,
+    };
+    let served = match opened {
+        Ok(Ok((stream, Version::Http2))) => serve_http2(place.watch(stream), ends, routes, drain).await,
+        Ok(Ok((stream, Version::Http1))) => serve_http1(place.watch(stream), ends, routes, drain).await,
         Ok(Err(err)) => return debug!(%client, %err, "opening an admin connection failed"),
-        Err(_) => return debug!(%client, "an admin connection said nothing"),
+        Err(_) => return debug!(%client, "an admin connection was not opened in time"),
     };
     if let Err(err) = served {
         debug!(%client, %err, "serving an admin connection failed");
     }
 }
 
-/// Learns what the client speaks from the HTTP/2 preface, which no HTTP/1 method begins like, or from TLS.
+/// Learns what the client speaks from the HTTP/2 preface, which no HTTP/1 method begins like.
 ///
 /// A preface that comes in pieces of one or two bytes is taken for HTTP/1 and refused there.
-async fn open(stream: TcpStream, terminate: Option<Terminate>) -> io::Result<Opened> {
+async fn open(stream: TcpStream) -> io::Result<Opened> {
     let mut start = [0; 3];
     let n = stream.peek(&mut start).await?;
-    if let (Some(terminate), Some(&TLS_HANDSHAKE)) = (terminate, start[..n].first()) {
-        return terminate(stream).await;
-    }
     let version = match start[..n] == *b"PRI" {
         true => Version::Http2,
         false => Version::Http1,
@@ -226,7 +203,7 @@ async fn open(stream: TcpStream, terminate: Option<Terminate>) -> io::Result<Ope
 }
 
 async fn serve_http1(
-    stream: Box<dyn Stream>,
+    stream: impl Stream + 'static,
     ends: Ends,
     routes: Arc<Routes>,
     drain: Watch,
@@ -245,7 +222,7 @@ async fn serve_http1(
 }
 
 async fn serve_http2(
-    stream: Box<dyn Stream>,
+    stream: impl Stream + 'static,
     ends: Ends,
     routes: Arc<Routes>,
     drain: Watch,
@@ -254,6 +231,7 @@ async fn serve_http2(
     let conn = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
         .keep_alive_interval(HEAD_LIMIT)
+        .max_concurrent_streams(MAX_STREAMS)
         .serve_connection(TokioIo::new(stream), service);
     let mut conn = std::pin::pin!(conn);
     tokio::select! {
@@ -336,15 +314,14 @@ fn gzip(plain: &[u8]) -> io::Result<Vec<u8>> {
     encoder.finish()
 }
 
-/// More than any monitoring needs; keeps a leak on the other side from taking our descriptors.
+/// More than any monitoring needs; less where the process may have few files.
 const MAX_CONNECTIONS: usize = 256;
-/// How a TLS record begins that is part of a handshake; no text does.
-const TLS_HANDSHAKE: u8 = 22;
+/// Requests at once on a connection of HTTP/2.
+const MAX_STREAMS: u32 = 16;
 const MAX_BODY: usize = 64 * 1024;
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// How long a connection may take from its first byte to the end of TLS and of the first head, and be without a request.
 const HEAD_LIMIT: Duration = Duration::from_secs(60);
 const BODY_LIMIT: Duration = Duration::from_secs(10);
-const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests;

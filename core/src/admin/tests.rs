@@ -189,3 +189,27 @@ async fn a_drain_closes_idle_connections_and_the_listener() {
     conn.await.unwrap().unwrap();
     assert!(TcpStream::connect(running.addr).await.is_err());
 }
+
+#[tokio::test]
+async fn probes_are_answered_while_strangers_hold_all_connections() {
+    let running = start().await;
+    let mut strangers = Vec::new();
+    for start in [
+        &b""[..],
+        b"G",
+        b"\x16\x03\x01",
+        b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n",
+    ] {
+        for _ in 0..MAX_CONNECTIONS {
+            let mut stranger = TcpStream::connect(running.addr).await.unwrap();
+            // Those who came first may have lost their places by now.
+            let _ = stranger.write_all(start).await;
+            strangers.push(stranger);
+        }
+        for path in ["/live", "/ready"] {
+            let answered = timeout(Duration::from_secs(5), send(running.addr, get(path))).await;
+            let rsp = answered.unwrap_or_else(|_| panic!("{path} is not answered, after {start:?}"));
+            assert_eq!(rsp.status(), StatusCode::OK, "{path}");
+        }
+    }
+}

@@ -50,7 +50,7 @@ pub struct ControlAddr {
 pub enum Security {
     /// The service is on this machine: plaintext.
     Loopback,
-    /// The service must have this identity; we show ours as soon as we have one.
+    /// The service must have this identity; we show ours.
     MutualTls(Identity),
 }
 
@@ -64,6 +64,16 @@ pub(crate) struct Config {
     pub backoff: Backoff,
     /// How long a call waits for a connection; [`CALL_WAIT`].
     pub call_wait: Duration,
+    pub own_identity: OwnIdentity,
+}
+
+/// Whether a connection by mutual TLS waits until we have a certificate to show.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OwnIdentity {
+    /// The service asks for it.
+    Required,
+    /// The service gives it, or asks for none.
+    Optional,
 }
 
 /// What all channels share.
@@ -270,6 +280,10 @@ impl Dialler {
         let (failing, balancer) = (&self.shared.failing, &self.shared.metrics.balancer);
         loop {
             self.shared.wanted.notified().await;
+            let is_mutual = matches!(self.shared.target.security, Security::MutualTls(_));
+            if is_mutual && self.config.own_identity == OwnIdentity::Required {
+                self.connector.creds.certified().await;
+            }
             let dialled_at = Instant::now();
             let reason = match self.dial().await {
                 Ok((n_addrs, (sender, driver))) => {

@@ -31,7 +31,7 @@ use tulle_core::metrics::Registry;
 use tulle_proto::destination::destination_server::{Destination, DestinationServer};
 use tulle_proto::destination::{self as proto, update};
 
-use crate::api::channel::{Channel, Config, Connector, ControlAddr, Security};
+use crate::api::channel::{Channel, Config, Connector, ControlAddr, OwnIdentity, Security};
 use crate::api::destination::{self, Destinations, ProfileScope};
 use crate::api::dns;
 use crate::api::metrics::Metrics;
@@ -132,6 +132,7 @@ pub(crate) fn quick() -> Config {
         connect_timeout: Duration::from_secs(5),
         backoff: BACKOFF,
         call_wait: Duration::from_secs(1),
+        own_identity: OwnIdentity::Optional,
     }
 }
 

@@ -4,10 +4,19 @@ use std::{collections::HashMap, sync::Arc};
 
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
-use tulle_core::metrics::{Labels, Registry};
+use tulle_core::{
+    connections::{ConnectionLimiter, Within},
+    metrics::{Labels, Registry},
+};
 
 use crate::{
-    api::{self, channel, destination::Destinations, dns::Resolver, policies::Policies},
+    api::{
+        self,
+        channel::{self, OwnIdentity},
+        destination::Destinations,
+        dns::Resolver,
+        policies::Policies,
+    },
     app::Surroundings,
     balance::balancer::Strategy,
     config::{self, Balancing, Config, Direction, InboundMode, Ingress, Visibility},
@@ -16,7 +25,7 @@ use crate::{
         access_log::AccessLog,
         client::PoolConfig,
         h1, h2,
-        layers::{Admission, Errors, Limits, Observe, Wrappers},
+        layers::{Admission, Errors, Observe, Wrappers},
         respond::Reasons,
         server,
     },
@@ -68,7 +77,7 @@ impl ControlPlane {
             metrics,
             runtime: runtime.clone(),
         };
-        let connect = |client, target: &channel::ControlAddr| {
+        let connect = |client, target: &channel::ControlAddr, own_identity| {
             let direction = match channel::is_loopback(&target.addr) {
                 true => &config.inbound.direction,
                 false => &config.outbound.direction,
@@ -80,11 +89,12 @@ impl ControlPlane {
                     connect_timeout: direction.connect.timeout,
                     backoff: direction.connect.backoff,
                     call_wait: channel::CALL_WAIT,
+                    own_identity,
                 },
             )
         };
         let destinations = Destinations::new(
-            connect("control_destination", &control.destination),
+            connect("control_destination", &control.destination, OwnIdentity::Required),
             runtime.clone(),
             api::destination::Config {
                 context_token: control.context_token.clone(),
@@ -94,7 +104,7 @@ impl ControlPlane {
             },
         );
         let policies = Policies::new(
-            connect("control_policy", &control.policy),
+            connect("control_policy", &control.policy, OwnIdentity::Required),
             runtime.clone(),
             api::policies::Config {
                 workload: control.workload.clone(),
@@ -105,13 +115,15 @@ impl ControlPlane {
         );
         Self {
             identity: match &config.identity.source {
-                Source::ControlPlane { certify, .. } => Some(connect("control_identity", &certify.service)),
+                Source::ControlPlane { certify, .. } => {
+                    Some(connect("control_identity", &certify.service, OwnIdentity::Optional))
+                }
                 Source::WorkloadApi { .. } => None,
             },
             collector: config
                 .trace
                 .as_ref()
-                .map(|trace| connect("opentelemetry", &trace.collector)),
+                .map(|trace| connect("opentelemetry", &trace.collector, OwnIdentity::Optional)),
             destinations,
             policies,
             resolver,
@@ -304,14 +316,12 @@ impl Parts<'_> {
     }
 
     fn wrappers(&self, name: &'static str, direction: &Direction, is_logged: bool) -> Wrappers {
-        let limits = Limits {
-            in_flight: direction.max_in_flight,
-            // With its other side, what one direction accepts leaves the other one half of all files.
-            connections: self.descriptors / 4,
-        };
+        // With its other side, what one direction accepts leaves the other one half of all files.
+        let connections = ConnectionLimiter::new(name, self.descriptors / 4, Within::Keep, self.registry);
+        let failures = Failures::new(self.registry, name);
         Wrappers {
             access_log: self.access_log.filter(|_| is_logged).cloned(),
-            admission: Admission::new(limits, self.shortage.clone(), Failures::new(self.registry, name)),
+            admission: Admission::new(direction.max_in_flight, connections, self.shortage.clone(), failures),
             observe: Observe::new(self.registry, name),
             errors: errors(self.registry, name),
         }

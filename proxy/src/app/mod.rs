@@ -23,7 +23,9 @@ use tokio::{
 };
 use tulle_core::{
     addr::{ClientAddr, OrigDst},
-    caps, drain,
+    caps,
+    connections::Place,
+    descriptors, drain,
     metrics::{self, Registry},
     ready::{Latch, Readiness},
     telemetry::LogHandle,
@@ -43,7 +45,7 @@ use crate::{
     net::{
         connect::SocketOptions,
         copy::Carrying,
-        counts, descriptors,
+        counts,
         io::Tcp,
         listen::{self, Sharing},
         listeners,
@@ -287,9 +289,10 @@ impl App {
                     tokio::spawn(exporter.run(spans_end));
                 }
                 if let Some((listener, taps)) = tap {
-                    let ends = admin_ends.clone();
+                    let (ends, registry) = (admin_ends.clone(), registry.clone());
                     tokio::spawn(async move {
-                        if let Err(error) = tap::server::serve(listener, tap_clients, taps, tap_creds, ends).await {
+                        let serving = tap::server::serve(listener, tap_clients, taps, tap_creds, &registry, ends);
+                        if let Err(error) = serving.await {
                             tracing::error!(%error, "the tap server cannot run");
                         }
                     });
@@ -500,18 +503,27 @@ impl Worker {
         let (stop, until_all_are_served) = (drain.clone(), drain.guard());
         loops.spawn(async move {
             let spawn = |client, addr| {
+                let place = admission.accept(addr);
                 let (seat, stream) = match crew.seat(index, client) {
                     Ok(seated) => seated,
                     Err(error) => return tracing::warn!(%error, "a connection cannot be served"),
                 };
                 let runtime = seat.runtime().clone();
-                let serving = serve(seat.worker, stream, addr, drain.clone());
-                let held = (drain.guard(), admission.accepted(), seat);
+                let activity = place.as_ref().map(Place::activity);
+                let serving = serve(seat.worker, stream.watched(activity.clone()), addr, drain.clone());
+                let held = (drain.guard(), place, seat);
                 // An async block would hold the future twice. What only carries bytes goes on by itself, in less memory.
-                runtime.spawn(serving.map(move |carrying| match carrying {
-                    Some(carrying) => drop(tokio::spawn(carrying.map(move |()| drop(held)))),
-                    None => drop(held),
+                let served = runtime.spawn(serving.map(move |carrying| {
+                    let Some(carrying) = carrying else { return drop(held) };
+                    let activity = held.1.as_ref().map(Place::activity);
+                    let carried = tokio::spawn(carrying.map(move |()| drop(held)));
+                    if let Some(activity) = activity {
+                        activity.handed_to(carried.abort_handle());
+                    }
                 }));
+                if let Some(activity) = activity {
+                    activity.served_by(served.abort_handle());
+                }
             };
             listen::accept_loop(listener, pause, stop.signaled(), spawn).await;
             drop(until_all_are_served);

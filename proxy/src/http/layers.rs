@@ -17,7 +17,11 @@ use http::{Request, Response, StatusCode, Version};
 use pin_project_lite::pin_project;
 use tokio::time::Instant;
 use tower::{Layer, Service, ServiceBuilder, util::ServiceFn};
-use tulle_core::metrics::{Counter, Family, Labels, Registry};
+use tulle_core::{
+    addr::ClientAddr,
+    connections::{self, ConnectionLimiter},
+    metrics::{Counter, Family, Labels, Registry},
+};
 
 use crate::{
     http::{
@@ -28,7 +32,7 @@ use crate::{
         server::Closer,
     },
     metrics::failures::Failures,
-    net::memory::Shortage,
+    net::{io::Tcp, memory::Shortage},
 };
 
 /// What all connections of one direction are wrapped in.
@@ -64,26 +68,10 @@ impl Wrappers {
 /// Requests in flight in one direction, to the end of their responses, and connections that clients have open.
 pub(crate) struct Admission {
     in_flight: AtomicUsize,
-    connections: AtomicUsize,
-    limits: Limits,
+    max_in_flight: usize,
+    connections: Arc<ConnectionLimiter>,
     shortage: Shortage,
     failures: Failures,
-}
-
-/// How much one direction takes on.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
-    pub(crate) in_flight: usize,
-    pub(crate) connections: usize,
-}
-
-/// A connection that counts, for as long as this lives.
-pub(crate) struct Accepted(Arc<Admission>);
-
-impl Drop for Accepted {
-    fn drop(&mut self) {
-        self.0.connections.fetch_sub(1, Ordering::Relaxed);
-    }
 }
 
 /// A place among the requests in flight.
@@ -94,29 +82,33 @@ pub(crate) struct Slot {
 }
 
 impl Admission {
-    pub(crate) fn new(limits: Limits, shortage: Shortage, failures: Failures) -> Arc<Self> {
+    pub(crate) fn new(
+        max_in_flight: usize,
+        connections: Arc<ConnectionLimiter>,
+        shortage: Shortage,
+        failures: Failures,
+    ) -> Arc<Self> {
         Arc::new(Self {
             in_flight: AtomicUsize::new(0),
-            connections: AtomicUsize::new(0),
-            limits,
+            max_in_flight,
+            connections,
             shortage,
             failures,
         })
     }
 
-    /// Counts a connection; whether it is served, [`Self::refusal`] says.
-    pub(crate) fn accepted(self: &Arc<Self>) -> Accepted {
-        self.connections.fetch_add(1, Ordering::Relaxed);
-        Accepted(self.clone())
+    /// A place for a connection, for which another one may be closed; where there is none, [`Self::refusal`] says so.
+    pub(crate) fn accept(&self, client: ClientAddr) -> Option<connections::Place> {
+        self.connections.admit(client.0.ip())
     }
 
     /// Why a connection that has just been accepted is turned away, if it is.
-    pub(crate) fn refusal(&self) -> Option<Error> {
-        let limit = self.limits.connections;
+    pub(crate) fn refusal(&self, accepted: &Tcp) -> Option<Error> {
         if self.shortage.is_there() {
             return Some(Error::MemoryShort);
         }
-        (self.connections.load(Ordering::Relaxed) > limit).then_some(Error::TooManyConnections { limit })
+        let limit = self.connections.max();
+        (!accepted.has_place()).then_some(Error::TooManyConnections { limit })
     }
 
     fn enter(self: &Arc<Self>) -> Result<Slot, Full> {
@@ -127,7 +119,7 @@ impl Admission {
             admission: self.clone(),
             is_over: false,
         };
-        if self.in_flight.fetch_add(1, Ordering::Relaxed) >= self.limits.in_flight {
+        if self.in_flight.fetch_add(1, Ordering::Relaxed) >= self.max_in_flight {
             slot.is_over = true;
             Err(Full::Places)
         } else {

@@ -172,7 +172,7 @@ impl Inbound {
             tracing::info!(client = %client.0, %target, "refused: not an address of this workload");
             return None;
         }
-        if let Some(refusal) = self.wrappers.admission.refusal() {
+        if let Some(refusal) = self.wrappers.admission.refusal(&stream) {
             self.families.tcp_failed(target, refusal.label(), refusal.cause());
             tracing::debug!(client = %client.0, %target, %refusal, "connection refused");
             return None;

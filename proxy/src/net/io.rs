@@ -17,6 +17,7 @@ use tokio::{
     net::TcpStream,
 };
 use tokio_rustls::{client, server};
+use tulle_core::connections::Activity;
 
 use crate::net::counts::Counts;
 
@@ -29,6 +30,8 @@ pub(crate) struct Tcp {
     held: bool,
     /// Whether the kernel shall keep what does not fill a packet until the connection ends.
     corked: bool,
+    /// Of a connection that was accepted, and has a place.
+    activity: Option<Activity>,
 }
 
 /// How what is corked is sent: an option of the socket would cost a system call of its own.
@@ -68,6 +71,27 @@ impl Tcp {
             prefix,
             held: false,
             corked: false,
+            activity: None,
+        }
+    }
+
+    /// Tells the place of this connection, if it has one, what it carries.
+    pub(crate) fn watched(mut self, activity: Option<Activity>) -> Self {
+        self.activity = activity;
+        if !self.prefix.is_empty() {
+            self.mark_active();
+        }
+        self
+    }
+
+    /// Whether this connection was accepted and has a place.
+    pub(crate) fn has_place(&self) -> bool {
+        self.activity.is_some()
+    }
+
+    fn mark_active(&self) {
+        if let Some(activity) = &self.activity {
+            activity.mark();
         }
     }
 
@@ -284,7 +308,12 @@ impl AsyncRead for Tcp {
         if deliver_prefix(&mut self.prefix, buf) {
             return Poll::Ready(Ok(()));
         }
-        Pin::new(&mut self.stream).poll_read(cx, buf)
+        let before = buf.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(cx, buf);
+        if buf.filled().len() > before {
+            self.mark_active();
+        }
+        read
     }
 }
 
@@ -296,7 +325,11 @@ impl AsyncWrite for Tcp {
         if self.corked {
             return self.poll_corked(cx, |socket| socket.send_with_flags(buf, CORKED));
         }
-        Pin::new(&mut self.stream).poll_write(cx, buf)
+        let written = Pin::new(&mut self.stream).poll_write(cx, buf);
+        if written.is_ready() {
+            self.mark_active();
+        }
+        written
     }
 
     fn poll_write_vectored(
@@ -310,7 +343,11 @@ impl AsyncWrite for Tcp {
         if self.corked {
             return self.poll_corked(cx, |socket| socket.send_vectored_with_flags(bufs, CORKED));
         }
-        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
+        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
+        if written.is_ready() {
+            self.mark_active();
+        }
+        written
     }
 
     fn is_write_vectored(&self) -> bool {

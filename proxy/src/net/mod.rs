@@ -7,7 +7,6 @@ pub(crate) mod awaited;
 pub(crate) mod connect;
 pub(crate) mod copy;
 pub(crate) mod counts;
-pub(crate) mod descriptors;
 pub(crate) mod detect;
 pub(crate) mod detected;
 pub(crate) mod first;

@@ -45,7 +45,7 @@ impl Outbound {
         let Ok(listener) = stream.socket().local_addr().map(Addr::Socket) else {
             return None; // the client has left
         };
-        if let Some(refusal) = self.wrappers.admission.refusal() {
+        if let Some(refusal) = self.wrappers.admission.refusal(&stream) {
             self.families.tcp_failed(&listener, refusal.label(), refusal.cause());
             tracing::debug!(client = %client.0, %refusal, "connection refused");
             return None;

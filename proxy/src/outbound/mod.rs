@@ -108,7 +108,7 @@ impl Outbound {
             return None;
         }
         let dst = Addr::Socket(dst.0);
-        if let Some(refusal) = self.wrappers.admission.refusal() {
+        if let Some(refusal) = self.wrappers.admission.refusal(&stream) {
             self.families.tcp_failed(&dst, refusal.label(), refusal.cause());
             tracing::debug!(%dst, %refusal, "connection refused");
             Io::tcp(stream).reset();

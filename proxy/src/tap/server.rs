@@ -13,11 +13,15 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
-    net::TcpStream,
-    sync::{Semaphore, mpsc},
+    sync::mpsc,
 };
 use tonic::{Code, Request, Response, Status};
-use tulle_core::{addr::canonical, drain, identity::Identity};
+use tulle_core::{
+    drain,
+    identity::Identity,
+    listener::{Accepted, Listener},
+    metrics::Registry,
+};
 use tulle_proto::tap::{
     ObserveRequest, TapEvent,
     observe_request::extract::{Extract, http::Extract as Headers},
@@ -47,65 +51,41 @@ struct Service {
     is_permitted: bool,
 }
 
-/// Accepts until the drain begins; connections go on until it is over.
+/// Accepts until the drain begins, which also ends connections: a tap that nobody ends is no reason to stay.
 pub(crate) async fn serve(
     listener: TcpListener,
     clients: Vec<Identity>,
     taps: Arc<Taps>,
     creds: Credentials,
+    registry: &Registry,
     drain: drain::Watch,
 ) -> std::io::Result<()> {
     let listener = tokio::net::TcpListener::from_std(listener)?;
+    let listener = Listener::new("tap", listener, MAX_CONNECTIONS, registry).drain_within(Duration::ZERO);
     let clients: Arc<[Identity]> = clients.into();
-    let places = Arc::new(Semaphore::new(MOST_CONNECTIONS));
-    loop {
-        // Both may be dropped at any time.
-        let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
-            () = drain.signaled() => return Ok(()),
-        };
-        let (stream, client) = match accepted {
-            Ok(accepted) => accepted,
-            Err(error) => {
-                tracing::warn!(%error, "a connection to the tap server cannot be accepted");
-                tokio::time::sleep(PAUSE).await;
-                continue;
-            }
-        };
-        let Ok(place) = places.clone().try_acquire_owned() else {
-            tracing::info!(%client, most = MOST_CONNECTIONS, "refused: there are as many connections to the tap server as may be");
-            continue;
-        };
-        let (clients, taps, creds, drain) = (clients.clone(), taps.clone(), creds.clone(), drain.clone());
-        tokio::spawn(async move {
-            let served = connection(stream, client, &clients, taps, &creds);
-            // A tap that nobody ends is no reason to stay.
-            tokio::select! {
-                () = served => {}
-                () = drain.signaled() => {}
-            }
-            drop(place);
-        });
-    }
+    let serve = move |accepted| connection(accepted, clients.clone(), taps.clone(), creds.clone());
+    listener.run(drain.signaled(), serve).await;
+    Ok(())
 }
 
-async fn connection(stream: TcpStream, client: SocketAddr, clients: &[Identity], taps: Arc<Taps>, creds: &Credentials) {
-    let is_local = canonical(client).ip().is_loopback();
-    let mut first = [0];
-    let looked = tokio::time::timeout(HANDSHAKE_LIMIT, stream.peek(&mut first)).await;
-    let Ok(Ok(1)) = looked else { return };
-    if first[0] != TLS_HANDSHAKE {
-        let is_permitted = is_local;
-        return http2(stream, Service { taps, is_permitted }).await;
+async fn connection(accepted: Accepted, clients: Arc<[Identity]>, taps: Arc<Taps>, creds: Credentials) {
+    let is_tls = accepted.is_tls();
+    let Accepted {
+        stream, client, place, ..
+    } = accepted;
+    if !is_tls {
+        let is_permitted = client.ip().is_loopback();
+        return http2(place.watch(stream), Service { taps, is_permitted }).await;
     }
-    let shaking = tls_server::accept(Tcp::new(stream), creds, Alpn::Unset);
+    let shaking = tls_server::accept(Tcp::new(stream), &creds, Alpn::Unset);
     match tokio::time::timeout(HANDSHAKE_LIMIT, shaking).await {
         Ok(Ok((stream, peer))) => {
             let is_permitted = peer.client_id.as_ref().is_some_and(|id| clients.contains(id));
-            if !is_permitted {
-                tracing::info!(%client, id = ?peer.client_id, "may not tap");
+            match is_permitted {
+                true => place.verified(),
+                false => tracing::info!(%client, id = ?peer.client_id, "may not tap"),
             }
-            http2(stream, Service { taps, is_permitted }).await;
+            http2(place.watch(stream), Service { taps, is_permitted }).await;
         }
         Ok(Err(error)) => tracing::info!(%client, %error, "TLS handshake with a client of tap failed"),
         Err(_) => {}
@@ -192,14 +172,11 @@ impl Drop for Shown {
     }
 }
 
-/// The first byte of a TLS record that begins a handshake.
-const TLS_HANDSHAKE: u8 = 22;
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 /// Enough to be told so.
 const STRANGER_LIMIT: Duration = Duration::from_secs(5);
-const PAUSE: Duration = Duration::from_millis(100);
 /// Who watches may have nothing to see for long.
 const KEEP_ALIVE: Duration = Duration::from_secs(20);
 const MOST_STREAMS: u32 = 100;
 /// Those that nobody permitted, too, as who it is turns out later.
-const MOST_CONNECTIONS: usize = 64;
+const MAX_CONNECTIONS: usize = 64;

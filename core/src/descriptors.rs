@@ -3,7 +3,7 @@
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 /// Raises the limit as far as we may, and tells it. What is lower than that is for programs that use `select(2)`, which we do not.
-pub(crate) fn limit() -> usize {
+pub fn limit() -> usize {
     let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else {
         return usize::MAX; // then there is none that the kernel knows of
     };
