@@ -1,21 +1,26 @@
 //! Builds source, cluster and services once, runs them, and ends them together.
 
 use std::future::Future;
+use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use http::StatusCode;
 use kube::Client;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket};
+use tokio::runtime::{Builder, Handle};
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::oneshot;
 use tokio::task::{JoinError, JoinSet};
 use tokio::time::timeout;
 use tonic::service::Routes;
 use tracing::{info, warn};
 use tulle_core::admin::{Admin, text};
+use tulle_core::descriptors;
 use tulle_core::drain::{self, Signal, Watch};
 use tulle_core::metrics::{Registry, process_metrics};
 use tulle_core::ready::{Latch, Readiness};
@@ -30,11 +35,11 @@ use crate::identity::token_review::TokenReviews;
 use crate::identity::tokens::{Reviewer, StaticKeys};
 use crate::kubernetes::recorder::{self, Recorder, Reporter};
 use crate::resources::event::Writer;
-use crate::serving::Server;
 use crate::serving::metrics::GrpcMetrics;
+use crate::serving::{self, Server};
 use crate::source::kubernetes::kinds::{Drives, Needs};
 use crate::source::{self, dir};
-use crate::tls::creds::ServerCreds;
+use crate::tls::creds::{ClientCertificates, ServerCreds};
 use crate::webhook::creds::Creds;
 use crate::webhook::https::{Port, Transport};
 use crate::webhook::keeper::{self, Keeper};
@@ -48,6 +53,7 @@ pub struct App {
     addrs: Addrs,
     signal: Signal,
     tasks: JoinSet<(&'static str, Result<()>)>,
+    _webhook_thread: Option<WebhookThread>,
 }
 
 /// Where the services listen, as far as they run.
@@ -66,11 +72,19 @@ pub struct Addrs {
     pub telemetry: Option<SocketAddr>,
 }
 
+/// A thread with a runtime, until it is dropped.
+struct WebhookThread {
+    runtime: Handle,
+    _end: oneshot::Sender<()>,
+}
+
 /// What is on its way to become an [`App`].
-struct Builder {
+struct Parts {
     config: Config,
     /// Present where anything asks the API server.
     client: Option<Client>,
+    /// Present where webhooks are served.
+    webhook_thread: Option<WebhookThread>,
     /// Present where the injector runs.
     audit_report: Option<injector::audit::Report>,
     registry: Registry,
@@ -127,7 +141,7 @@ impl App {
             true => Some(kubernetes::client(&config.kubernetes, &registry).await?),
             false => None,
         };
-        let mut builder = Builder {
+        let mut builder = Parts {
             grpc: GrpcMetrics::new(&registry),
             http: HttpMetrics::new(&registry),
             readiness: Readiness::new(),
@@ -136,6 +150,7 @@ impl App {
             tasks: JoinSet::new(),
             config,
             client,
+            webhook_thread: None,
             audit_report: None,
             registry,
             drain,
@@ -148,6 +163,7 @@ impl App {
             addrs: builder.addrs,
             signal,
             tasks: builder.tasks,
+            _webhook_thread: builder.webhook_thread,
         })
     }
 
@@ -181,7 +197,7 @@ impl App {
     }
 }
 
-impl Builder {
+impl Parts {
     /// The identity service, if it runs here.
     async fn identity(&mut self) -> Result<Option<IdentityService>> {
         let Certificates::Here { identity, tokens } = &self.config.certificates else {
@@ -204,7 +220,11 @@ impl Builder {
             reload.run(drain).await;
             Ok(())
         });
-        let creds = Arc::new(ServerCreds::new(service.name().to_owned()));
+        // Who comes for a certificate has none yet.
+        let creds = Arc::new(ServerCreds::new(
+            service.name().to_owned(),
+            ClientCertificates::Optional,
+        ));
         self.keep(LeafKeeper::here(creds.clone(), service.clone()));
         let routes = Routes::new(service.server());
         self.addrs.identity = Some(
@@ -237,7 +257,8 @@ impl Builder {
         let Some(source) = self.config.source.clone() else {
             return Ok(None);
         };
-        let creds = Arc::new(ServerCreds::new(self.config.server_name("linkerd-destination")));
+        let name = self.config.server_name("linkerd-destination");
+        let creds = Arc::new(ServerCreds::new(name, self.config.client_certificates));
         let keeper = match (identity, &self.config.certificates) {
             (Some(service), _) => LeafKeeper::here(creds.clone(), service.clone()),
             (None, Certificates::Remote(remote)) => {
@@ -259,7 +280,8 @@ impl Builder {
             self.telemetry(&cluster, creds.clone()).await?;
         }
         if services.policy {
-            let inbound = policy::inbound_server(cluster.clone(), self.drain.clone());
+            let clients = self.config.client_certificates;
+            let inbound = policy::inbound_server(cluster.clone(), clients, self.drain.clone());
             let outbound = policy::outbound_server(cluster, self.config.policy, self.drain.clone());
             let routes = Routes::new(inbound).add_service(outbound);
             self.addrs.policy = Some(self.serve("policy", self.config.listen.policy, creds, routes).await?);
@@ -279,7 +301,7 @@ impl Builder {
             Ok(())
         });
         let name = "linkerd-telemetry";
-        let (listener, bound) = match bind(self.config.listen.telemetry).await {
+        let (listener, bound) = match bind(self.config.listen.telemetry) {
             Ok(bound) => bound,
             // On a machine, others may have the port, and what traffic depends on is not to wait for it.
             Err(err) if self.config.source != Some(Source::Kubernetes) => {
@@ -297,6 +319,7 @@ impl Builder {
             name,
             transport,
             respond: api,
+            registry: self.registry.clone(),
         };
         let drain = self.drain.clone();
         self.start(name, async move {
@@ -467,18 +490,42 @@ impl Builder {
         certificate: keeper::Config,
     ) -> Result<SocketAddr> {
         let name = certificate.service;
-        let (listener, bound) = bind(addr).await.with_context(|| format!("serving {name}"))?;
+        let (listener, bound) = bind(addr).with_context(|| format!("serving {name}"))?;
         info!(webhook = name, addr = %bound, "serving admission reviews");
         let creds = Arc::new(Creds::new());
         let latch = self.readiness.latch(name);
         self.keep_certificate(certificate, creds.clone(), latch)?;
-        let server = webhook::Server::new(name, creds, handler, self.http.clone());
+        let server = webhook::Server::new(name, creds, handler, self.http.clone(), &self.registry);
         let drain = self.drain.clone();
-        self.start(name, async move {
-            server.serve(listener, drain).await;
+        let listener = listener.into_std().context("handing a listener to the webhooks")?;
+        let serving = self.webhook_thread()?.spawn(async move {
+            server.serve(TcpListener::from_std(listener)?, drain).await;
             Ok(())
         });
+        self.start(name, async move { serving.await? });
         Ok(bound)
+    }
+
+    /// The thread of the webhooks: reviews of megabytes are decoded there, while others answer proxies and probes.
+    fn webhook_thread(&mut self) -> Result<Handle> {
+        if let Some(thread) = &self.webhook_thread {
+            return Ok(thread.runtime.clone());
+        }
+        let runtime = Builder::new_current_thread().enable_all().build();
+        let runtime = runtime.context("starting the runtime of webhooks")?;
+        let (end, ended) = oneshot::channel::<()>();
+        let thread = WebhookThread {
+            runtime: runtime.handle().clone(),
+            _end: end,
+        };
+        thread::Builder::new()
+            .name("webhooks".to_owned())
+            .spawn(move || {
+                // An error is the other side dropped, which is the end.
+                let _ = runtime.block_on(ended);
+            })
+            .context("starting the thread of webhooks")?;
+        Ok(self.webhook_thread.insert(thread).runtime.clone())
     }
 
     /// Shows the API server the certificate that is mounted, or one of our own where none is.
@@ -526,7 +573,7 @@ impl Builder {
 
     /// An admin server with the paths and answers that Linkerd's probes expect.
     async fn admin(&mut self, addr: ListenAddr, report: Option<&dir::Report>) -> Result<SocketAddr> {
-        let (listener, bound) = bind(addr).await?;
+        let (listener, bound) = bind(addr)?;
         let (readiness, kinds) = (self.readiness.clone(), self.kinds.clone());
         let mut admin = Admin::new(self.registry.clone(), self.readiness.clone())
             .route("/ping", |_| std::future::ready(text(StatusCode::OK, "pong\n")))
@@ -571,16 +618,17 @@ impl Builder {
         creds: Arc<ServerCreds>,
         routes: Routes,
     ) -> Result<SocketAddr> {
-        let (listener, bound) = bind(addr).await.with_context(|| format!("serving {service}"))?;
+        let (listener, bound) = bind(addr).with_context(|| format!("serving {service}"))?;
         info!(service, addr = %bound, name = creds.name(), "serving gRPC");
-        let server = Server {
-            creds,
-            routes: routes.prepare(),
-            metrics: self.grpc.clone(),
+        let limits = serving::Limits {
+            // Three such ports, and what is left for webhooks, admin and our own connections.
+            connections: descriptors::limit() / 5,
+            streams_per_client: serving::STREAMS_PER_CLIENT,
         };
+        let server = Server::new(creds, routes, self.grpc.clone(), limits, &self.registry);
         let drain = self.drain.clone();
         self.start(service, async move {
-            server.serve(listener, drain).await;
+            server.serve(service, listener, drain).await;
             Ok(())
         });
         Ok(bound)
@@ -601,17 +649,26 @@ impl Builder {
 }
 
 /// Binds; all addresses are those of both families where the machine has both.
-async fn bind(addr: ListenAddr) -> Result<(TcpListener, SocketAddr)> {
+fn bind(addr: ListenAddr) -> Result<(TcpListener, SocketAddr)> {
     let bound = match addr {
-        ListenAddr::At(addr) => TcpListener::bind(addr).await,
-        ListenAddr::All(port) => match TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)).await {
-            Ok(listener) => Ok(listener),
-            Err(_) => TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).await,
-        },
+        ListenAddr::At(addr) => listen(addr),
+        ListenAddr::All(port) => {
+            listen((Ipv6Addr::UNSPECIFIED, port).into()).or_else(|_| listen((Ipv4Addr::UNSPECIFIED, port).into()))
+        }
     };
     let listener = bound.with_context(|| format!("listening on {addr}"))?;
     let bound = listener.local_addr().context("reading a listener's address")?;
     Ok((listener, bound))
+}
+
+fn listen(addr: SocketAddr) -> io::Result<TcpListener> {
+    let socket = match addr {
+        SocketAddr::V4(_) => TcpSocket::new_v4()?,
+        SocketAddr::V6(_) => TcpSocket::new_v6()?,
+    };
+    socket.set_reuseaddr(true)?;
+    socket.bind(addr)?;
+    socket.listen(BACKLOG)
 }
 
 fn early_end(task: Result<(&'static str, Result<()>), JoinError>) -> anyhow::Error {
@@ -623,3 +680,5 @@ fn early_end(task: Result<(&'static str, Result<()>), JoinError>) -> anyhow::Err
 }
 
 const DRAIN_LIMIT: Duration = Duration::from_secs(5);
+/// Connections that may wait to be accepted. Where they are too few, a flood keeps others waiting for a second.
+const BACKLOG: u32 = 4096;

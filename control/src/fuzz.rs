@@ -1,6 +1,7 @@
 //! What must hold of manifests and of metrics, whatever is in them: fuzz targets try it with bytes of their making, and the
 //! tests here with those that they found worth keeping.
 
+use crate::identity::claims::Claims;
 use crate::resources::event::Event;
 use crate::source;
 use crate::telemetry::counts::Counts;
@@ -46,6 +47,14 @@ pub fn metrics(bytes: &[u8]) {
     }
 }
 
+/// A token is read or refused before anybody has verified it, and no token becomes acceptable by getting older.
+pub fn token(bytes: &[u8]) {
+    if let Ok(claims) = Claims::parse(bytes) {
+        let checked = [0, 1 << 32, u64::MAX].map(|now| claims.check(now, &[]));
+        assert!(checked.is_sorted_by_key(Result::is_err), "{claims:?}: {checked:?}");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::{fs, path::Path};
@@ -58,6 +67,11 @@ mod tests {
     #[test]
     fn metrics_that_were_kept_hold() {
         hold("metrics", super::metrics);
+    }
+
+    #[test]
+    fn tokens_that_were_kept_hold() {
+        hold("token", super::token);
     }
 
     fn hold(name: &str, check: fn(&[u8])) {

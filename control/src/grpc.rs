@@ -4,7 +4,9 @@
 //! A control plane has tens of thousands of streams, and most of them tell the same.
 
 use std::convert::Infallible;
+use std::net::IpAddr;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::{BufMut, Bytes, BytesMut};
@@ -18,7 +20,17 @@ use tonic::codec::{Codec as _, Streaming};
 use tonic::metadata::GRPC_CONTENT_TYPE;
 use tonic::server::NamedService;
 use tonic::{Code, Status};
+use tulle_core::identity::Identity;
 use tulle_proto::codec::Codec;
+
+/// Who calls a method, as far as the connection proves it; an extension of each request.
+#[derive(Clone, Debug)]
+pub enum Caller {
+    /// A process of this machine, in plaintext.
+    ThisMachine,
+    /// A client by TLS, with the identities that its certificate carries. There are none where it has shown no certificate.
+    Peer { ip: IpAddr, identities: Arc<[Identity]> },
+}
 
 /// What a service answers to the calls of its methods.
 pub trait Methods: Clone + Send + Sync + 'static {

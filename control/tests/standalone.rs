@@ -32,6 +32,7 @@ use tulle_proto::inbound::inbound_server_policies_client::InboundServerPoliciesC
 use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
 use tulle_proto::outbound::{TrafficSpec, traffic_spec};
 
+const DB: &str = "db.shop.serviceaccount.identity.linkerd.cluster.local";
 const WEB: &str = "web.shop.serviceaccount.identity.linkerd.cluster.local";
 const IDENTITY: &str = "linkerd-identity.linkerd.serviceaccount.identity.linkerd.cluster.local";
 const DESTINATION: &str = "linkerd-destination.linkerd.serviceaccount.identity.linkerd.cluster.local";
@@ -245,6 +246,26 @@ async fn a_workload_joins_and_learns_of_its_peers() {
     };
     let server = InboundServerPoliciesClient::new(policy.clone()).get_port(spec).await;
     assert!(!server.unwrap().into_inner().authorizations.is_empty());
+    // What others accept is none of its business.
+    files.write(
+        "manifests/db-1.yaml",
+        &workload("db-1", "10.77.0.13")
+            .replace(WEB, DB)
+            .replace("app: web", "app: db"),
+    );
+    let refused = eventually(async || {
+        let spec = PortSpec {
+            workload: r#"{"ns":"shop","external_workload":"db-1"}"#.to_owned(),
+            port: 8080,
+        };
+        let refused = InboundServerPoliciesClient::new(policy.clone())
+            .get_port(spec)
+            .await
+            .unwrap_err();
+        (refused.code() != Code::NotFound).then_some(refused)
+    })
+    .await;
+    assert_eq!(refused.code(), Code::PermissionDenied, "{refused:?}");
     let spec = TrafficSpec {
         source_workload: r#"{"ns":"shop","external_workload":"web-1"}"#.to_owned(),
         target: Some(traffic_spec::Target::Authority(target().path)),
@@ -388,7 +409,8 @@ async fn services_run_in_processes_of_their_own() {
     ];
     let mut answers = Process::start(&files.line("destination policy", &more));
     let destination = answers.addr("service=destination").await;
-    let channel = files.connect(Some(destination), DESTINATION, None).await;
+    let leaf = certify(&files, files.connect(Some(addr), IDENTITY, None).await).await;
+    let channel = files.connect(Some(destination), DESTINATION, Some(leaf)).await;
     let mut updates = follow(channel).await;
     assert_eq!(added(&mut updates).await, [8080]);
     assert_eq!(answers.end().await, Some(0), "with a stream open");
@@ -410,6 +432,7 @@ async fn destination_waits_for_identity_and_goes_on_without_it() {
         &addr,
         "--identity-token",
         token.to_str().unwrap(),
+        "--client-certificates=optional",
     ];
     let mut answers = Process::start(&files.line("destination", &more));
     let destination = answers.addr("service=destination").await;

@@ -12,7 +12,7 @@ use tonic::service::Routes;
 use tonic::{Code, Request, Response, Status};
 use tulle_control::serving;
 use tulle_control::serving::metrics::GrpcMetrics;
-use tulle_control::tls::creds::ServerCreds;
+use tulle_control::tls::creds::{ClientCertificates, ServerCreds};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
 use tulle_proto::inbound::inbound_server_policies_server::{InboundServerPolicies, InboundServerPoliciesServer};
@@ -41,16 +41,23 @@ impl Policies {
             of_destinations,
         };
         let routes = Routes::new(InboundServerPoliciesServer::new(says.clone()));
-        let server = serving::Server {
-            creds: Arc::new(ServerCreds::new("nobody".into())),
-            routes: routes.add_service(OutboundPoliciesServer::new(says)).prepare(),
-            metrics: GrpcMetrics::new(&Registry::new()),
+        let registry = Registry::new();
+        let limits = serving::Limits {
+            connections: 1000,
+            streams_per_client: serving::STREAMS_PER_CLIENT,
         };
+        let server = serving::Server::new(
+            Arc::new(ServerCreds::new("nobody".into(), ClientCertificates::Required)),
+            routes.add_service(OutboundPoliciesServer::new(says)),
+            GrpcMetrics::new(&registry),
+            limits,
+            &registry,
+        );
         let addr: SocketAddr = ADDR.parse().expect("an address");
         assert_eq!(addr.ip(), Ipv4Addr::LOCALHOST, "only there it is believed in the clear");
         let listener = TcpListener::bind(addr).await.expect("each port is listened on once");
         let (signal, drain) = drain::channel();
-        tokio::spawn(server.serve(listener, drain));
+        tokio::spawn(server.serve("policy", listener, drain));
         Self {
             ports,
             destinations,

@@ -169,6 +169,7 @@ fn start_control(args: &Args, dir: &Path) -> anyhow::Result<Process> {
     let mut command = Command::new(program);
     command
         .args(["destination", "identity", "-enable-ipv6=false"])
+        .arg("-client-certificates=optional") // its clients are no workloads
         .args(["--kubeconfig".as_ref(), args.kubeconfig.as_os_str()])
         .args(["--trust-anchors".as_ref(), dir.join("anchors.pem").as_os_str()])
         .args(["--issuer".as_ref(), dir.join("issuer").as_os_str()])

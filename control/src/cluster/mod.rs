@@ -26,6 +26,7 @@ use ipnet::IpNet;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tracing::{debug, error};
+use tulle_core::identity::service_account;
 use tulle_core::metrics::{Gauge, Registry};
 use tulle_core::ports::PortSet;
 
@@ -207,6 +208,21 @@ impl Cluster {
     /// An encoder that no other service has.
     pub fn encoder(&self) -> Encoder {
         Encoder(self.0.n_encoders.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Who a workload's certificate says that it is; nothing where there is no such workload.
+    pub fn identity(&self, workload: &inbound::Workload) -> Option<String> {
+        let state = self.0.state.lock();
+        let reader = lookup::Reader::new(&state.store);
+        let config = &self.0.config;
+        match workload {
+            inbound::Workload::Pod(name) => {
+                let (pod, ns) = (reader.pod(name)?, &config.controller_namespace);
+                let account = &pod.service_account;
+                Some(service_account(account, &name.namespace, ns, &config.trust_domain))
+            }
+            inbound::Workload::External(name) => Some(reader.external_workload(name)?.identity.clone()),
+        }
     }
 
     /// The zone of a node as it is now.

@@ -24,6 +24,7 @@ use crate::injector;
 use crate::kubernetes::{self, Rate};
 use crate::policy::{self, RequestHeaders};
 use crate::resources::go_duration;
+use crate::tls::creds::ClientCertificates;
 use crate::webhook;
 use crate::writeback;
 
@@ -40,6 +41,8 @@ pub struct Config {
     pub destination: destination::Config,
     pub policy: policy::Config,
     pub certificates: Certificates,
+    /// Whether clients of destination and policy have to show a certificate. Default required.
+    pub client_certificates: ClientCertificates,
     pub webhooks: Webhooks,
     pub listen: Listen,
 }
@@ -168,6 +171,10 @@ pub(crate) struct Flags {
         default_value = "/var/run/secrets/tokens/linkerd-identity-token"
     )]
     identity_token: PathBuf,
+    /// Whether clients of destination and policy have to show a certificate of the mesh. Without one, in plaintext, they are
+    /// served on loopback only. Optional is for proxies that connect before they have a certificate.
+    #[arg(long, value_name = "RULE", value_enum, default_value_t = ClientCertificates::Required)]
+    client_certificates: ClientCertificates,
 
     /// Namespace of the control plane.
     #[arg(long, visible_aliases = ["control-plane-namespace", "linkerd-namespace"], default_value = "linkerd")]
@@ -327,6 +334,7 @@ impl Config {
             source: services.need_source().then(source),
             kubernetes: flags.kubernetes()?,
             certificates: flags.certificates(services, &domains)?,
+            client_certificates: flags.client_certificates,
             cluster: flags.cluster(domains, &listen)?,
             destination: flags.destination()?,
             policy: policy::Config {

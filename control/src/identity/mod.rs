@@ -7,6 +7,7 @@
 //! Where tokens come from, and how the server is reached, is not known here.
 
 mod authority;
+pub(crate) mod claims;
 mod csr;
 mod events;
 pub mod issuer;
@@ -15,6 +16,7 @@ mod metrics;
 pub mod server;
 pub mod token_review;
 pub mod tokens;
+mod turns;
 
 use std::path::PathBuf;
 use std::sync::Arc;

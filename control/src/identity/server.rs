@@ -1,5 +1,6 @@
 //! Certify: a token and a signing request go in, a certificate comes out.
 
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -9,6 +10,8 @@ use tonic::{Code, Request, Response, Status};
 use tracing::info;
 use tulle_core::identity::{self, Identity};
 use tulle_proto::identity as proto;
+
+use crate::grpc::Caller;
 
 use super::authority::{Authority, with_causes};
 use super::csr::{KeyError, MalformedError, NameError, SigningRequest};
@@ -77,8 +80,12 @@ pub(super) enum CertifyError {
 #[tonic::async_trait]
 impl proto::identity_server::Identity for IdentityService {
     async fn certify(&self, req: Request<proto::CertifyRequest>) -> Result<Response<proto::CertifyResponse>, Status> {
+        let client = match req.extensions().get() {
+            Some(Caller::Peer { ip, .. }) => *ip,
+            Some(Caller::ThisMachine) | None => Ipv4Addr::LOCALHOST.into(),
+        };
         let req = req.into_inner();
-        match self.issue(&req, OffsetDateTime::now_utc()).await {
+        match self.issue(&req, client, OffsetDateTime::now_utc()).await {
             Ok(rsp) => {
                 self.metrics.certified("issued");
                 Ok(Response::new(rsp))
@@ -102,6 +109,7 @@ impl IdentityService {
     pub(super) async fn issue(
         &self,
         req: &proto::CertifyRequest,
+        client: IpAddr,
         now: OffsetDateTime,
     ) -> Result<proto::CertifyResponse, CertifyError> {
         let issuer = self.authority.issuer().ok_or(CertifyError::NotReady)?;
@@ -113,7 +121,7 @@ impl IdentityService {
             CertifyError::Issuer(err)
         })?;
         csr.check_names(&req.identity).map_err(CertifyError::Names)?;
-        let holder = self.authenticate(req).await?;
+        let holder = self.authenticate(req, client).await?;
         let key = csr.public_key().map_err(CertifyError::Key)?;
         let subject = Subject {
             identity: &req.identity,
@@ -152,8 +160,9 @@ impl IdentityService {
         })
     }
 
-    async fn authenticate(&self, req: &proto::CertifyRequest) -> Result<Holder, CertifyError> {
-        match self.reviewer.review(&req.token).await.map_err(CertifyError::Review)? {
+    async fn authenticate(&self, req: &proto::CertifyRequest, client: IpAddr) -> Result<Holder, CertifyError> {
+        let review = self.reviewer.review(&req.token, client).await;
+        match review.map_err(CertifyError::Review)? {
             Review::Authenticated { username, uid } => {
                 let (namespace, service_account) = self.naming.check(&username, &req.identity)?;
                 Ok(Holder {
@@ -200,6 +209,7 @@ impl CertifyError {
             Self::Names(_) | Self::Unauthenticated(_) | Self::Username(_) | Self::Mismatch { .. } => {
                 Code::FailedPrecondition
             }
+            Self::Review(ReviewError::Busy | ReviewError::UnknownIssuer(_)) => Code::ResourceExhausted,
             Self::Review(_) | Self::Key(_) | Self::Sign(_) => Code::Internal,
         }
     }

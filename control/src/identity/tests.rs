@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io;
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -22,7 +23,7 @@ use super::token_review::TokenReviews;
 use super::tokens::StaticKeys;
 use super::*;
 use crate::tls::anchors::TrustAnchors;
-use crate::tls::creds::ServerCreds;
+use crate::tls::creds::{ClientCertificates, ServerCreds};
 use crate::trust::{self, CertificateAuthority, TokenKeys, TokenSubject};
 
 const WEB: &str = "web.shop.serviceaccount.identity.linkerd.cluster.local";
@@ -334,7 +335,11 @@ async fn without_an_issuer_or_keys_the_client_may_come_back() {
 async fn an_issuer_that_expired_signs_nothing() {
     let room = Room::new();
     let later = time::OffsetDateTime::now_utc() + 2 * trust::ISSUER_LIFETIME;
-    let err = room.service.issue(&room.good(), later).await.unwrap_err();
+    let err = room
+        .service
+        .issue(&room.good(), Ipv4Addr::LOCALHOST.into(), later)
+        .await
+        .unwrap_err();
     assert_eq!(err.code(), Code::Unknown, "{err}");
     assert!(err.to_string().contains("not accepted by the trust anchors"), "{err}");
 }
@@ -375,7 +380,10 @@ async fn a_new_issuer_signs_at_once_and_a_bad_one_changes_nothing() {
 #[tokio::test]
 async fn the_service_signs_its_own_certificate_and_renews_it_when_the_issuer_changes() {
     let room = Room::with(|dir| fs::rename(dir.join("issuer/crt.pem"), dir.join("later.pem")).unwrap());
-    let creds = Arc::new(ServerCreds::new(room.service.name().to_owned()));
+    let creds = Arc::new(ServerCreds::new(
+        room.service.name().to_owned(),
+        ClientCertificates::Optional,
+    ));
     let readiness = Readiness::new();
     let (signal, watch) = drain::channel();
     let keeper = LeafKeeper::here(creds.clone(), room.service.clone());

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,7 +30,7 @@ pub enum Reviewer {
 }
 
 /// What a review says of a token.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Review {
     /// Somebody known: `system:serviceaccount:<namespace>:<name>`.
     Authenticated {
@@ -53,6 +54,10 @@ pub(crate) enum ReviewError {
     Api(#[source] Box<kube::Error>),
     #[error("the API server did not answer within {0:?}")]
     Timeout(Duration),
+    #[error("this client address has too many tokens under review")]
+    Busy,
+    #[error("the cluster's issuer is another than {0:?}, of whose tokens one a second is reviewed")]
+    UnknownIssuer(String),
 }
 
 /// Why token keys were not taken.
@@ -88,11 +93,11 @@ pub struct StaticKeys {
 type KeysByFile = BTreeMap<PathBuf, Arc<[DecodingKey]>>;
 
 impl Reviewer {
-    /// Says whose token this is, if it was made for us.
-    pub(crate) async fn review(&self, token: &[u8]) -> Result<Review, ReviewError> {
+    /// Says whose token this is that a client at this address has sent, if it was made for us.
+    pub(crate) async fn review(&self, token: &[u8], client: IpAddr) -> Result<Review, ReviewError> {
         match self {
             Self::StaticKeys(keys) => keys.review(token),
-            Self::TokenReview(reviews) => reviews.review(token).await,
+            Self::TokenReview(reviews) => reviews.review(token, client).await,
         }
     }
 

@@ -15,6 +15,7 @@ use tulle_core::drain;
 use crate::cluster::answer::Answer;
 use crate::cluster::{Cluster, Subscription};
 use crate::grpc::Service;
+use crate::tls::creds::ClientCertificates;
 
 /// What the services add to the cluster's answers.
 #[derive(Clone, Copy, Debug, Default)]
@@ -30,9 +31,14 @@ pub enum RequestHeaders {
     Honour,
 }
 
-/// Policies of workload ports; the streams end when the drain begins.
-pub fn inbound_server(cluster: Cluster, drain: drain::Watch) -> Service<inbound::Policies> {
-    Service(inbound::Policies::new(cluster, drain))
+/// Policies of workload ports; the streams end when the drain begins. Where clients have to show certificates, a workload is
+/// told of its own ports only.
+pub fn inbound_server(
+    cluster: Cluster,
+    clients: ClientCertificates,
+    drain: drain::Watch,
+) -> Service<inbound::Policies> {
+    Service(inbound::Policies::new(cluster, clients, drain))
 }
 
 /// Policies of destinations; the streams end when the drain begins.

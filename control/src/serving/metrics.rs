@@ -18,6 +18,8 @@ use tonic::body::Body;
 use tower::{Layer, Service};
 use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 
+use super::streams::Stream;
+
 /// Counts calls; clones count into the same families.
 #[derive(Clone)]
 pub struct GrpcMetrics {
@@ -97,9 +99,10 @@ where
         self.inner.poll_ready(cx)
     }
 
-    fn call(&mut self, req: Request<Body>) -> Self::Future {
+    fn call(&mut self, mut req: Request<Body>) -> Self::Future {
+        let stream = req.extensions_mut().remove::<Stream>();
         let Some(method) = self.metrics.methods.get(req.uri().path()) else {
-            return Box::pin(self.inner.call(req));
+            return Box::pin(self.inner.call(req)); // it is answered at once
         };
         method.started.inc();
         let mut call = Call {
@@ -107,6 +110,7 @@ where
             started_at: Instant::now(),
             // What a call that nobody waits for any more ends with.
             code: Code::Cancelled,
+            _stream: stream,
         };
         let received = Messages::new(method.received.clone());
         let req = req.map(|body| {
@@ -138,6 +142,8 @@ struct Call {
     method: Arc<Method>,
     started_at: Instant,
     code: Code,
+    /// Open until the call has ended.
+    _stream: Option<Stream>,
 }
 
 impl Call {

@@ -11,10 +11,12 @@ use rcgen::{
 use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
 use time::OffsetDateTime;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 use tokio::process::Command;
 use tokio::task::JoinHandle;
 use tonic::Status;
 use tulle_core::addr::Addr;
+use tulle_core::connections::{ConnectionLimiter, Within};
 use tulle_core::drain::{self, Signal};
 use tulle_core::metrics::Registry;
 use tulle_proto::identity as proto;
@@ -24,10 +26,12 @@ use tulle_proto::identity::identity_server::{Identity, IdentityServer};
 use super::*;
 use crate::tls::anchors::TrustAnchors;
 use crate::tls::client::{self, Channel, Peer};
-use crate::tls::creds::Leaf;
+use crate::tls::creds::{ClientCertificates, Leaf};
 
 const NAME: &str = "linkerd-identity.linkerd.serviceaccount.identity.linkerd.cluster.local";
 const WEB: &str = "web.shop.serviceaccount.identity.linkerd.cluster.local";
+
+const MAX_CONNECTIONS: usize = 8;
 
 type Ca = CertifiedIssuer<'static, KeyPair>;
 
@@ -65,13 +69,17 @@ impl Port {
     }
 
     async fn without_certificate() -> Self {
-        let creds = Arc::new(ServerCreds::new(NAME.to_owned()));
+        Self::with(ClientCertificates::Optional).await
+    }
+
+    async fn with(clients: ClientCertificates) -> Self {
+        let creds = Arc::new(ServerCreds::new(NAME.to_owned(), clients));
         let registry = Registry::new();
         let server = server(creds.clone(), &registry);
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let addr = listener.local_addr().unwrap();
         let (signal, watch) = drain::channel();
-        let server = tokio::spawn(server.serve(listener, watch));
+        let server = tokio::spawn(server.serve("test", listener, watch));
         Self {
             ca: ca(),
             addr,
@@ -109,11 +117,12 @@ impl Port {
 }
 
 fn server(creds: Arc<ServerCreds>, registry: &Registry) -> Server {
-    Server {
-        creds,
-        routes: Routes::new(IdentityServer::new(Echo)),
-        metrics: GrpcMetrics::new(registry),
-    }
+    let limits = Limits {
+        connections: MAX_CONNECTIONS,
+        streams_per_client: STREAMS_PER_CLIENT,
+    };
+    let routes = Routes::new(IdentityServer::new(Echo));
+    Server::new(creds, routes, GrpcMetrics::new(registry), limits, registry)
 }
 
 fn ca() -> Ca {
@@ -179,6 +188,45 @@ async fn a_client_certificate_is_optional_and_verified_if_sent() {
 }
 
 #[tokio::test]
+async fn a_client_without_a_certificate_is_refused_where_one_is_required() {
+    let port = Port::with(ClientCertificates::Required).await;
+    port.creds.install(day(&port.ca, NAME), &anchors(&port.ca)).unwrap();
+    let refused = match port.connect(NAME, None).await {
+        Ok(channel) => ask(channel).await.is_err(),
+        Err(_) => true,
+    };
+    assert!(refused);
+    let channel = port.connect(NAME, Some(day(&port.ca, WEB))).await.unwrap();
+    assert_eq!(ask(channel).await.unwrap(), "hello");
+    let channel = client::connect_plaintext(&Addr::Socket(port.addr)).await.unwrap();
+    assert_eq!(
+        ask(channel).await.unwrap(),
+        "hello",
+        "port-forwards come from this machine"
+    );
+}
+
+#[tokio::test]
+async fn strangers_take_no_place_of_a_client_with_a_certificate() {
+    let port = Port::start().await;
+    let channel = port.connect(NAME, Some(day(&port.ca, WEB))).await.unwrap();
+    assert_eq!(ask(channel.clone()).await.unwrap(), "hello");
+    let mut strangers = Vec::new();
+    for start in [&b""[..], &[0x16, 3, 1, 1, 0], b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"] {
+        for _ in 0..2 * MAX_CONNECTIONS {
+            let mut stranger = TcpStream::connect(port.addr).await.unwrap();
+            // Those who came first may be gone already.
+            let _ = stranger.write_all(start).await;
+            strangers.push(stranger);
+        }
+    }
+    let newcomer = port.connect(NAME, Some(day(&port.ca, WEB))).await.unwrap();
+    for channel in [channel, newcomer] {
+        assert_eq!(ask(channel).await.unwrap(), "hello");
+    }
+}
+
+#[tokio::test]
 async fn the_certificate_is_shown_to_those_who_ask_for_its_name() {
     let port = Port::start().await;
     port.connect(&NAME.to_uppercase(), None).await.unwrap();
@@ -227,10 +275,17 @@ async fn plaintext_is_served_to_this_machine_only() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     client.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
-    let (tcp, _) = listener.accept().await.unwrap();
-    let elsewhere = "10.0.0.1:5000".parse().unwrap();
+    let (stream, _) = listener.accept().await.unwrap();
+    let elsewhere: SocketAddr = "10.0.0.1:5000".parse().unwrap();
     let (_signal, watch) = drain::channel();
-    let refused = server.handle(tcp, elsewhere, watch).await;
+    let place = ConnectionLimiter::new("test", 1, Within::Replace, &Registry::new()).admit(elsewhere.ip());
+    let accepted = Accepted {
+        stream,
+        client: elsewhere,
+        place: place.unwrap(),
+        first_byte: b'P',
+    };
+    let refused = server.handle(accepted, watch).await;
     assert!(matches!(refused, Err(ConnectionError::Plaintext)), "{refused:?}");
 }
 
@@ -251,7 +306,7 @@ async fn a_request_that_is_too_long_is_refused() {
     let port = Port::start().await;
     let mut client = IdentityClient::new(port.connect(NAME, None).await.unwrap());
     let req = proto::CertifyRequest {
-        token: vec![0; MAX_REQUEST + 1],
+        token: vec![0; request::MAX_REQUEST + 1],
         ..proto::CertifyRequest::default()
     };
     client.certify(req).await.unwrap_err();

@@ -13,6 +13,8 @@ use rustls::server::{
 use rustls::sign::CertifiedKey;
 use rustls::version::TLS13;
 use rustls::{DigitallySignedStruct, DistinguishedName, ServerConfig, SignatureScheme};
+use tulle_core::identity::Identity;
+use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 
 use super::anchors::TrustAnchors;
 
@@ -32,9 +34,19 @@ impl Clone for Leaf {
     }
 }
 
+/// Whether clients have to show a certificate. One that is shown is always verified.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum ClientCertificates {
+    #[default]
+    Required,
+    /// For the identity service, which gives certificates, and for proxies that connect before they have one.
+    Optional,
+}
+
 /// The credentials of one server name; empty until the first certificate is there.
 pub struct ServerCreds {
     name: String,
+    clients: ClientCertificates,
     current: ArcSwapOption<ServerConfig>,
     own: ArcSwapOption<(Leaf, TrustAnchors)>,
 }
@@ -64,9 +76,10 @@ pub enum Error {
 
 impl ServerCreds {
     /// Credentials for this TLS server name, which clients ask for by SNI.
-    pub fn new(name: String) -> Self {
+    pub fn new(name: String, clients: ClientCertificates) -> Self {
         Self {
             name,
+            clients,
             current: ArcSwapOption::empty(),
             own: ArcSwapOption::empty(),
         }
@@ -86,8 +99,12 @@ impl ServerCreds {
         let certified = CertifiedKey::from_der(leaf.chain, leaf.key, &super::provider())
             .map_err(|source| Error::Key { name: name(), source })?;
         // Without hints every client sends what it has, and a foreign certificate is refused instead of withheld.
-        let verifier = WebPkiClientVerifier::builder_with_provider(anchors.roots(), super::provider())
-            .allow_unauthenticated()
+        let verifier = WebPkiClientVerifier::builder_with_provider(anchors.roots(), super::provider());
+        let verifier = match self.clients {
+            ClientCertificates::Required => verifier,
+            ClientCertificates::Optional => verifier.allow_unauthenticated(),
+        };
+        let verifier = verifier
             .clear_root_hint_subjects()
             .build()
             .map_err(|source| Error::Verifier { name: name(), source })?;
@@ -117,6 +134,21 @@ impl ServerCreds {
     pub(crate) fn current(&self) -> Option<Arc<ServerConfig>> {
         self.current.load_full()
     }
+}
+
+/// The identities that a verified certificate carries.
+pub(crate) fn identities(leaf: &CertificateDer<'_>) -> Vec<Identity> {
+    let Ok((_, leaf)) = X509Certificate::from_der(leaf) else {
+        return Vec::new();
+    };
+    let Ok(Some(names)) = leaf.subject_alternative_name() else {
+        return Vec::new();
+    };
+    let names = names.value.general_names.iter().filter_map(|name| match name {
+        GeneralName::DNSName(name) | GeneralName::URI(name) => name.parse().ok(),
+        _ => None,
+    });
+    names.collect()
 }
 
 impl fmt::Debug for ServerCreds {

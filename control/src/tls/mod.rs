@@ -1,7 +1,7 @@
 //! Credentials and handshakes of the control plane, which has no sidecars and terminates mTLS itself.
 //!
 //! TLS 1.3 only, no ALPN, no resumption: a session would outlive the certificates it was checked with.
-//! A server shows its certificate to those who ask for its name; a client's certificate is optional and verified if sent.
+//! A server shows its certificate to those who ask for its name, and says whether a client has to show one; that is verified.
 //! What is inside the connection is not known here.
 
 pub mod anchors;

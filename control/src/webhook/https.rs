@@ -4,7 +4,6 @@ use std::convert::Infallible;
 use std::error::Error as StdError;
 use std::future::Future;
 use std::io;
-use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,13 +17,14 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, TcpStream};
-use tokio::task::JoinSet;
+use tokio::net::TcpListener;
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
-use tracing::{debug, warn};
-use tulle_core::addr::canonical;
+use tracing::debug;
+use tulle_core::descriptors;
 use tulle_core::drain::Watch;
+use tulle_core::listener::{Accepted, Listener};
+use tulle_core::metrics::Registry;
 
 use super::creds::Creds;
 
@@ -49,6 +49,8 @@ pub struct Port<R> {
     pub name: &'static str,
     pub transport: Transport,
     pub respond: R,
+    /// Where its connections are counted.
+    pub registry: Registry,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -71,48 +73,30 @@ impl<R: Respond> Port<R> {
     /// The cluster learns that we end when we do, and sends requests until it has; one that finds no server is lost.
     pub async fn serve(self, listener: TcpListener, drain: Watch) {
         let _guard = drain.guard();
-        let port = Arc::new(self);
-        let mut connections = JoinSet::new();
-        let mut ended = pin!(end_of_service(&drain));
-        loop {
-            // All branches only wait; an accepted connection is never lost, because `accept` is cancel-safe.
-            tokio::select! {
-                biased;
-                () = &mut ended => break,
-                Some(_) = connections.join_next() => {}
-                accepted = listener.accept(), if connections.len() < MAX_CONNECTIONS => match accepted {
-                    Ok((tcp, client)) => {
-                        connections.spawn(port.clone().connection(tcp, canonical(client), drain.clone()));
-                    }
-                    Err(err) => {
-                        warn!(%err, port = port.name, "accepting a connection failed");
-                        // Out of descriptors, most likely: trying again at once would only burn the CPU.
-                        sleep(ACCEPT_PAUSE).await;
-                    }
-                },
-            }
-        }
-        drop(listener);
-        let ended = timeout(DRAIN_LIMIT, async { while connections.join_next().await.is_some() {} }).await;
-        if ended.is_err() {
-            warn!(
-                port = port.name,
-                n_connections = connections.len(),
-                "cutting connections that did not end"
-            );
-        }
+        let max = MAX_CONNECTIONS.min(descriptors::limit() / 20);
+        let listener = Listener::new(self.name, listener, max, &self.registry).drain_within(DRAIN_LIMIT);
+        let (port, watch) = (Arc::new(self), drain.clone());
+        let serve = move |accepted| port.clone().connection(accepted, watch.clone());
+        listener.run(end_of_service(&drain), serve).await;
     }
 
-    async fn connection(self: Arc<Self>, tcp: TcpStream, client: SocketAddr, drain: Watch) {
-        let name = self.name;
-        if let Err(err) = self.handle(tcp, client, drain).await {
+    async fn connection(self: Arc<Self>, accepted: Accepted, drain: Watch) {
+        let (name, client) = (self.name, accepted.client);
+        if let Err(err) = self.handle(accepted, drain).await {
             debug!(%client, port = name, error = &err as &dyn StdError, "a connection failed");
         }
     }
 
-    async fn handle(self: Arc<Self>, tcp: TcpStream, client: SocketAddr, drain: Watch) -> Result<(), ConnectionError> {
+    async fn handle(self: Arc<Self>, accepted: Accepted, drain: Watch) -> Result<(), ConnectionError> {
+        let Accepted {
+            stream: tcp,
+            client,
+            place,
+            ..
+        } = accepted;
         // A socket that refuses the option works as well.
         let _ = tcp.set_nodelay(true);
+        let tcp = place.watch(tcp);
         match &self.transport {
             Transport::Tls(creds) => {
                 let config = creds.current().ok_or(ConnectionError::NoCertificate)?;
@@ -120,6 +104,9 @@ impl<R: Respond> Port<R> {
                     .await
                     .map_err(|_| ConnectionError::HandshakeTimeout(HANDSHAKE_LIMIT))?
                     .map_err(ConnectionError::Handshake)?;
+                if tls.get_ref().1.peer_certificates().is_some() {
+                    place.verified();
+                }
                 self.http1(tls, drain).await
             }
             Transport::Loopback if client.ip().is_loopback() => self.http1(tcp, drain).await,
@@ -162,8 +149,8 @@ async fn end_of_service(drain: &Watch) {
     sleep(FAREWELL).await;
 }
 
+/// Less where the process may have few files.
 const MAX_CONNECTIONS: usize = 1000;
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 /// The API server closes idle connections after 90 seconds; were we first, a request could get lost on the way.
 const IDLE_LIMIT: Duration = Duration::from_secs(120);

@@ -30,6 +30,7 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
 use tracing::warn;
 use tulle_core::drain::Watch;
+use tulle_core::metrics::Registry;
 
 use creds::Creds;
 use https::{Port, Respond, Transport};
@@ -52,6 +53,7 @@ pub struct Server<H> {
     creds: Arc<Creds>,
     handler: H,
     metrics: HttpMetrics,
+    registry: Registry,
     /// Objects grow when they are decoded; few at a time keep the memory of a flood bounded.
     decoding: Semaphore,
 }
@@ -74,12 +76,13 @@ enum Refusal {
 }
 
 impl<H: Handler> Server<H> {
-    pub fn new(name: &'static str, creds: Arc<Creds>, handler: H, metrics: HttpMetrics) -> Self {
+    pub fn new(name: &'static str, creds: Arc<Creds>, handler: H, metrics: HttpMetrics, registry: &Registry) -> Self {
         Self {
             name,
             creds,
             handler,
             metrics,
+            registry: registry.clone(),
             decoding: Semaphore::new(MAX_DECODING),
         }
     }
@@ -89,6 +92,7 @@ impl<H: Handler> Server<H> {
         let port = Port {
             name: self.name,
             transport: Transport::Tls(self.creds.clone()),
+            registry: self.registry.clone(),
             respond: self,
         };
         port.serve(listener, drain).await;

@@ -72,7 +72,13 @@ impl Rig {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let (signal, drain) = drain::channel();
-        let server = Server::new("test", creds.clone(), handler.clone(), HttpMetrics::new(&registry));
+        let server = Server::new(
+            "test",
+            creds.clone(),
+            handler.clone(),
+            HttpMetrics::new(&registry),
+            &registry,
+        );
         let serving = tokio::spawn(server.serve(listener, drain.clone()));
         Self {
             addr,

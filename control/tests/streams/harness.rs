@@ -7,6 +7,7 @@ use tokio::time::timeout;
 use tonic::{Status, Streaming};
 use tulle_control::cluster::{Cluster, Config};
 use tulle_control::grpc::Service;
+use tulle_control::tls::creds::ClientCertificates;
 use tulle_control::{destination, policy};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
@@ -138,7 +139,7 @@ impl Mesh {
     }
 
     pub(crate) async fn ports(&self, workload: &str, port: u32) -> Result<Streaming<Server>, Status> {
-        let server = policy::inbound_server(self.cluster.clone(), self.drain.clone());
+        let server = policy::inbound_server(self.cluster.clone(), ClientCertificates::Optional, self.drain.clone());
         let request = PortSpec {
             workload: workload.to_owned(),
             port,
@@ -148,7 +149,7 @@ impl Mesh {
     }
 
     pub(crate) async fn port(&self, workload: &str, port: u32) -> Result<Server, Status> {
-        let server = policy::inbound_server(self.cluster.clone(), self.drain.clone());
+        let server = policy::inbound_server(self.cluster.clone(), ClientCertificates::Optional, self.drain.clone());
         let request = PortSpec {
             workload: workload.to_owned(),
             port,

@@ -6,6 +6,7 @@ use http_body_util::{BodyExt as _, Full};
 use prost::Message;
 use tonic::body::Body;
 use tower::Service;
+use tulle_control::tls::creds::ClientCertificates;
 use tulle_control::{destination, policy};
 use tulle_proto::destination::{GetDestination, Update};
 use tulle_proto::inbound::PortSpec;
@@ -135,7 +136,7 @@ async fn profiles_and_policies_are_shared_by_all() {
     let mut other = open(&mut service, "GetProfile", &get(WEB, "far")).await;
     assert!(are_shared(&data(&mut followed).await, &data(&mut other).await));
 
-    let mut inbound = policy::inbound_server(mesh.cluster.clone(), mesh.drain());
+    let mut inbound = policy::inbound_server(mesh.cluster.clone(), ClientCertificates::Optional, mesh.drain());
     let port = PortSpec {
         workload: "shop:web-1".to_owned(),
         port: 8080,
