@@ -92,7 +92,8 @@ impl Asked {
         let creds = Arc::new(Creds::new());
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
-        let webhook = Server::new(config.service, creds.clone(), handler, HttpMetrics::new(&self.registry));
+        let metrics = HttpMetrics::new(&self.registry);
+        let webhook = Server::new(config.service, creds.clone(), handler, metrics, &self.registry);
         self.tasks.spawn(webhook.serve(listener, self.drain.clone()));
         let latch = self.readiness.latch(config.service);
         let keeper = Keeper::new(self.server.client(), config, creds);
