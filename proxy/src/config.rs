@@ -92,6 +92,8 @@ pub struct Direction {
     pub accept: Accept,
     pub connect: Connect,
     pub http1_pool: Http1Pool,
+    /// Idempotent ones.
+    pub resend: Resend,
     pub http1_server: Http1Server,
     pub http2_server: Http2Server,
     pub http2_client: Http2Windows,
@@ -132,6 +134,16 @@ pub struct Http1Pool {
     pub idle_timeout: Duration,
 }
 
+/// Which requests are sent again that a lost connection has left without a response, though they may have been processed.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub enum Resend {
+    Never,
+    /// `GET`, `HEAD`, `OPTIONS` and `TRACE`.
+    Safe,
+    /// These, `PUT` and `DELETE`.
+    Idempotent,
+}
+
 /// Settings of HTTP/1 servers; the timeouts are those of HTTP/2 as well.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Http1Server {
@@ -139,7 +151,7 @@ pub struct Http1Server {
     pub max_head_size: usize,
     /// How long a request head may take from its first byte on, or the first request of an HTTP/2 connection; 30 s.
     pub head_timeout: Duration,
-    /// How long a connection may be without a request, or a request body of HTTP/1 without going on; 1 h.
+    /// How long a connection may be without a request, or a request with a body without anything that passes; 1 h.
     pub idle_timeout: Duration,
 }
 

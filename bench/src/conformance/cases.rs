@@ -195,6 +195,17 @@ pub const CASES: &[Case] = &[
         &["GET /a/%2e%2E//b?c=d&e=%20 HTTP/1.1\r\nhost: web.test\r\n\r\n"],
         &[request("GET /a/%2e%2E//b?c=d&e=%20 HTTP/1.1", "", &[HOST])],
     ),
+    // As browsers do, so that applications get them which get them without proxies.
+    passes(
+        "3.2.1",
+        "characters of a target that no URI has are encoded",
+        &["GET /a<b>`c`?d=\"e\"&f=<g> HTTP/1.1\r\nhost: web.test\r\n\r\n"],
+        &[request(
+            "GET /a%3Cb%3E%60c%60?d=%22e%22&f=%3Cg%3E HTTP/1.1",
+            "",
+            &[HOST],
+        )],
+    ),
     refused(
         "3.2.1",
         "a target with a fragment",
@@ -224,6 +235,11 @@ pub const CASES: &[Case] = &[
         "3.2.3",
         "CONNECT with a body",
         &["CONNECT web.test:80 HTTP/1.1\r\nhost: web.test:80\r\ncontent-length: 1\r\n\r\nx"],
+    ),
+    refused(
+        "3.2.3",
+        "CONNECT with a body in chunks",
+        &["CONNECT web.test:80 HTTP/1.1\r\nhost: web.test:80\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n"],
     ),
     passes(
         "3.2.4",

@@ -24,7 +24,8 @@ use crate::{
     http::{
         access_log::AccessLog,
         client::PoolConfig,
-        h1, h2,
+        h1::{self, pool::Resend},
+        h2,
         layers::{Admission, Errors, Observe, Wrappers},
         respond::Reasons,
         server,
@@ -362,6 +363,11 @@ fn pool(direction: &Direction) -> PoolConfig {
     PoolConfig {
         idle_timeout: pool.idle_timeout,
         max_idle: pool.max_idle_per_endpoint,
+        resend: match direction.resend {
+            config::Resend::Never => Resend::Never,
+            config::Resend::Safe => Resend::Safe,
+            config::Resend::Idempotent => Resend::Idempotent,
+        },
     }
 }
 
@@ -400,5 +406,6 @@ fn http2_server(direction: &Direction) -> h2::Params {
         max_header_list: server
             .max_header_list_size
             .unwrap_or_else(|| h2::Params::list_of(direction.http1_server.max_head_size)),
+        max_header_lists: h2::Params::HEADER_LISTS,
     }
 }

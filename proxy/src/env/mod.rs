@@ -20,8 +20,8 @@ use crate::api::destination::{ProfileScope, Suffixes};
 use crate::api::watch::StreamLimits;
 use crate::config::{
     Accept, Balancing, Config, Connect, Control, DefaultPolicy, Direction, FlowControl, Http1Pool, Http1Server,
-    Http2Server, Http2Windows, Inbound, InboundMode, Ingress, KeepAlive, Log, Outbound, UnknownPolicy, Visibility,
-    Workers,
+    Http2Server, Http2Windows, Inbound, InboundMode, Ingress, KeepAlive, Log, Outbound, Resend, UnknownPolicy,
+    Visibility, Workers,
 };
 use crate::env::values::Reason;
 use crate::identity;
@@ -242,6 +242,7 @@ fn direction(env: &mut Env<'_>, dir: &str, defaults: &DirectionDefaults) -> Dire
                 Duration::from_secs(3),
             ),
         },
+        resend: env.or(&format!("{OUR_PREFIX}{dir}_RESEND"), values::resend, Resend::Idempotent),
         http1_server: http1_server(env, &name("HTTP1")),
         http2_server: http2_server(env, &name("SERVER_HTTP2"), windows),
         http2_client: windows,

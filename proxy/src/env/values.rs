@@ -13,7 +13,7 @@ use tulle_core::telemetry::Format;
 
 use crate::admin::{Probe, ProbeRefused};
 use crate::api::destination::Suffixes;
-use crate::config::{Balancing, DefaultPolicy, Directions, InboundMode, UnknownPolicy};
+use crate::config::{Balancing, DefaultPolicy, Directions, InboundMode, Resend, UnknownPolicy};
 use crate::http::access_log;
 use crate::identity::Anchors;
 use crate::policy::endpoint::{FRAME_SIZES, MAX_WINDOW};
@@ -207,6 +207,17 @@ pub(super) fn balancing(value: &str) -> Result<Balancing, Reason> {
         &[
             ("peak-ewma", Balancing::PeakEwma),
             ("round-robin", Balancing::RoundRobin),
+        ],
+    )
+}
+
+pub(super) fn resend(value: &str) -> Result<Resend, Reason> {
+    one_of(
+        value,
+        &[
+            ("never", Resend::Never),
+            ("safe", Resend::Safe),
+            ("idempotent", Resend::Idempotent),
         ],
     )
 }

@@ -1,11 +1,18 @@
 //! One client per endpoint and worker: HTTP/1 from a pool, HTTP/2 on one shared connection, dialled once for all who
 //! wait.
 
-use std::{future::Future, net::SocketAddr, pin::Pin, sync::Arc, time::Duration};
+use std::{
+    future::Future,
+    net::SocketAddr,
+    pin::{Pin, pin},
+    sync::Arc,
+    time::Duration,
+};
 
 use http::{Request, Response, Version};
 use parking_lot::Mutex;
-use tokio::time::Instant;
+use smallvec::SmallVec;
+use tokio::time::{Instant, timeout_at};
 
 use crate::{
     http::{
@@ -13,9 +20,9 @@ use crate::{
         error::{Error, Retry},
         h1::{
             client::{self as http1, Exchange, Failed, NoHead},
-            pool::Pool,
+            pool::{Pool, Resend},
         },
-        h2::{Params, client as http2},
+        h2::{Params, client as http2, windows::Waiters},
         orig_proto, websocket,
     },
     net::{awaited::Answer, io::Io},
@@ -36,7 +43,10 @@ pub(crate) enum Protocol {
 pub(crate) struct Client {
     addr: SocketAddr,
     connect: Connect,
-    http2: Mutex<Option<http2::Shared>>,
+    /// More than one where the peer permits fewer streams than there are requests.
+    http2: Mutex<SmallVec<[http2::Shared; 1]>>,
+    /// Who waits for a free stream.
+    waiters: Arc<Waiters>,
     /// Held while dialling, so that others wait for the same connection.
     dialling: tokio::sync::Mutex<()>,
     dialled_since: Mutex<Option<Instant>>,
@@ -58,7 +68,11 @@ struct FailedDials {
 pub(crate) struct PoolConfig {
     pub(crate) idle_timeout: Duration,
     pub(crate) max_idle: usize,
+    pub(crate) resend: Resend,
 }
+
+/// HTTP/2 connections of one worker to one endpoint at most.
+const MAX_HTTP2_CONNECTIONS: usize = 64;
 
 /// A connection that can take a request now.
 pub(crate) enum Ready {
@@ -86,13 +100,19 @@ impl Client {
         Self {
             addr,
             connect,
-            http2: Mutex::new(None),
+            http2: Mutex::default(),
+            waiters: Arc::default(),
             dialling: tokio::sync::Mutex::new(()),
             dialled_since: Mutex::new(None),
             failed: Mutex::default(),
             params,
-            pool: Pool::new(pool.idle_timeout, pool.max_idle),
+            pool: Pool::new(pool.idle_timeout, pool.max_idle, pool.resend),
         }
+    }
+
+    /// Which requests may be sent again that may have been processed.
+    pub(crate) fn resend(&self) -> Resend {
+        self.pool.resend
     }
 
     /// A connection for one request: an open one where there is one.
@@ -113,26 +133,57 @@ impl Client {
             (_, Reuse::OwnStream) => Box::pin(self.open_stream()).await,
             (Protocol::Http1, Reuse::OwnConnection) => None,
             (Protocol::Http1, Reuse::Pooled) => Some(Ready::Http1(self.pool.take()?, Some(self.pool.clone()))),
-            (Protocol::Http2, _) => {
-                let known = self.http2.lock().as_ref()?.sender.clone();
-                known.ready().await.ok().map(Ready::Http2)
+            (Protocol::Http2, _) => self.open_http2(),
+        }
+    }
+
+    /// A place on the first HTTP/2 connection that has a free stream. Connections that have ended are left, and a further one that
+    /// is not needed any more.
+    fn open_http2(&self) -> Option<Ready> {
+        let mut connections = self.http2.lock();
+        let mut index = 0;
+        while let Some(connection) = connections.get_mut(index) {
+            if connection.is_over() {
+                connections.remove(index);
+                continue;
+            }
+            if connection.has_room() {
+                if index > 0 {
+                    connection.use_beside_others();
+                }
+                let sender = connection.sender();
+                if index + 1 < connections.len() && connections.last().is_some_and(http2::Shared::is_spare) {
+                    connections.pop();
+                }
+                return Some(Ready::Http2(sender));
+            }
+            index += 1;
+        }
+        None
+    }
+
+    /// Whether another HTTP/2 connection would help, and is permitted: not while a peer has not told how many streams it permits, or
+    /// permits none.
+    fn needs_http2(&self) -> bool {
+        let connections = self.http2.lock();
+        let is_full = |connection: &http2::Shared| !connection.is_untold() && connection.n_streams() > 0;
+        connections.len() < MAX_HTTP2_CONNECTIONS && connections.iter().all(is_full)
+    }
+
+    /// The first shared connection whose peer takes another stream for another protocol.
+    async fn open_stream(&self) -> Option<Ready> {
+        let connections = self.http2.lock().clone();
+        for mut connection in connections {
+            if connection.takes_stream().await && !connection.is_over() {
+                return Some(Ready::Stream(Box::new(connection)));
             }
         }
+        None
     }
 
-    /// The shared connection, if there is one, and its peer takes another stream for another protocol.
-    async fn open_stream(&self) -> Option<Ready> {
-        let mut shared = self.http2.lock().clone()?;
-        if !shared.takes_stream().await {
-            return None;
-        }
-        let ready = shared.ready().await.ok()?;
-        Some(Ready::Stream(Box::new(ready)))
-    }
-
-    /// Whether there is a connection that any number of requests can share, as far as is known.
+    /// Whether there is a connection that requests can share, as far as is known.
     pub(crate) fn is_shared(&self) -> bool {
-        self.http2.lock().is_some()
+        !self.http2.lock().is_empty()
     }
 
     /// A new connection; one of HTTP/2 is shared by all who ask for it meanwhile.
@@ -167,36 +218,66 @@ impl Client {
         *self.dialled_since.lock()
     }
 
+    /// A place on an HTTP/2 connection: on a new one, or where there may be no more, on the first that has a free stream.
     async fn dial_http2(&self) -> Result<Ready, Error> {
-        let failed_before = self.failed.lock().n;
-        let _turn = self.dialling.lock().await;
-        if let Some(ready) = self.open(Protocol::Http2, Reuse::Pooled).await {
-            return Ok(ready); // somebody else dialled meanwhile
+        let begun = Instant::now();
+        loop {
+            let failed_before = self.failed.lock().n;
+            {
+                let _turn = self.dialling.lock().await;
+                if let Some(ready) = self.open_http2() {
+                    return Ok(ready); // somebody else dialled meanwhile
+                }
+                let FailedDials { n, cause } = *self.failed.lock();
+                if n != failed_before {
+                    // So did the dial that this request waited for.
+                    return Err(Error::DialFailed { addr: self.addr, cause });
+                }
+                if self.needs_http2() {
+                    return self.connect_http2().await;
+                }
+            }
+            let (addr, limit) = (self.addr, http2::STREAM_TIMEOUT);
+            let waited = timeout_at(begun + limit, self.stream_is_free()).await;
+            let sent = false;
+            waited.map_err(|_| Error::NoFreeStream { addr, limit, sent })?;
         }
-        let FailedDials { n, cause } = *self.failed.lock();
-        if n != failed_before {
-            // So did the dial that this request waited for.
-            return Err(Error::DialFailed { addr: self.addr, cause });
+    }
+
+    /// Waits until a connection may have a free stream, or another one may be dialled.
+    async fn stream_is_free(&self) {
+        let waiting = self.waiters.enter();
+        let mut freed = pin!(waiting.freed());
+        // Listening starts before looking, so that nothing that happens between the two is missed.
+        freed.as_mut().enable();
+        let is_free = self.http2.lock().iter().any(http2::Shared::has_room);
+        if !is_free && !self.needs_http2() {
+            freed.await;
         }
-        *self.http2.lock() = None;
-        *self.dialled_since.lock() = Some(Instant::now());
-        let dialled = match (self.connect)(Protocol::Http2).await {
-            Ok(io) => http2::connect(io, &self.params).await,
-            Err(error) => Err(error),
+    }
+
+    async fn connect_http2(&self) -> Result<Ready, Error> {
+        let dialled = {
+            let _dialling = Dialling::begin(&self.dialled_since);
+            match (self.connect)(Protocol::Http2).await {
+                Ok(io) => http2::connect(io, &self.params, &self.waiters).await,
+                Err(error) => Err(error),
+            }
         };
-        *self.dialled_since.lock() = None;
-        let shared = dialled.inspect_err(|error| {
+        let mut shared = dialled.inspect_err(|error| {
             let mut failed = self.failed.lock();
             (failed.n, failed.cause) = (failed.n + 1, error.cause());
         })?;
-        let send = shared.sender.clone();
-        *self.http2.lock() = Some(shared);
-        let ready = send.ready().await.map_err(|_| Error::Closed {
-            addr: self.addr,
-            reused: false,
-            sent: false,
-        });
-        ready.map(Ready::Http2)
+        if shared.is_over() {
+            return Err(Error::Closed {
+                addr: self.addr,
+                reused: false,
+                sent: false,
+            });
+        }
+        let sender = shared.sender();
+        self.http2.lock().push(shared);
+        Ok(Ready::Http2(sender))
     }
 
     /// Sends a request, which is taken out of `req`, on a connection of this client.
@@ -270,6 +351,22 @@ impl Client {
     }
 }
 
+/// A dial that is under way, until it has ended or nobody waits for it any more.
+struct Dialling<'a>(&'a Mutex<Option<Instant>>);
+
+impl<'a> Dialling<'a> {
+    fn begin(since: &'a Mutex<Option<Instant>>) -> Self {
+        *since.lock() = Some(Instant::now());
+        Self(since)
+    }
+}
+
+impl Drop for Dialling<'_> {
+    fn drop(&mut self) {
+        *self.0.lock() = None;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::{
@@ -310,6 +407,7 @@ mod tests {
         let pool = PoolConfig {
             idle_timeout: Duration::from_secs(1),
             max_idle: 1,
+            resend: Resend::Idempotent,
         };
         let client = Client::new(addr, connect, Params::default(), pool);
         let ready = client.ready(Protocol::Http1, Reuse::Pooled).await.unwrap();
@@ -419,6 +517,59 @@ mod tests {
         assert!(sent.is_ok() && twice, "{sent:?}");
     }
 
+    /// A server of HTTP/1 that says for how long it keeps connections.
+    #[tokio::test]
+    async fn a_connection_is_used_as_long_as_its_server_says() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let addr = listener.local_addr().unwrap();
+        let connect: Connect =
+            Box::new(move |_| Box::pin(async move { Ok(Io::tcp(Tcp::new(TcpStream::connect(addr).await.unwrap()))) }));
+        let pool = PoolConfig {
+            idle_timeout: Duration::from_secs(60),
+            max_idle: 1,
+            resend: Resend::Idempotent,
+        };
+        let client = Client::new(addr, connect, Params::default(), pool);
+        let answered = async || {
+            let ready = client.ready(Protocol::Http1, Reuse::Pooled).await.unwrap();
+            let mut get = Request::get("/").body(Body::empty()).unwrap();
+            let (sent, server) = tokio::join!(client.send(ready, &mut get), async {
+                let (mut server, _) = listener.accept().await.unwrap();
+                let head = b"HTTP/1.1 204 No Content\r\nkeep-alive: timeout=1\r\n\r\n";
+                server.write_all(head).await.unwrap();
+                server
+            });
+            assert_eq!(sent.unwrap().status(), 204);
+            server
+        };
+        for (idle, is_open) in [(499, true), (500, false)] {
+            let _server = answered().await;
+            tokio::time::pause();
+            tokio::time::advance(Duration::from_millis(idle)).await;
+            let open = client.open(Protocol::Http1, Reuse::Pooled).await;
+            assert_eq!(open.is_some(), is_open, "{idle} ms");
+            tokio::time::resume();
+        }
+    }
+
+    #[tokio::test]
+    async fn a_dial_that_nobody_waits_for_any_more_is_over() {
+        let addr = ([127, 0, 0, 1], 1).into();
+        let connect: Connect = Box::new(|_| Box::pin(std::future::pending()));
+        let pool = PoolConfig {
+            idle_timeout: Duration::from_secs(1),
+            max_idle: 1,
+            resend: Resend::Idempotent,
+        };
+        let client = Client::new(addr, connect, Params::default(), pool);
+        {
+            let mut dial = pin!(client.dial(Protocol::Http2, Reuse::Pooled));
+            assert!(futures_util::poll!(&mut dial).is_pending());
+            assert!(client.dialled_since().is_some());
+        }
+        assert!(client.dialled_since().is_none());
+    }
+
     /// What a server of HTTP/2 has a WebSocket, and an extended CONNECT, go by.
     async fn ready_for(server: &h2::server::Builder) -> [Ready; 2] {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -439,6 +590,7 @@ mod tests {
         let pool = PoolConfig {
             idle_timeout: Duration::from_secs(1),
             max_idle: 1,
+            resend: Resend::Idempotent,
         };
         let client = Client::new(addr, connect, Params::default(), pool);
         let websocket = client.ready(Protocol::Http1, Reuse::OwnStream).await.unwrap();

@@ -55,6 +55,15 @@ pub(crate) enum Error {
     },
     #[error("connection to {addr} closed before a response")]
     Closed { addr: SocketAddr, reused: bool, sent: bool },
+    #[error("HTTP/2 connection to {addr} ended before a response")]
+    ConnectionLost { addr: SocketAddr },
+    #[error("{addr} had no free HTTP/2 stream within {limit:?}")]
+    NoFreeStream {
+        addr: SocketAddr,
+        limit: Duration,
+        /// Whether something of the request may have left.
+        sent: bool,
+    },
     #[error("HTTP/2 error")]
     H2(#[source] ::h2::Error),
     #[error("reading the response")]
@@ -96,6 +105,8 @@ pub(crate) enum Error {
     QueueFull,
     #[error("too many requests in flight")]
     Shed,
+    #[error("the requests in flight on one HTTP/2 connection have header lists of more than {limit} bytes")]
+    TooManyHeaders { limit: usize },
     #[error("memory is about to run out")]
     MemoryShort,
     #[error("{limit} connections are open, as many as there may be")]
@@ -236,6 +247,8 @@ impl Error {
             | Self::DialFailed { .. }
             | Self::Tls { .. }
             | Self::Closed { .. }
+            | Self::ConnectionLost { .. }
+            | Self::NoFreeStream { .. }
             | Self::H2(_)
             | Self::Response(_)
             | Self::BadResponse(_)
@@ -244,6 +257,7 @@ impl Error {
             | Self::Late(_) => Side::Peer,
             Self::TakenBack
             | Self::Shed
+            | Self::TooManyHeaders { .. }
             | Self::MemoryShort
             | Self::TooManyConnections { .. }
             | Self::QueueFull
@@ -276,12 +290,30 @@ impl Error {
         )
     }
 
+    /// Whether the other end of an HTTP/2 connection says that it has not processed the stream: it refused the stream, or the stream
+    /// is above the last one that it answers before it ends the connection. A new connection may do better.
+    pub(crate) fn is_unprocessed(&self) -> bool {
+        match self {
+            Self::TooLargeToRetry(error) => error.is_unprocessed(),
+            // Streams up to the last one go on, so that only those above it fail with what the other end has said.
+            Self::H2(error) => {
+                error.reason() == Some(Reason::REFUSED_STREAM) || (error.is_go_away() && error.is_remote())
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether a connection was ended in good order.
+    pub(crate) fn is_graceful_end(&self) -> bool {
+        matches!(self, Self::H2(error) if error.is_go_away() && error.is_remote() && error.reason() == Some(Reason::NO_ERROR))
+    }
+
     pub(crate) fn retry(&self) -> Retry {
         match self {
             error if error.is_of_dial() => Retry::NeverSent,
-            Self::Closed { sent: false, .. } => Retry::NeverSent,
-            Self::Closed { reused: true, .. } => Retry::IfIdempotent,
-            Self::H2(error) if refused(error) => Retry::NeverSent,
+            error if error.is_unprocessed() => Retry::NeverSent,
+            Self::Closed { sent: false, .. } | Self::NoFreeStream { sent: false, .. } => Retry::NeverSent,
+            Self::Closed { reused: true, .. } | Self::ConnectionLost { .. } => Retry::IfIdempotent,
             Self::H2(error) if error.is_io() || error.is_go_away() => Retry::IfIdempotent,
             _ => Retry::No,
         }
@@ -307,6 +339,7 @@ impl Error {
             | Self::DialFailed { .. }
             | Self::Tls { .. }
             | Self::Closed { .. }
+            | Self::ConnectionLost { .. }
             | Self::H2(_)
             | Self::Response(_)
             | Self::BadResponse(_)
@@ -318,7 +351,9 @@ impl Error {
             | Self::NoBackends
             | Self::Unavailable(_)
             | Self::QueueFull
+            | Self::NoFreeStream { .. }
             | Self::Shed
+            | Self::TooManyHeaders { .. }
             | Self::MemoryShort
             | Self::TooManyConnections { .. }
             | Self::TooManyNames { .. }
@@ -355,6 +390,8 @@ impl Error {
         match self {
             Self::TooLargeToRetry(error) => error.label(),
             Self::Shed
+            | Self::TooManyHeaders { .. }
+            | Self::NoFreeStream { .. }
             | Self::MemoryShort
             | Self::TooManyConnections { .. }
             | Self::TooManyNames { .. }
@@ -373,6 +410,7 @@ impl Error {
             | Self::DialFailed { .. }
             | Self::Tls { .. }
             | Self::Closed { .. }
+            | Self::ConnectionLost { .. }
             | Self::H2(_)
             | Self::Response(_) => "i/o",
             _ => "unexpected",
@@ -399,6 +437,8 @@ impl Error {
             Self::DialFailed { addr, .. }
             | Self::Tls { addr, .. }
             | Self::Closed { addr, .. }
+            | Self::ConnectionLost { addr }
+            | Self::NoFreeStream { addr, .. }
             | Self::NoStream { addr } => Some(*addr),
             Self::TooLargeToRetry(error) => error.target(),
             _ => None,
@@ -419,6 +459,8 @@ impl Error {
             Self::TooLargeToRetry(error) => error.stream_label(),
             Self::FailFast(..) => "FAIL_FAST",
             Self::Shed
+            | Self::TooManyHeaders { .. }
+            | Self::NoFreeStream { .. }
             | Self::MemoryShort
             | Self::TooManyConnections { .. }
             | Self::TooManyNames { .. }
@@ -444,6 +486,7 @@ impl Error {
             | Self::DialFailed { .. }
             | Self::Tls { .. }
             | Self::Closed { .. }
+            | Self::ConnectionLost { .. }
             | Self::Response(_) => "IO",
             _ => "UNKNOWN",
         }
@@ -455,7 +498,8 @@ impl Error {
             Self::TooLargeToRetry(_) => "body-too-large-to-retry",
             Self::ConnectTimeout(error) | Self::Connect(error) => error.cause(),
             Self::DialFailed { cause, .. } | Self::Tls { cause, .. } => cause,
-            Self::Closed { .. } | Self::TakenBack => "connection-closed",
+            Self::Closed { .. } | Self::ConnectionLost { .. } | Self::TakenBack => "connection-closed",
+            Self::NoFreeStream { .. } => "no-free-stream",
             Self::H2(_) => "stream-reset",
             Self::Response(_) | Self::BadResponse(_) | Self::Miscounted => "bad-response",
             Self::RequestBody(_) | Self::BadRequest(_) => "bad-request",
@@ -468,7 +512,9 @@ impl Error {
             Self::FailFast(_, Unready::Ejected) | Self::Unavailable(Unready::Ejected) => "breaker-open",
             Self::FailFast(..) | Self::Unavailable(_) => "endpoints-unready",
             Self::QueueFull => "queue-full",
-            Self::Shed | Self::TooManyConnections { .. } | Self::TooManyNames { .. } => "overload",
+            Self::Shed | Self::TooManyHeaders { .. } | Self::TooManyConnections { .. } | Self::TooManyNames { .. } => {
+                "overload"
+            }
             Self::MemoryShort => "memory-short",
             Self::RouteNotFound => "no-route",
             Self::GatewayDomain(_) => "gateway-domain",
@@ -489,11 +535,6 @@ impl Error {
             Self::TargetForbidden(_) => "target-forbidden",
         }
     }
-}
-
-/// True when the peer says that it did not process the stream.
-fn refused(error: &::h2::Error) -> bool {
-    error.reason() == Some(Reason::REFUSED_STREAM) || (error.is_go_away() && error.reason() == Some(Reason::NO_ERROR))
 }
 
 #[cfg(test)]
@@ -533,6 +574,12 @@ mod tests {
                 reused: false,
                 sent: true,
             },
+            Error::ConnectionLost { addr },
+            Error::NoFreeStream {
+                addr,
+                limit,
+                sent: false,
+            },
             Error::H2(Reason::INTERNAL_ERROR.into()),
             Error::Response(std::io::ErrorKind::UnexpectedEof.into()),
             Error::BadResponse("its length"),
@@ -553,6 +600,7 @@ mod tests {
             Error::NoBackend("it has no dispatcher"),
             Error::QueueFull,
             Error::Shed,
+            Error::TooManyHeaders { limit: 1 },
             Error::MemoryShort,
             Error::RouteNotFound,
             Error::GatewayDomain("other.test".into()),

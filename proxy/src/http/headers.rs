@@ -3,9 +3,9 @@
 use std::time::{Duration, SystemTime};
 
 use http::{
-    HeaderMap, HeaderName, Method, Request, Version,
+    HeaderMap, HeaderName, Method, Request, Uri, Version,
     header::{self, HeaderValue},
-    uri::Authority,
+    uri::{Authority, Scheme},
 };
 use http_body::Body as _;
 use tulle_core::names::header as names;
@@ -102,7 +102,7 @@ pub(crate) fn is_trailer(name: &HeaderName) -> bool {
 
 /// Whether an HTTP/1.1 request asks for another protocol. An upgrade to cleartext HTTP/2 is not one: it is answered
 /// as HTTP/1.1, which every client accepts.
-pub(crate) fn wants_upgrade(req: &Request<Body>) -> bool {
+pub(crate) fn wants_upgrade<B>(req: &Request<B>) -> bool {
     if req.version() != Version::HTTP_11 {
         return false;
     }
@@ -116,17 +116,48 @@ pub(crate) fn wants_upgrade(req: &Request<Body>) -> bool {
         || (headers.contains_key(header::UPGRADE) && !headers.get_all(header::UPGRADE).iter().any(is_h2c))
 }
 
-/// Refuses requests that cannot be passed on as what they are: whose target does not fit their method, or whose body
-/// could not be told from what follows it.
-pub(crate) fn check_request(req: &Request<Body>) -> Result<(), Error> {
+/// Keeps of what concerns only the connection of a message what asks for, or grants, another protocol on it.
+pub(crate) fn strip_all_but_upgrade(headers: &mut HeaderMap) {
+    let lists_upgrade = |line: &HeaderValue| {
+        let mut names = line.as_bytes().split(|b| *b == b',');
+        names.any(|name| name.trim_ascii().eq_ignore_ascii_case(b"upgrade"))
+    };
+    let is_listed = headers.get_all(header::CONNECTION).iter().any(lists_upgrade);
+    let protocols: Vec<_> = headers.get_all(header::UPGRADE).iter().cloned().collect();
+    strip_hop_by_hop(headers);
+    if is_listed {
+        headers.insert(header::CONNECTION, HeaderValue::from_static("Upgrade"));
+    }
+    for protocol in protocols {
+        headers.append(header::UPGRADE, protocol);
+    }
+}
+
+/// Refuses requests that cannot be passed on as what they are: that are addressed to two hosts or to none, whose target does not fit
+/// their method, or whose body could not be told from what follows it. What a request of HTTP/2 is addressed to is in its target
+/// afterwards, and nowhere else.
+///
+/// # Errors
+/// The request breaks a rule of its version.
+pub(crate) fn check_request(req: &mut Request<Body>) -> Result<(), Error> {
+    match req.version() {
+        Version::HTTP_2 => check_http2(req),
+        _ => check_http1(req),
+    }
+}
+
+/// The rules of HTTP/1 that do not concern the bytes of a request: those were looked at when it was read.
+pub(crate) fn check_http1(req: &Request<Body>) -> Result<(), Error> {
     let uri = req.uri();
+    let is_connect = *req.method() == Method::CONNECT;
     let authority_form = uri.scheme().is_none() && uri.authority().is_some() && uri.path_and_query().is_none();
-    match (*req.method() == Method::CONNECT, req.version()) {
+    match (is_connect, req.version()) {
         (true, Version::HTTP_11) if !authority_form => {
             return Err(Error::BadRequest("the target of CONNECT is not an authority"));
         }
         (true, Version::HTTP_10) => return Err(Error::BadRequest("CONNECT needs HTTP/1.1")),
-        (false, Version::HTTP_10 | Version::HTTP_11) if authority_form => {
+        (true, _) if !req.body().is_end_stream() => return Err(Error::BadRequest("CONNECT has no body")),
+        (false, _) if authority_form => {
             return Err(Error::BadRequest("only CONNECT has an authority for a target"));
         }
         _ => {}
@@ -144,6 +175,81 @@ pub(crate) fn check_request(req: &Request<Body>) -> Result<(), Error> {
         ));
     }
     Ok(())
+}
+
+/// Source: RFC 9113 §8.3.1 for the authority, §8.5 for CONNECT, RFC 9110 §8.6 for the length.
+fn check_http2(req: &mut Request<Body>) -> Result<(), Error> {
+    let (mut host, mut length) = (None, None);
+    for (name, value) in req.headers() {
+        if *name == header::HOST {
+            if host.replace(value).is_some() {
+                return Err(Error::BadRequest("it names two hosts"));
+            }
+        } else if *name == header::CONTENT_LENGTH {
+            if length.replace(value).is_some() {
+                return Err(Error::BadRequest("it has two content-lengths"));
+            }
+        }
+    }
+    if length.is_some_and(|length| number(length.as_bytes()).is_none()) {
+        return Err(Error::BadRequest("its content-length is not a number"));
+    }
+    if length.is_some() && *req.method() == Method::CONNECT {
+        return Err(Error::BadRequest("CONNECT has no body"));
+    }
+    let authority = req.uri().authority();
+    if authority.is_some_and(|authority| authority.as_str().contains('@')) {
+        return Err(Error::BadRequest("its authority names a user"));
+    }
+    match (authority, host) {
+        (Some(_), None) => return Ok(()),
+        (Some(authority), Some(host)) => {
+            if !is_same_host(authority, host, req.uri().scheme()) {
+                return Err(Error::BadRequest("its host is not its authority"));
+            }
+        }
+        (None, Some(host)) => {
+            let authority = Authority::try_from(host.as_bytes()).ok();
+            let authority = authority.filter(|authority| !authority.as_str().contains('@'));
+            let authority = authority.ok_or(Error::BadRequest("its host is not an authority"))?;
+            if *req.method() == Method::CONNECT {
+                return Err(Error::BadRequest("CONNECT needs an authority"));
+            }
+            let mut parts = std::mem::take(req.uri_mut()).into_parts();
+            parts.scheme = Some(Scheme::HTTP); // which a target without an authority cannot keep
+            parts.authority = Some(authority);
+            *req.uri_mut() = Uri::from_parts(parts).map_err(|_| Error::BadRequest("its target"))?;
+        }
+        (None, None) => return Err(Error::BadRequest("it names no host")),
+    }
+    req.headers_mut().remove(header::HOST);
+    Ok(())
+}
+
+/// Whether a `host` says the same as an authority: letters count alike in both cases, and the port of the scheme may be left out.
+///
+/// Source: RFC 3986 §6.2.
+fn is_same_host(authority: &Authority, host: &HeaderValue, scheme: Option<&Scheme>) -> bool {
+    if host.as_bytes() == authority.as_str().as_bytes() {
+        return true;
+    }
+    let Ok(host) = Authority::try_from(host.as_bytes()) else {
+        return false;
+    };
+    let default = if scheme == Some(&Scheme::HTTPS) { 443 } else { 80 };
+    let port = |of: &Authority| of.port_u16().unwrap_or(default);
+    host.host().eq_ignore_ascii_case(authority.host()) && port(&host) == port(authority) && !host.as_str().contains('@')
+}
+
+/// How long a server keeps the connection of a response when it is idle, if it says so.
+pub(crate) fn keep_alive_timeout(headers: &HeaderMap) -> Option<Duration> {
+    let seconds = |parameter: &[u8]| {
+        let (name, value) = parameter.split_at_checked(parameter.iter().position(|b| *b == b'=')?)?;
+        let is_timeout = name.trim_ascii().eq_ignore_ascii_case(b"timeout");
+        number(value[1..].trim_ascii()).filter(|_| is_timeout)
+    };
+    let told = get(headers, &KEEP_ALIVE)?.as_bytes();
+    told.split(|b| *b == b',').find_map(seconds).map(Duration::from_secs)
 }
 
 /// What a request's head counts as in HTTP/2 (RFC 9113, section 10.5.1), its method and scheme aside.
@@ -298,9 +404,95 @@ mod tests {
             let req = Request::post("/").version(version).header("transfer-encoding", coding);
             req.body(Body::full("GET / HTTP/1.1")).unwrap()
         };
-        assert!(check_request(&req(Version::HTTP_10, "chunked")).is_err());
-        assert!(check_request(&req(Version::HTTP_11, "gzip, chunked")).is_err());
-        assert!(check_request(&req(Version::HTTP_11, "chunked")).is_ok());
+        assert!(check_request(&mut req(Version::HTTP_10, "chunked")).is_err());
+        assert!(check_request(&mut req(Version::HTTP_11, "gzip, chunked")).is_err());
+        assert!(check_request(&mut req(Version::HTTP_11, "chunked")).is_ok());
+        let connect = Request::connect("web.test:80").body(Body::full("a body")).unwrap();
+        assert!(check_request(&mut { connect }).is_err());
+    }
+
+    #[test]
+    fn a_request_of_http2_is_addressed_to_one_host() {
+        let checked = |method: Method, uri: &str, lines: &[(&str, &str)]| {
+            let req = Request::builder().method(method).uri(uri).version(Version::HTTP_2);
+            let req = lines.iter().fold(req, |req, (name, value)| req.header(*name, *value));
+            let mut req = req.body(Body::empty()).unwrap();
+            check_request(&mut req).ok()?;
+            assert!(!req.headers().contains_key("host"), "{uri} {lines:?}");
+            Some(req.uri().to_string())
+        };
+        let get = |uri: &str, hosts: &[&str]| {
+            let lines: Vec<_> = hosts.iter().map(|host| ("host", *host)).collect();
+            checked(Method::GET, uri, &lines)
+        };
+        for (uri, hosts, expected) in [
+            ("http://web/a", &[][..], "http://web/a"),
+            ("/a?b", &["web:8080"], "http://web:8080/a?b"),
+            ("http://web/", &["web"], "http://web/"),
+            ("http://web/", &["WEB:80"], "http://web/"),
+            ("https://web:443/", &["web"], "https://web:443/"),
+        ] {
+            assert_eq!(get(uri, hosts).as_deref(), Some(expected), "{uri} {hosts:?}");
+        }
+        for (uri, hosts) in [
+            ("/", &[][..]),
+            ("/", &[""]),
+            ("/", &["a/b"]),
+            ("/", &["me@web"]),
+            ("/", &["web", "web"]),
+            ("http://web/", &["other"]),
+            ("http://web/", &["web:8080"]),
+            ("https://web/", &["web:80"]),
+            ("http://web/", &["me@web"]),
+            ("http://web/", &[""]),
+            ("http://web/", &["web", "web"]),
+            ("http://me@web/", &[]),
+        ] {
+            assert_eq!(get(uri, hosts), None, "{uri} {hosts:?}");
+        }
+        assert!(checked(Method::OPTIONS, "*", &[("host", "web")]).is_some());
+        assert!(checked(Method::CONNECT, "web:80", &[]).is_some());
+        assert!(checked(Method::CONNECT, "web:80", &[("content-length", "1")]).is_none());
+        for lengths in [&["1", "1"][..], &["+1"], &["1, 1"]] {
+            let lines: Vec<_> = lengths.iter().map(|length| ("content-length", *length)).collect();
+            assert!(checked(Method::POST, "http://web/", &lines).is_none(), "{lengths:?}");
+        }
+    }
+
+    #[test]
+    fn servers_say_how_long_they_keep_an_idle_connection() {
+        for (value, seconds) in [
+            ("timeout=5", Some(5)),
+            ("timeout=5, max=100", Some(5)),
+            ("max=100, Timeout = 7", Some(7)),
+            ("timeout=0", Some(0)),
+            ("timeout=", None),
+            ("timeout=-1", None),
+            ("timeout", None),
+            ("max=100", None),
+            ("", None),
+        ] {
+            let told = keep_alive_timeout(&headers(&[("keep-alive", value)]));
+            assert_eq!(told, seconds.map(Duration::from_secs), "{value}");
+        }
+    }
+
+    #[test]
+    fn of_a_connection_only_the_upgrade_is_kept() {
+        let mut given = headers(&[
+            ("connection", "keep-alive, x-hop"),
+            ("connection", "upgrade, l5d-client-id"),
+            ("x-hop", "1"),
+            ("keep-alive", "5"),
+            ("upgrade", "tcp"),
+            ("l5d-client-id", "me"),
+        ]);
+        strip_all_but_upgrade(&mut given);
+        let expected = [("connection", "Upgrade"), ("upgrade", "tcp"), ("l5d-client-id", "me")];
+        assert_eq!(given, headers(&expected));
+        let mut unlisted = headers(&[("connection", "close"), ("upgrade", "tcp")]);
+        strip_all_but_upgrade(&mut unlisted);
+        assert_eq!(unlisted, headers(&[("upgrade", "tcp")]));
     }
 
     #[test]
@@ -320,7 +512,7 @@ mod tests {
     #[test]
     fn targets_fit_their_methods() {
         let req = |method: Method, uri: &str| Request::builder().method(method).uri(uri).body(Body::empty()).unwrap();
-        for (req, fits) in [
+        for (mut req, fits) in [
             (req(Method::GET, "/a"), true),
             (req(Method::GET, "http://x/a"), true),
             (req(Method::GET, "x:80"), false),
@@ -328,7 +520,7 @@ mod tests {
             (req(Method::CONNECT, "/a"), false),
             (req(Method::OPTIONS, "*"), true),
         ] {
-            assert_eq!(check_request(&req).is_ok(), fits, "{req:?}");
+            assert_eq!(check_request(&mut req).is_ok(), fits, "{req:?}");
         }
     }
 }

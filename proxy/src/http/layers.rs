@@ -236,6 +236,7 @@ struct Totals {
     requests: Arc<Counter>,
     /// By the first digit of the status, from 1.
     responses: [Arc<Counter>; 5],
+    encoded_targets: Arc<Counter>,
 }
 
 impl Totals {
@@ -250,10 +251,15 @@ impl Observe {
         let labels = Labels::new().with("direction", direction);
         let requests = registry.counter("tulle_http_requests_total", "HTTP requests by direction");
         let responses = registry.counter("tulle_http_responses_total", "HTTP responses by direction and class");
+        let encoded_targets = registry.counter(
+            "tulle_http_encoded_targets_total",
+            "HTTP/1 requests whose target had characters that were percent-encoded, by direction",
+        );
         let class = |n| responses.get(&labels.clone().with("status_class", format_args!("{n}xx")));
         Self(Arc::new(Totals {
             requests: requests.get(&labels),
             responses: [1, 2, 3, 4, 5].map(class),
+            encoded_targets: encoded_targets.get(&labels),
         }))
     }
 }
@@ -467,6 +473,16 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> RescueFuture<F> {
 }
 
 impl<S> Rescued<S> {
+    /// Counts a request whose target had to be percent-encoded.
+    pub(crate) fn encoded_target(&self) {
+        self.rescuer.totals.encoded_targets.inc();
+    }
+
+    /// Counts a request that is refused without a response.
+    pub(crate) fn refused(&self, error: &Error) {
+        self.rescuer.count(error);
+    }
+
     /// The response to a request that could not be read, or is not to be.
     pub(crate) fn refuse(&self, error: &Error, asker: Asker) -> Response<Body> {
         self.rescuer.count(error);
@@ -491,6 +507,8 @@ impl Rescuer {
 /// Whether it concerns one stream of HTTP/2 and nothing else.
 fn is_of_stream(error: &Error) -> bool {
     match error {
+        // Its client may send it once more.
+        error if error.is_unprocessed() => true,
         Error::H2(error) => error.is_reset(),
         Error::RequestBody(source) => source.downcast_ref().is_some_and(h2::Error::is_reset),
         _ => false,

@@ -1,4 +1,4 @@
-//! Keeping a request's body until its response head comes, so that it can be sent once more.
+//! Keeping a request, and its body until its response head comes, so that it can be sent once more.
 
 use std::{
     collections::VecDeque,
@@ -8,6 +8,7 @@ use std::{
 };
 
 use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, Version};
 use http_body::{Body as _, Frame, SizeHint};
 use parking_lot::Mutex;
 
@@ -15,6 +16,16 @@ use crate::http::{body::Body, error::Error};
 
 /// Longest body that is kept where no policy says otherwise, in bytes.
 pub(crate) const LIMIT: usize = 64 * 1024;
+
+/// A request that can be sent again.
+pub(crate) struct Copy {
+    method: Method,
+    uri: Uri,
+    version: Version,
+    /// A list takes less than a map, and is looked at only in need.
+    headers: Vec<(HeaderName, HeaderValue)>,
+    body: Option<Kept>,
+}
 
 /// The way to get a body back, whether or not it is still being sent; none where it is too long from the start.
 pub(crate) struct Kept(Option<Arc<Mutex<State>>>);
@@ -46,6 +57,62 @@ pub(crate) fn keep(body: Body, limit: usize) -> (Body, Kept) {
         ..State::default()
     }));
     (Body::keeping(Box::new(Keeping(state.clone()))), Kept(Some(state)))
+}
+
+impl Copy {
+    /// Keeps what is needed to send `req` once more; its body is kept as it passes, up to so many bytes.
+    pub(crate) fn of(req: &mut Request<Body>, max_body: usize) -> Self {
+        let body = if req.body().is_end_stream() {
+            None
+        } else {
+            let (sent, kept) = keep(std::mem::take(req.body_mut()), max_body);
+            *req.body_mut() = sent;
+            Some(kept)
+        };
+        Self {
+            method: req.method().clone(),
+            uri: req.uri().clone(),
+            version: req.version(),
+            headers: lines(req.headers()),
+            body,
+        }
+    }
+
+    pub(crate) fn method(&self) -> &Method {
+        &self.method
+    }
+
+    /// Whether the body could be kept so far.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.body.as_ref().is_none_or(Kept::is_whole)
+    }
+
+    /// Whether the request has no body, so that this copy stays good however often it is sent.
+    pub(crate) fn has_no_body(&self) -> bool {
+        self.body.is_none()
+    }
+
+    /// The request again, if its body could be kept; a body once.
+    pub(crate) fn request(&self) -> Option<Request<Body>> {
+        let body = match &self.body {
+            None => Body::empty(),
+            Some(kept) => kept.again()?,
+        };
+        let mut req = Request::new(body);
+        *req.method_mut() = self.method.clone();
+        *req.uri_mut() = self.uri.clone();
+        *req.version_mut() = self.version;
+        for (name, value) in &self.headers {
+            req.headers_mut().append(name.clone(), value.clone());
+        }
+        Some(req)
+    }
+}
+
+fn lines(headers: &HeaderMap) -> Vec<(HeaderName, HeaderValue)> {
+    let mut lines = Vec::with_capacity(headers.len());
+    lines.extend(headers.iter().map(|(name, value)| (name.clone(), value.clone())));
+    lines
 }
 
 impl Kept {

@@ -9,6 +9,7 @@ use http::{
     HeaderMap, HeaderName, Method, Request, Response, StatusCode, Version,
     header::{self, HeaderValue},
 };
+use http_body::Body as _;
 use tulle_core::names::header::L5D_ORIG_PROTO;
 
 use crate::http::{body::Body, error::Error, headers, orig_proto};
@@ -31,7 +32,12 @@ pub(crate) fn can_be_carried(req: &Request<Body>) -> bool {
         let mut names = lines.flat_map(|line| line.as_bytes().split(|b| *b == b','));
         names.any(|name| name.trim_ascii().eq_ignore_ascii_case(b"upgrade"))
     };
-    *req.method() == Method::GET && req.version() == Version::HTTP_11 && is_asked_for && has_key() && lists_it()
+    *req.method() == Method::GET
+        && req.version() == Version::HTTP_11
+        && req.body().is_end_stream()
+        && is_asked_for
+        && has_key()
+        && lists_it()
 }
 
 /// The value of a header that is there once.
@@ -159,6 +165,8 @@ mod tests {
         let mut post = asked(&[connection, upgrade, KEY]);
         *post.method_mut() = Method::POST;
         assert!(!can_be_carried(&post));
+        let with_body = asked(&[connection, upgrade, KEY]).map(|_| Body::full("a body"));
+        assert!(!can_be_carried(&with_body));
     }
 
     #[test]

@@ -20,7 +20,9 @@ use crate::{
         classify::{self, Ended},
         client::{Client, Protocol, Reuse},
         error::{Error, Retry},
-        filters, headers, orig_proto,
+        filters, headers,
+        orig_proto::{self, Restored},
+        replay::{self, Copy},
         respond::Labelled,
         tunnel::{self, Leg},
         upload::Upload,
@@ -183,8 +185,8 @@ impl HttpConnection {
     /// Carries one request to the application.
     pub(super) async fn serve(self: &Arc<Self>, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
         let started = Instant::now();
-        let restored = orig_proto::restore(req)?;
         headers::check_request(req)?;
+        let restored = self.restore(req)?;
         let app = match &self.to {
             To::App(app) => app,
             To::Onward(gateway, onward) => {
@@ -196,8 +198,11 @@ impl HttpConnection {
             }
         };
         let upgrade = req.body_mut().take_client();
-        if upgrade.is_none() && req.version() <= Version::HTTP_11 {
-            headers::strip_hop_by_hop(req.headers_mut());
+        if req.version() <= Version::HTTP_11 {
+            match upgrade {
+                None => headers::strip_hop_by_hop(req.headers_mut()),
+                Some(_) => headers::strip_all_but_upgrade(req.headers_mut()),
+            }
         }
         match &self.client_id {
             Some(id) => {
@@ -264,6 +269,21 @@ impl HttpConnection {
             orig_proto::mark_response(&mut rsp, restored)?;
         }
         Ok(rsp)
+    }
+
+    /// Makes a request HTTP/1 again that was. Only proxies upgrade, and they say who they are: of others the mark means nothing.
+    fn restore(&self, req: &mut Request<Body>) -> Result<Option<Restored>, Error> {
+        if self.client_id.is_none() {
+            if headers::get(req.headers(), &names::L5D_ORIG_PROTO).is_some() {
+                req.headers_mut().remove(names::L5D_ORIG_PROTO);
+            }
+            return Ok(None);
+        }
+        let restored = orig_proto::restore(req)?;
+        if restored.is_some() {
+            headers::check_http1(req)?;
+        }
+        Ok(restored)
     }
 
     /// Sends a request on to a name of another network, if the client may.
@@ -523,18 +543,14 @@ impl HttpConnection {
             (_, None) => Reuse::Pooled,
         };
         // The client of HTTP/1 knows by itself what it may send once more.
-        let again =
-            (protocol == Protocol::Http2 && req.method().is_idempotent() && http_body::Body::is_end_stream(req.body()))
-                .then(|| copy_of(req));
+        let copy = (protocol == Protocol::Http2 && upgrade.is_none()).then(|| Copy::of(req, replay::LIMIT));
         let ready = app.ready(protocol, reuse).await.map_err(unreachable_app)?;
         let mut rsp = match app.send(ready, req).await {
-            Err(error) if error.retry() != Retry::No && again.is_some() => {
-                let Some(mut req) = again else { return Err(error) };
-                let ready = app.ready(protocol, Reuse::OwnConnection).await;
-                let ready = ready.map_err(unreachable_app)?;
-                Box::pin(app.send(ready, &mut req)).await?
-            }
-            result => result.map_err(unreachable_app)?,
+            Err(error) => match copy {
+                Some(copy) => Box::pin(send_again(app, copy, error)).await?,
+                None => return Err(unreachable_app(error)),
+            },
+            Ok(rsp) => rsp,
         };
         match (upgrade, rsp.body_mut().take_upgraded()) {
             (Some(client), Some(upstream)) => {
@@ -548,6 +564,7 @@ impl HttpConnection {
                     drop(handles); // under way until then
                 };
                 tunnel::spawn(client, upstream, &self.drain, refused);
+                headers::strip_all_but_upgrade(rsp.headers_mut());
             }
             (None, Some(_)) => return Err(Error::BadResponse("it switched protocols unasked")),
             (_, None) => headers::strip_hop_by_hop(rsp.headers_mut()),
@@ -579,15 +596,35 @@ fn name_of(authority: &Authority) -> Option<NameAddr> {
     }
 }
 
-/// A request without a body, once more.
-fn copy_of(req: &Request<Body>) -> Request<Body> {
-    let mut copy = Request::new(Body::empty());
-    *copy.method_mut() = req.method().clone();
-    *copy.uri_mut() = req.uri().clone();
-    *copy.version_mut() = req.version();
-    *copy.headers_mut() = req.headers().clone();
-    copy
+/// Sends a request of HTTP/2 once more, on a connection that may be another one, as long as what became of it permits that.
+///
+/// # Errors
+/// It may have been processed, its body is too long to be kept, or it was tried often enough.
+async fn send_again(app: &Client, mut copy: Copy, mut error: Error) -> Result<Response<Body>, Error> {
+    for _ in 1..MAX_SENDS {
+        let may_send = match error.retry() {
+            Retry::NeverSent => true,
+            Retry::IfIdempotent => app.resend().permits(copy.method()),
+            Retry::No => false,
+        };
+        if !may_send {
+            break;
+        }
+        let Some(mut req) = copy.request() else {
+            return Err(Error::TooLargeToRetry(Box::new(error)));
+        };
+        copy = Copy::of(&mut req, replay::LIMIT);
+        let ready = app.ready(Protocol::Http2, Reuse::Pooled).await;
+        error = match app.send(ready.map_err(unreachable_app)?, &mut req).await {
+            Ok(rsp) => return Ok(rsp),
+            Err(error) => error,
+        };
+    }
+    Err(unreachable_app(error))
 }
+
+/// How often a request of HTTP/2 is sent to the application at most.
+const MAX_SENDS: usize = 3;
 
 /// An application that cannot be dialled is a bad gateway, whatever the reason: the peer may try another endpoint.
 fn unreachable_app(error: Error) -> Error {

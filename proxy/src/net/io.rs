@@ -19,7 +19,7 @@ use tokio::{
 use tokio_rustls::{client, server};
 use tulle_core::connections::Activity;
 
-use crate::net::counts::Counts;
+use crate::net::{counts::Counts, peer_socket};
 
 /// A TCP stream whose first bytes may have been read already; they are delivered again.
 #[derive(Debug)]
@@ -164,12 +164,7 @@ impl Io {
 
     /// Has the connection end with a reset when it is dropped: its receiver must not take the end for a clean one.
     pub(crate) fn reset(&self) {
-        let Tcp { stream, .. } = match &self.stream {
-            Stream::Tcp(tcp) => tcp,
-            Stream::TlsClient(tls) => tls.get_ref().0,
-            Stream::TlsServer(tls) => tls.get_ref().0,
-        };
-        if let Err(error) = SockRef::from(stream).set_linger(Some(Duration::ZERO)) {
+        if let Err(error) = SockRef::from(self.socket()).set_linger(Some(Duration::ZERO)) {
             tracing::debug!(%error, "a broken connection ends as if it were not");
         }
     }
@@ -219,6 +214,29 @@ impl Io {
     /// Whether its bytes are TLS's: the other end is of the mesh then.
     pub(crate) fn is_encrypted(&self) -> bool {
         !matches!(self.stream, Stream::Tcp(_))
+    }
+
+    /// Whether something has come that was not read, whether or not the runtime has heard of it.
+    pub(crate) fn has_unread(&self) -> bool {
+        let mut byte = [std::mem::MaybeUninit::uninit()];
+        matches!(SockRef::from(self.socket()).peek(&mut byte), Ok(1..))
+    }
+
+    /// Whether a peer that has ended its side of the connection has closed all of it; unknown where that cannot be told. Proxies,
+    /// who speak TLS, never end one side alone.
+    pub(crate) fn is_closed_by_peer(&self) -> Option<bool> {
+        match &self.stream {
+            Stream::Tcp(Tcp { stream, .. }) => peer_socket::is_closed(stream),
+            Stream::TlsClient(_) | Stream::TlsServer(_) => Some(true),
+        }
+    }
+
+    fn socket(&self) -> &TcpStream {
+        match &self.stream {
+            Stream::Tcp(tcp) => &tcp.stream,
+            Stream::TlsClient(tls) => &tls.get_ref().0.stream,
+            Stream::TlsServer(tls) => &tls.get_ref().0.stream,
+        }
     }
 
     /// Whether this is a plain connection to `peer` on this host.

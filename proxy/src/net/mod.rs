@@ -16,5 +16,6 @@ pub(crate) mod listeners;
 pub(crate) mod memory;
 pub(crate) mod orig_dst;
 pub(crate) mod pause;
+mod peer_socket;
 pub(crate) mod socks;
 pub(crate) mod transparent;

@@ -1,7 +1,6 @@
 //! Sending a request: pick an endpoint, connect, send; once more to another one where nothing was processed (O7–O11).
 
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
-use http_body::Body as _;
+use http::{HeaderValue, Request, Response, StatusCode, Uri, Version, header};
 use std::{borrow::Cow, future::poll_fn, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 use tokio::{sync::oneshot, time::Instant};
 use tulle_core::{drain, metrics::Labels, names::header as names};
@@ -17,7 +16,7 @@ use crate::{
         headers,
         limits::Limits,
         orig_proto,
-        replay::{self, Kept},
+        replay::{self, Copy},
         tunnel::{self, Leg},
         upload::Upload,
         websocket,
@@ -125,16 +124,6 @@ pub(super) struct Needs {
     reuse: Reuse,
 }
 
-/// A request that can be sent again.
-pub(super) struct Copy {
-    method: Method,
-    uri: Uri,
-    version: Version,
-    /// A list takes less than a map, and is looked at only in need.
-    headers: Vec<(HeaderName, HeaderValue)>,
-    body: Option<Kept>,
-}
-
 /// What a request is on its way to one endpoint.
 struct Flight {
     /// At the endpoint, until the first data of the response.
@@ -203,7 +192,7 @@ impl Dispatch<'_> {
             let cause = match &sent {
                 // Only who has an identity has a proxy that could know.
                 Ok(rsp) if endpoint.identity().is_some() && self.may_try_another(tried.len()) => never_reached(rsp),
-                Err(error) if self.resendable(error, copy, tried.len()) => Some(error.cause()),
+                Err(error) if self.resendable(error, &endpoint, copy, tried.len()) => Some(error.cause()),
                 _ => None,
             };
             // A request of which no copy is left ends with what has become of it.
@@ -273,16 +262,28 @@ impl Dispatch<'_> {
     }
 
     pub(super) fn may_try_another(&self, n_tried: usize) -> bool {
-        n_tried + 1 < self.n_tried_before + MAX_TRIES && !matches!(self.backend, Backend::Forward(_))
+        self.has_tries_left(n_tried) && !matches!(self.backend, Backend::Forward(_))
     }
 
-    fn resendable(&self, error: &Error, copy: Option<&Copy>, n_tried: usize) -> bool {
+    fn has_tries_left(&self, n_tried: usize) -> bool {
+        n_tried + 1 < self.n_tried_before + MAX_TRIES
+    }
+
+    fn resendable(&self, error: &Error, endpoint: &Endpoint, copy: Option<&Copy>, n_tried: usize) -> bool {
         let safe = match error.retry() {
             Retry::No => false,
             Retry::NeverSent => true,
-            Retry::IfIdempotent => copy.is_some_and(|copy| copy.method.is_idempotent()),
+            Retry::IfIdempotent => {
+                let resend = endpoint.client(self.worker).resend();
+                copy.is_some_and(|copy| resend.permits(copy.method()))
+            }
         };
-        safe && copy.is_some() && self.may_try_another(n_tried)
+        // A new connection to the same endpoint may do.
+        let may_try = match error.is_unprocessed() {
+            true => self.has_tries_left(n_tried),
+            false => self.may_try_another(n_tried),
+        };
+        safe && copy.is_some() && may_try
     }
 
     pub(super) fn count_resent(&self, cause: &str) {
@@ -352,8 +353,11 @@ fn finish(rsp: &mut Response<Body>, protocol: Protocol, asked: Version, may_end:
     let upgraded = asked != Version::HTTP_2 && protocol == Protocol::Http2;
     if upgraded {
         orig_proto::downgrade(rsp);
-    } else if protocol == Protocol::Http1 && rsp.status() != StatusCode::SWITCHING_PROTOCOLS {
-        headers::strip_hop_by_hop(rsp.headers_mut());
+    } else if protocol == Protocol::Http1 {
+        match rsp.status() {
+            StatusCode::SWITCHING_PROTOCOLS => headers::strip_all_but_upgrade(rsp.headers_mut()),
+            _ => headers::strip_hop_by_hop(rsp.headers_mut()),
+        }
     }
     let words = headers::strip_proxy_headers(rsp.headers_mut());
     if let Some(error) = words.error {
@@ -383,58 +387,6 @@ fn never_reached<B>(rsp: &Response<B>) -> Option<&'static str> {
     let known = ["connect-refused", "connect-timeout"];
     let by_code = known.into_iter().find(|known| code.starts_with(known.as_bytes()));
     by_code.or_else(|| (error == "client error (Connect)").then_some(by_status))
-}
-
-impl Copy {
-    /// Keeps what is needed to send `req` once more; its body is kept as it passes, up to so many bytes.
-    pub(super) fn of(req: &mut Request<Body>, max_body: usize) -> Self {
-        let body = if req.body().is_end_stream() {
-            None
-        } else {
-            let (sent, kept) = replay::keep(std::mem::take(req.body_mut()), max_body);
-            *req.body_mut() = sent;
-            Some(kept)
-        };
-        Self {
-            method: req.method().clone(),
-            uri: req.uri().clone(),
-            version: req.version(),
-            headers: lines(req.headers()),
-            body,
-        }
-    }
-
-    /// Whether the body could be kept so far.
-    pub(super) fn is_whole(&self) -> bool {
-        self.body.as_ref().is_none_or(Kept::is_whole)
-    }
-
-    /// Whether the request has no body, so that this copy stays good however often it is sent.
-    pub(super) fn has_no_body(&self) -> bool {
-        self.body.is_none()
-    }
-
-    /// The request again, if its body could be kept; a body once.
-    pub(super) fn request(&self) -> Option<Request<Body>> {
-        let body = match &self.body {
-            None => Body::empty(),
-            Some(kept) => kept.again()?,
-        };
-        let mut req = Request::new(body);
-        *req.method_mut() = self.method.clone();
-        *req.uri_mut() = self.uri.clone();
-        *req.version_mut() = self.version;
-        for (name, value) in &self.headers {
-            req.headers_mut().append(name.clone(), value.clone());
-        }
-        Some(req)
-    }
-}
-
-fn lines(headers: &HeaderMap) -> Vec<(HeaderName, HeaderValue)> {
-    let mut lines = Vec::with_capacity(headers.len());
-    lines.extend(headers.iter().map(|(name, value)| (name.clone(), value.clone())));
-    lines
 }
 
 impl Flight {
@@ -475,6 +427,8 @@ impl Flight {
         let is_its_fault = match error {
             // A pooled connection that turned out to be closed says nothing against its endpoint.
             Error::Closed { reused: true, .. } => false,
+            // Nor does one that is over when it has become old.
+            error if error.is_graceful_end() => false,
             // Others may have used up what the whole may take.
             Error::Late(Late::Request(_) | Late::Profile(_)) => self.is_only,
             error => error.side() == Side::Peer && !error.is_of_request_body(),

@@ -12,13 +12,15 @@ use tulle_core::{
 };
 
 use crate::{
-    http::{body::Body, classify, error::Error, filters, headers, limits::Limits, tunnel::Leg, upload::Upload},
+    http::{
+        body::Body, classify, error::Error, filters, headers, limits::Limits, replay::Copy, tunnel::Leg, upload::Upload,
+    },
     outbound::{
         Outbound,
         backend::Backends,
         destination::{Destination, HttpPlan, Plan, Router},
         discover::Found,
-        dispatch::{Copy, Counted, Dispatch},
+        dispatch::{Counted, Dispatch},
         metrics::{self, BackendSeries, Passage, RouteSeries},
         reach::Tried,
     },
@@ -58,8 +60,11 @@ impl HttpConnection {
     pub(super) async fn serve(&self, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
         headers::check_request(req)?;
         let mut upgrade = req.body_mut().take_client();
-        if upgrade.is_none() && req.version() <= Version::HTTP_11 {
-            headers::strip_hop_by_hop(req.headers_mut());
+        if req.version() <= Version::HTTP_11 {
+            match upgrade {
+                None => headers::strip_hop_by_hop(req.headers_mut()),
+                Some(_) => headers::strip_all_but_upgrade(req.headers_mut()),
+            }
         }
         let (destination, others) = match &self.targets {
             Targets::Dialled(destination) => return self.send(destination, req, &mut upgrade).await,

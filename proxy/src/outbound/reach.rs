@@ -89,12 +89,21 @@ impl Dispatch<'_> {
                 (endpoint, dialled) = first(&mut dials) => match dialled {
                     Ok(ready) => return Ok((endpoint, ready)),
                     Err(error) if error.retry() == Retry::NeverSent && self.may_try_another(tried.len()) => {
-                        self.count_resent(error.cause());
                         tried.push(endpoint);
+                        // An endpoint that is there, and has no free stream, has been waited for.
+                        let is_full = matches!(error, Error::NoFreeStream { .. });
+                        let other = self.backend.pick_where(|other| is_full && is_other(other, tried, &dials));
+                        if is_full && dials.is_empty() && other.is_none() {
+                            return Err(error);
+                        }
+                        self.count_resent(error.cause());
                         if !dials.is_empty() {
                             continue;
                         }
-                        self.backend.pick(tried).await?
+                        match other {
+                            Some(other) => other,
+                            None => self.backend.pick(tried).await?,
+                        }
                     }
                     Err(error) if dials.is_empty() => return Err(error),
                     Err(_) => continue,
@@ -143,7 +152,7 @@ fn start(dials: &mut SmallVec<[Dial; MAX_TRIES]>, endpoint: Arc<Endpoint>, worke
         let client = dialled.client(worker);
         let ready = client.dial(needs.protocol(&dialled), needs.reuse(&dialled)).await;
         match &ready {
-            Ok(_) => dialled.breaker().connected(),
+            Ok(_) | Err(Error::NoFreeStream { .. }) => dialled.breaker().connected(),
             Err(error) => {
                 tracing::debug!(addr = %dialled.spec.addr, %error, "endpoint cannot be reached");
                 dialled.breaker().connect_failed(error.cause(), Instant::now());

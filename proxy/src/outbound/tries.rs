@@ -24,10 +24,10 @@ use crate::{
         error::{Error, Late, Side},
         headers,
         limits::{Limits, Terms},
-        replay,
+        replay::{self, Copy},
         tunnel::Leg,
     },
-    outbound::{dispatch::Copy, http::Attempt, reach::Tried},
+    outbound::{http::Attempt, reach::Tried},
     policy::{
         client::{HintedBackoff, HttpTarget, RequestOverrides, Retry, RetryConditions, Timeouts},
         profile::{Budget, Class, ProfileRoute, RetryBudget},

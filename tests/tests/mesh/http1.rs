@@ -263,7 +263,6 @@ fn uploads_that_stall_are_told_so_and_others_are_not() {
             stream.write_all(head.as_bytes()).await.unwrap();
             stream
         };
-        // Before the one that stalls, so that it is silent for longer.
         let mut answered = upload("/echo", 8, "abc").await;
         read_until(&mut answered, "abc").await;
         let mut slow = upload("/", 20, "").await;
@@ -279,18 +278,39 @@ fn uploads_that_stall_are_told_so_and_others_are_not() {
         assert!(stalled.starts_with("HTTP/1.1 408 "), "{stalled}");
         assert!(stalled.contains("l5d-proxy-cause: body-timeout;"), "{stalled}");
         assert!(stalled.contains("connection: close\r\n"), "{stalled}");
-        answered.write_all(b"defgh").await.unwrap();
-        read_until(&mut answered, "defgh").await;
         assert!(slow.await.unwrap().starts_with("HTTP/1.1 200 "));
+        // A response that has begun cannot say so.
+        let rest = rest(&mut answered).await;
+        assert!(!rest.contains("defgh"), "{rest}");
+    });
+}
+
+#[test]
+fn an_upload_that_waits_for_its_response_is_no_stall() {
+    const PIECES: usize = 20;
+    let mesh = mesh().workload("client").workload("web");
+    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_IDLE_TIMEOUT", "1s");
+    mesh.run(async |mesh: &Mesh| {
+        let _app = apps::http(mesh.listen("web", HTTP).await, |_| async {
+            apps::dripping(PIECES, Duration::from_millis(100), true)
+        });
+        let mut client = dial(mesh).await;
+        let head = b"POST / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\ncontent-length: 5\r\n\r\n";
+        client.write_all(head).await.unwrap();
+        read_until(&mut client, "\r\n\r\n").await;
+        for _ in 0..PIECES {
+            read_until(&mut client, "x\r\n").await;
+        }
     });
 }
 
 const EXPECTING: &[u8] = b"POST / HTTP/1.1\r\nhost: web.test\r\ncontent-length: 5\r\nexpect: 100-continue\r\n\r\n";
 
-/// An application that reads a head and says this, then reads the body where it lets it come.
+/// An application that reads a head and says this after a while, then reads the body where it lets it come.
 async fn app(mesh: &Mesh, says: &'static [u8]) -> apps::App {
     apps::raw(mesh.listen("web", HTTP).await, move |mut stream| async move {
         read_until(&mut stream, "\r\n\r\n").await;
+        tokio::time::sleep(Duration::from_secs(1)).await;
         stream.write_all(says).await.unwrap();
         if !says.starts_with(b"HTTP/1.1 4") {
             read_until(&mut stream, "hello").await;
@@ -322,11 +342,10 @@ fn whether_a_body_may_come_is_the_application_s_decision() {
         );
         refusing.kill().await;
 
-        // One that has never heard of the question.
+        // One that has never heard of the question: its client does not wait for ever.
         let _silent = app(mesh, b"").await;
         let mut client = dial(mesh).await;
         client.write_all(EXPECTING).await.unwrap();
-        assert!(read_until(&mut client, "\r\n\r\n").await.starts_with("HTTP/1.1 100 "));
         client.write_all(b"hello").await.unwrap();
         assert!(read_until(&mut client, "ok").await.starts_with("HTTP/1.1 200 "));
     });
@@ -347,14 +366,65 @@ fn a_client_that_leaves_takes_its_request_back() {
                 left.send(read.unwrap_or(0)).await.unwrap();
             }
         });
-        let mut client = dial(mesh).await;
-        client
-            .write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n")
-            .await
-            .unwrap();
-        arrived.recv().await.unwrap();
-        drop(client);
-        assert_eq!(noticed.recv().await, Some(0));
+        for ends_its_side_first in [false, true] {
+            let mut client = dial(mesh).await;
+            client
+                .write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n")
+                .await
+                .unwrap();
+            arrived.recv().await.unwrap();
+            if ends_its_side_first {
+                client.shutdown().await.unwrap();
+            }
+            drop(client);
+            assert_eq!(noticed.recv().await, Some(0));
+        }
+    });
+}
+
+#[test]
+fn an_upgrade_may_have_a_body() {
+    let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
+    mesh.run(async |mesh: &Mesh| {
+        let answer = |mut stream: TcpStream| async move {
+            let head = read_until(&mut stream, "\r\n\r\n").await.to_lowercase();
+            assert!(head.starts_with("post /exec http/1.1\r\n"), "{head}");
+            for line in ["connection: upgrade\r\n", "upgrade: tcp\r\n", "content-length: 11\r\n"] {
+                assert!(head.contains(line), "{head}");
+            }
+            assert!(!head.contains("x-hop"), "{head}");
+            // The body comes though the answer has begun.
+            let switch =
+                b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade, x-hop\r\nupgrade: tcp\r\nx-hop: 1\r\n\r\n";
+            stream.write_all(switch).await.unwrap();
+            assert_eq!(read_until(&mut stream, "}").await, "{\"tty\":true}");
+            stream.write_all(b"server first\n").await.unwrap();
+            let said = read_until(&mut stream, "\n").await;
+            stream.write_all(said.to_uppercase().as_bytes()).await.unwrap();
+        };
+        let _web = apps::raw(mesh.listen("web", HTTP).await, answer);
+        let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, answer);
+        for mut client in [
+            dial(mesh).await,
+            mesh.arrive(STRANGER, "web", HTTP).await,
+            mesh.dial("client", mesh.service("legacy", HTTP)).await,
+        ] {
+            let head = "POST /exec HTTP/1.1\r\nhost: web.test\r\nconnection: Upgrade, x-hop, l5d-client-id\r\n\
+                x-hop: 1\r\nupgrade: tcp\r\ncontent-length: 11\r\n\r\n";
+            client.write_all(head.as_bytes()).await.unwrap();
+            client.write_all(b"{\"tty\":").await.unwrap();
+            client.write_all(b"true}").await.unwrap();
+            let head = read_until(&mut client, "\r\n\r\n").await.to_lowercase();
+            assert!(head.starts_with("http/1.1 101 "), "{head}");
+            assert!(
+                head.contains("connection: upgrade\r\n") && head.contains("upgrade: tcp\r\n"),
+                "{head}"
+            );
+            assert!(!head.contains("x-hop"), "{head}");
+            assert_eq!(read_until(&mut client, "\n").await, "server first\n");
+            client.write_all(b"then i\n").await.unwrap();
+            assert_eq!(read_until(&mut client, "\n").await, "THEN I\n");
+        }
     });
 }
 
@@ -363,15 +433,26 @@ fn a_client_that_has_said_its_last_word_is_answered() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;
-        for head in [
-            "GET / HTTP/1.0\r\n",
-            "GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n",
+        for (head, body) in [
+            ("GET / HTTP/1.0\r\n\r\n", "web\n"),
+            ("GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n\r\n", "web\n"),
+            ("GET / HTTP/1.1\r\nhost: web.test\r\n\r\n", "web\n"),
+            (
+                "POST /echo HTTP/1.1\r\nhost: web.test\r\ncontent-length: 5\r\n\r\nhello",
+                "hello",
+            ),
+            // Longer than it takes to look for the client again.
+            (
+                "GET /delay/2500 HTTP/1.1\r\nhost: web.test\r\n\r\n",
+                "web after 2500 ms\n",
+            ),
         ] {
-            let mut client = dial(mesh).await;
-            client.write_all(format!("{head}\r\n").as_bytes()).await.unwrap();
-            client.shutdown().await.unwrap();
-            let rsp = rest(&mut client).await;
-            assert!(rsp.ends_with("\r\n\r\nweb\n"), "{rsp}");
+            for mut client in [dial(mesh).await, mesh.arrive(STRANGER, "web", HTTP).await] {
+                client.write_all(head.as_bytes()).await.unwrap();
+                client.shutdown().await.unwrap();
+                let rsp = rest(&mut client).await;
+                assert!(rsp.ends_with(body), "{head}: {rsp}");
+            }
         }
     });
 }

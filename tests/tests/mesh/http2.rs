@@ -2,15 +2,19 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::Poll;
+use std::time::Duration;
 
-use futures_util::future::join_all;
+use bytes::Bytes;
+use futures_util::future::{BoxFuture, join_all};
 use h2::Reason;
 use http::Response;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
-use tokio::sync::Notify;
+use tokio::sync::{Barrier, Notify};
 use tulle_tests::apps;
-use tulle_tests::client::{Http2, request2};
+use tulle_tests::client::{Http2, any, full, request2};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, STRANGER, mesh};
 
@@ -56,6 +60,19 @@ impl Frame {
         Self::new(HEADERS, END_HEADERS, stream, &head)
     }
 
+    /// A whole request without an authority, with these headers.
+    fn request_with(stream: u32, headers: &[(&str, &str)]) -> Self {
+        let mut head = vec![0x82, 0x86, 0x84]; // GET, http, /
+        for (name, value) in headers {
+            head.push(0);
+            for text in [name, value] {
+                head.push(u8::try_from(text.len()).unwrap());
+                head.extend(text.as_bytes());
+            }
+        }
+        Self::new(HEADERS, END_HEADERS | END_STREAM, stream, &head)
+    }
+
     fn bytes(&self) -> Vec<u8> {
         let mut bytes = u32::try_from(self.payload.len()).unwrap().to_be_bytes()[1..].to_vec();
         bytes.extend([self.kind, self.flags]);
@@ -80,6 +97,14 @@ impl Frame {
 struct Frames<S>(S);
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Frames<S> {
+    /// The server's end of a connection, which tells these settings.
+    async fn serving(mut stream: S, settings: &[u8]) -> Self {
+        stream.read_exact(&mut [0; 24]).await.unwrap();
+        let mut frames = Self(stream);
+        frames.send([Frame::new(SETTINGS, 0, 0, settings)]).await;
+        frames
+    }
+
     async fn over(mut stream: S) -> Self {
         stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
         let mut frames = Self(stream);
@@ -293,15 +318,19 @@ fn connections_without_requests_are_asked_to_leave() {
         apps::echo(mesh, "web").await;
         let dial = async || mesh.dial("client", mesh.service("web", HTTP)).await;
         let mut busy = Frames::over(dial().await).await;
-        busy.send([Frame::request(1, "/echo")]).await;
+        let flags = END_HEADERS | END_STREAM;
+        busy.send([Frame {
+            flags,
+            ..Frame::request(1, "/delay/3000")
+        }])
+        .await;
         busy.settled().await;
         for _ in 0..3 {
             let mut client = Http2::over(dial().await).await;
             assert_eq!(client.ask(request2("/")).await.unwrap().status, 200);
             eventually("it is asked to leave", async || (!client.is_open()).then_some(())).await;
         }
-        busy.send([Frame::new(DATA, END_STREAM, 1, b"hello")]).await;
-        assert_eq!(busy.next_of(DATA).await.payload, b"hello");
+        assert_eq!(busy.next_of(DATA).await.payload, b"web after 3000 ms\n");
         drop(busy);
         // The next request has another connection between the proxies, and does not notice.
         for _ in 0..3 {
@@ -391,6 +420,419 @@ fn floods_are_ended_and_others_are_served_meanwhile() {
 
 /// Means nothing to anybody on the way.
 const REASON: u32 = 0x7e57;
+
+/// How HPACK has the status of a response, where it has a number for it.
+const OK: u8 = 0x88;
+const BAD_REQUEST: u8 = 0x8c;
+
+#[test]
+fn a_host_stands_in_for_an_authority_and_is_no_other() {
+    serving(&[], async |_: &Mesh, connections| {
+        for stream in connections {
+            let mut client = Frames::over(stream).await;
+            let asked: [(&[_], _); 4] = [
+                (&[("host", "web.test")], OK),
+                (&[("host", "web.test"), ("host", "web.test")], BAD_REQUEST),
+                (&[("host", "me@web.test")], BAD_REQUEST),
+                (&[], BAD_REQUEST),
+            ];
+            for ((headers, status), stream) in asked.into_iter().zip((1..).step_by(2)) {
+                client.send([Frame::request_with(stream, headers)]).await;
+                let head = client.next_of(HEADERS).await;
+                assert_eq!((head.stream, head.payload[0]), (stream, status), "{headers:?}");
+                if status == BAD_REQUEST {
+                    break; // which ends the connection
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_host_beside_another_authority_is_refused() {
+    serving(&[], async |mesh: &Mesh, connections| {
+        let [_, stream] = connections;
+        for (stream, host, status) in [
+            (stream, "WEB.test:80", 200),
+            (mesh.arrive(STRANGER, "web", HTTP).await, "other.test", 400),
+            (mesh.dial("client", mesh.service("web", HTTP)).await, "other.test", 400),
+        ] {
+            let (client, connection) = h2::client::handshake(stream).await.unwrap();
+            tokio::spawn(connection);
+            let mut req = request2("/").map(drop);
+            req.headers_mut().insert("host", host.parse().unwrap());
+            let rsp = client.ready().await.unwrap().send_request(req, true).unwrap().0;
+            assert_eq!(rsp.await.unwrap().status(), status, "{host}");
+        }
+    });
+}
+
+#[test]
+fn strangers_are_not_believed_that_a_request_was_of_http1() {
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        let _app = apps::http(mesh.listen("web", HTTP).await, |req| async move {
+            let mark = req.headers().contains_key("l5d-orig-proto");
+            Response::new(full(format!("{:?} {mark}", req.version())))
+        });
+        let mut client = Http2::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
+        let mut req = request2("/");
+        req.headers_mut().insert("l5d-orig-proto", "HTTP/1.1".parse().unwrap());
+        assert_eq!(client.ask(req).await.unwrap().text(), "HTTP/2.0 false");
+        // A peer is.
+        assert_eq!(
+            mesh.get("client", mesh.service("web", HTTP), "/").await.text(),
+            "HTTP/1.1 false"
+        );
+    });
+}
+
+/// Answers the first request of each connection, and ends the connection when the second one comes, which it has not processed.
+async fn answers_one(stream: TcpStream) {
+    let mut frames = Frames::serving(stream, b"").await;
+    let mut answered = None;
+    while let Some(frame) = frames.next().await {
+        match (frame.kind, answered) {
+            (HEADERS, None) => {
+                let head = Frame::new(HEADERS, END_HEADERS | END_STREAM, frame.stream, &[OK]);
+                frames.send([head]).await;
+                answered = Some(frame.stream);
+            }
+            (HEADERS, Some(last)) => {
+                let payload = [last.to_be_bytes(), [0; 4]].concat();
+                frames.send([Frame::new(GOAWAY, 0, 0, &payload)]).await;
+            }
+            _ => {}
+        }
+    }
+}
+
+#[test]
+fn streams_above_the_last_one_of_a_connection_are_sent_again() {
+    let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
+    mesh.run(async |mesh: &Mesh| {
+        let _web = apps::raw(mesh.listen("web", HTTP).await, answers_one);
+        let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, answers_one);
+        for stream in [
+            mesh.arrive(STRANGER, "web", HTTP).await,
+            mesh.dial("client", mesh.service("web", HTTP)).await,
+            mesh.dial("client", mesh.service("legacy", HTTP)).await,
+            // Of which nobody has said anything.
+            mesh.dial("client", (mesh.ip("legacy"), HTTP).into()).await,
+        ] {
+            let client = Http2::over(stream).await;
+            for _ in 0..10 {
+                // A call of gRPC is one as well.
+                let calls = (0..2).map(|_| {
+                    let mut client = client.clone();
+                    async move {
+                        let req = http::Request::post("http://web.test/").version(http::Version::HTTP_2);
+                        client.ask(req.body(full("hello")).unwrap()).await
+                    }
+                });
+                for answer in join_all(calls).await {
+                    let answer = answer.unwrap();
+                    assert_eq!((answer.status.as_u16(), answer.cause()), (200, ""));
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_stream_that_was_not_processed_and_cannot_be_sent_again_is_refused() {
+    let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
+    mesh.run(async |mesh: &Mesh| {
+        let _web = apps::raw(mesh.listen("web", HTTP).await, answers_one);
+        let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, answers_one);
+        for stream in [
+            mesh.arrive(STRANGER, "web", HTTP).await,
+            mesh.dial("client", mesh.service("web", HTTP)).await,
+            mesh.dial("client", mesh.service("legacy", HTTP)).await,
+        ] {
+            let (client, connection) = h2::client::handshake(stream).await.unwrap();
+            tokio::spawn(connection);
+            let mut client = client.ready().await.unwrap();
+            assert_eq!(
+                client
+                    .send_request(request2("/").map(drop), true)
+                    .unwrap()
+                    .0
+                    .await
+                    .unwrap()
+                    .status(),
+                200
+            );
+            // Its length says at once that it is too long to be kept.
+            let req = http::Request::post("http://web.test/").version(http::Version::HTTP_2);
+            let req = req.header("content-length", 100_000).body(()).unwrap();
+            let (rsp, mut body) = client.send_request(req, false).unwrap();
+            body.send_data(vec![0; 100_000].into(), true).unwrap();
+            let error = rsp.await.unwrap_err();
+            assert_eq!(
+                (error.is_reset(), error.reason()),
+                (true, Some(Reason::REFUSED_STREAM)),
+                "{error}"
+            );
+        }
+    });
+}
+
+/// Ends each connection when a request comes, which counts.
+fn ends_at_once(requests: &Arc<AtomicUsize>) -> impl Fn(TcpStream) -> BoxFuture<'static, ()> + Send + use<> {
+    let requests = requests.clone();
+    move |stream| {
+        let requests = requests.clone();
+        Box::pin(async move {
+            let mut frames = Frames::serving(stream, b"").await;
+            while let Some(frame) = frames.next().await {
+                if frame.kind == HEADERS {
+                    requests.fetch_add(1, Ordering::Relaxed);
+                    return;
+                }
+            }
+        })
+    }
+}
+
+#[test]
+fn an_endpoint_that_loses_connections_is_taken_out() {
+    let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
+        balancer.linkerd.io/failure-accrual-consecutive-max-failures: '3', \
+        balancer.linkerd.io/failure-accrual-consecutive-min-penalty: 60s, \
+        balancer.linkerd.io/failure-accrual-consecutive-max-penalty: 60s";
+    let mesh = mesh()
+        .workload("client")
+        .unmeshed("legacy")
+        .annotated("legacy", annotations);
+    mesh.run(async |mesh: &Mesh| {
+        let requests = Arc::default();
+        let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, ends_at_once(&requests));
+        for cause in [
+            "connection-closed",
+            "connection-closed",
+            "connection-closed",
+            "breaker-open",
+        ] {
+            let mut client = Http2::over(mesh.dial("client", mesh.service("legacy", HTTP)).await).await;
+            let req = http::Request::post("http://web.test/").version(http::Version::HTTP_2);
+            let answer = client.ask(req.body(full("hello")).unwrap()).await.unwrap();
+            assert_eq!(answer.cause(), cause);
+        }
+        assert_eq!(requests.load(Ordering::Relaxed), 3);
+    });
+}
+
+#[test]
+fn what_may_have_been_processed_is_sent_again_as_the_environment_says() {
+    for (value, sent) in [("idempotent", [3, 3, 1]), ("safe", [3, 1, 1]), ("never", [1, 1, 1])] {
+        let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
+        let mesh = mesh.env("TULLE_PROXY_OUTBOUND_RESEND", value);
+        mesh.env("TULLE_PROXY_INBOUND_RESEND", value).run(async |mesh: &Mesh| {
+            let requests = Arc::default();
+            let _web = apps::raw(mesh.listen("web", HTTP).await, ends_at_once(&requests));
+            let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, ends_at_once(&requests));
+            for is_inbound in [true, false] {
+                for (method, sent) in ["GET", "PUT", "POST"].into_iter().zip(sent) {
+                    let mut client = Http2::over(match is_inbound {
+                        true => mesh.arrive(STRANGER, "web", HTTP).await,
+                        false => mesh.dial("client", mesh.service("legacy", HTTP)).await,
+                    })
+                    .await;
+                    let before = requests.load(Ordering::Relaxed);
+                    let mut req = request2("/");
+                    *req.method_mut() = method.parse().unwrap();
+                    assert_eq!(client.ask(req).await.unwrap().status, 502);
+                    assert_eq!(
+                        requests.load(Ordering::Relaxed) - before,
+                        sent,
+                        "{method}, {value}, {is_inbound}"
+                    );
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn a_server_that_permits_few_streams_has_more_connections() {
+    const TOGETHER: usize = 10;
+    let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
+    mesh.run(async |mesh: &Mesh| {
+        let all = Arc::new(Barrier::new(TOGETHER));
+        // Three on each connection, and no more; answered once all have come.
+        let serve = |stream: TcpStream, all: Arc<Barrier>| async move {
+            let mut builder = h2::server::Builder::new();
+            let builder = builder.max_concurrent_streams(3);
+            let mut connection = builder.handshake::<_, Bytes>(stream).await.unwrap();
+            while let Some(Ok((_, mut respond))) = connection.accept().await {
+                let all = all.clone();
+                tokio::spawn(async move {
+                    all.wait().await;
+                    respond.send_response(Response::new(()), true).unwrap();
+                });
+            }
+        };
+        let (of_web, of_legacy) = (all.clone(), all.clone());
+        let _web = apps::raw(mesh.listen("web", HTTP).await, move |stream| {
+            serve(stream, of_web.clone())
+        });
+        let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, move |stream| {
+            serve(stream, of_legacy.clone())
+        });
+        for stream in [
+            mesh.arrive(STRANGER, "web", HTTP).await,
+            mesh.dial("client", mesh.service("web", HTTP)).await,
+            mesh.dial("client", mesh.service("legacy", HTTP)).await,
+        ] {
+            let client = Http2::over(stream).await;
+            for _ in 0..3 {
+                let calls = (0..TOGETHER).map(|_| {
+                    let mut client = client.clone();
+                    async move { client.ask(request2("/")).await }
+                });
+                for answer in join_all(calls).await {
+                    assert_eq!(answer.unwrap().status, 200);
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_server_that_permits_no_streams_is_waited_for_only_so_long() {
+    let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
+    mesh.run(async |mesh: &Mesh| {
+        let permit_none = |stream: TcpStream| async move {
+            let none = [0, 3, 0, 0, 0, 0];
+            let mut frames = Frames::serving(stream, &none).await;
+            while frames.next().await.is_some() {}
+        };
+        let _web = apps::raw(mesh.listen("web", HTTP).await, permit_none);
+        let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, permit_none);
+        for (workload, stream) in [
+            ("web", mesh.arrive(STRANGER, "web", HTTP).await),
+            ("client", mesh.dial("client", mesh.service("legacy", HTTP)).await),
+        ] {
+            let client = Http2::over(stream).await;
+            let calls = (0..3).map(|_| {
+                let mut client = client.clone();
+                async move { client.ask(request2("/")).await }
+            });
+            for answer in join_all(calls).await {
+                assert_eq!(answer.unwrap().status, 503, "{workload}");
+            }
+            let failures = ["cause=\"no-free-stream\""];
+            assert_eq!(mesh.metric(workload, "tulle_failures_total", &failures).await, 3.0);
+        }
+    });
+}
+
+#[test]
+fn uploads_that_stall_are_told_so_and_others_are_not() {
+    const PIECES: usize = 20;
+    let each = Duration::from_millis(100);
+    let mesh = mesh().workload("client").workload("web");
+    let mesh = mesh.env("TULLE_PROXY_INBOUND_HTTP1_IDLE_TIMEOUT", "1s");
+    mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_IDLE_TIMEOUT", "1s")
+        .run(async |mesh: &Mesh| {
+            let _app = apps::http(mesh.listen("web", HTTP).await, move |req| async move {
+                match req.uri().path() {
+                    "/echo" => Response::new(any(req.into_body())),
+                    "/drip" => apps::dripping(PIECES, each, false),
+                    _ => std::future::pending().await,
+                }
+            });
+            for stream in [
+                mesh.arrive(STRANGER, "web", HTTP).await,
+                mesh.dial("client", mesh.service("web", HTTP)).await,
+            ] {
+                let (client, connection) = h2::client::handshake(stream).await.unwrap();
+                tokio::spawn(connection);
+                let mut client = client.ready().await.unwrap();
+                let mut upload = |path: &str| {
+                    let req = http::Request::post(format!("http://web.test{path}")).version(http::Version::HTTP_2);
+                    client.send_request(req.body(()).unwrap(), false).unwrap()
+                };
+                // The server goes on, and so does the client of another.
+                let (dripping, _body) = upload("/drip");
+                let (echoed, mut echo) = upload("/echo");
+                let (stalled, mut body) = upload("/stall");
+                body.send_data("abc".into(), false).unwrap();
+                let (answered, mut half) = upload("/echo");
+                half.send_data("abc".into(), false).unwrap();
+                let sending = async {
+                    let mut now_and_then = tokio::time::interval(each);
+                    for _ in 0..PIECES {
+                        now_and_then.tick().await;
+                        echo.send_data("x".into(), false).unwrap();
+                    }
+                    echo.send_data("".into(), true).unwrap();
+                    let mut n = 0;
+                    let mut echoed = echoed.await.unwrap().into_body();
+                    while let Some(data) = echoed.data().await {
+                        n += data.unwrap().len();
+                    }
+                    assert_eq!(n, PIECES);
+                };
+                let dripping = async {
+                    let mut dripping = dripping.await.unwrap().into_body();
+                    for _ in 0..PIECES {
+                        assert_eq!(dripping.data().await.unwrap().unwrap(), "x");
+                    }
+                };
+                let cut = async {
+                    let mut answered = answered.await.unwrap().into_body();
+                    assert_eq!(answered.data().await.unwrap().unwrap(), "abc");
+                    assert!(answered.data().await.unwrap().is_err());
+                };
+                let (stalled, ..) = tokio::join!(stalled, sending, dripping, cut);
+                assert_eq!(stalled.unwrap().status(), 408);
+            }
+        });
+}
+
+#[test]
+fn header_lists_in_flight_on_one_connection_are_bounded() {
+    const EACH: usize = 200_000;
+    mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
+        // It takes connections, and reads nothing.
+        let _app = apps::raw(mesh.listen("web", HTTP).await, |stream| async move {
+            std::future::pending::<()>().await;
+            drop(stream);
+        });
+        let (client, mut connection) = h2::client::handshake(mesh.arrive(STRANGER, "web", HTTP).await)
+            .await
+            .unwrap();
+        let mut pings = connection.ping_pong().unwrap();
+        tokio::spawn(connection);
+        let mut client = client.ready().await.unwrap();
+        let mut waiting = Vec::new();
+        let refused = loop {
+            let mut req = request2("/").map(drop);
+            req.headers_mut().insert("x-long", "x".repeat(EACH).parse().unwrap());
+            let mut rsp = client.send_request(req, true).unwrap().0;
+            // The answer to a ping comes behind what becomes of the request at once.
+            pings.ping(h2::Ping::opaque()).await.unwrap();
+            pings.ping(h2::Ping::opaque()).await.unwrap();
+            match futures_util::poll!(&mut rsp) {
+                Poll::Ready(refused) => break refused,
+                Poll::Pending => waiting.push(rsp),
+            }
+            assert!(waiting.len() < 100, "{} requests with {EACH} bytes each", waiting.len());
+        };
+        assert_eq!(refused.unwrap_err().reason(), Some(Reason::REFUSED_STREAM));
+        assert_eq!(waiting.len(), (16 << 20) / (EACH + 100));
+        let labels = ["direction=\"inbound\"", "cause=\"overload\""];
+        assert_eq!(mesh.metric("web", "tulle_failures_total", &labels).await, 1.0);
+        // Who gives up makes room.
+        waiting.clear();
+        pings.ping(h2::Ping::opaque()).await.unwrap();
+        pings.ping(h2::Ping::opaque()).await.unwrap();
+        let mut rsp = client.send_request(request2("/").map(drop), true).unwrap().0;
+        pings.ping(h2::Ping::opaque()).await.unwrap();
+        assert!(futures_util::poll!(&mut rsp).is_pending());
+    });
+}
 
 #[test]
 fn a_stream_that_is_reset_is_reset_for_its_client_as_it_was() {

@@ -30,7 +30,7 @@ use crate::{
             pool::Pool,
             read, write,
         },
-        interim,
+        headers, interim,
     },
     net::io::Io,
 };
@@ -173,7 +173,13 @@ impl Exchange {
     /// # Errors
     /// The connection ended first, or what came back is not HTTP/1.
     pub(crate) async fn head(&mut self) -> Result<ResponseHead, NoHead> {
-        poll_fn(|cx| self.poll_head(cx)).await
+        let head = poll_fn(|cx| self.poll_head(cx)).await?;
+        if self.sending && head::switches(head.response.status(), &self.method) {
+            // Boxed: rare. The other protocol begins where the request ends.
+            Box::pin(poll_fn(|cx| self.upload.poll_write(cx, &mut *self.connection.io))).await?;
+            self.sending = false;
+        }
+        Ok(head)
     }
 
     fn poll_head(&mut self, cx: &mut Context<'_>) -> Poll<Result<ResponseHead, NoHead>> {
@@ -199,7 +205,8 @@ impl Exchange {
         let sent = self.upload.has_begun();
         let error = Error::Closed { addr, reused, sent };
         // An application may close an idle connection at any time; some requests may be sent twice.
-        let is_repeatable = reused && self.has_no_body && self.method.is_idempotent();
+        let may_repeat = self.pool.as_ref().is_some_and(|pool| pool.resend.permits(&self.method));
+        let is_repeatable = reused && self.has_no_body && may_repeat;
         // Who has answered something has read something.
         let may_be_unread = self.coming.n_interims == 0 && io.is_local(addr.ip());
         let unread = self.upload.into_unread(Body::empty());
@@ -229,6 +236,9 @@ impl Exchange {
         let pool = self
             .pool
             .filter(|_| keep_alive && (self.sending || self.upload.is_done()));
+        if let Some(pool) = &pool {
+            pool.told(headers::keep_alive_timeout(response.headers()));
+        }
         let upgraded = head::switches(response.status(), &self.method);
         let (io, mut inbox, mut upload) = (self.connection.io, self.inbox, self.upload);
         let source = if upgraded {

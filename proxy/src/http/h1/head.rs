@@ -1,7 +1,8 @@
 //! Reading the heads of requests and responses.
 //!
 //! A request can be read in one way or is refused. A response is refused where its end could be doubted; what is
-//! merely untidy is put right, because its application worked before there was a proxy.
+//! merely untidy is put right, because its application worked before there was a proxy. Characters in a target that the
+//! types of a request refuse, and servers take, are percent-encoded.
 
 use std::mem::MaybeUninit;
 
@@ -30,6 +31,8 @@ pub(crate) struct RequestHead {
     pub(crate) keep_alive: bool,
     /// Whether the client waits for an interim response before it sends the body.
     pub(crate) expects: bool,
+    /// Whether the target had characters that were percent-encoded.
+    pub(crate) target_encoded: bool,
 }
 
 /// A parsed response head.
@@ -60,6 +63,63 @@ impl From<&'static str> for BadHead {
 /// # Errors
 /// It is no HTTP/1 request, or could be read in more than one way.
 pub(crate) fn request(bytes: &mut Bytes) -> Result<Option<RequestHead>, BadHead> {
+    match parsed_request(bytes) {
+        Err(BadHead::Wrong(wrong @ (FIRST_LINE | TARGET))) => with_encoded_target(bytes).unwrap_or(Err(wrong.into())),
+        parsed => parsed,
+    }
+}
+
+const FIRST_LINE: &str = "its first line";
+const TARGET: &str = "its target";
+
+/// Parses a request head once more, with its target percent-encoded; `None` where that changes nothing.
+#[cold]
+fn with_encoded_target(bytes: &mut Bytes) -> Option<Result<Option<RequestHead>, BadHead>> {
+    let start = bytes.iter().position(|byte| *byte == b' ')? + 1;
+    let length = bytes[start..].iter().position(|byte| b" \r\n".contains(byte));
+    let end = length.map_or(bytes.len(), |length| start + length);
+    let target = encoded(&bytes[start..end])?;
+    let mut whole = Bytes::from([&bytes[..start], &target, &bytes[end..]].concat());
+    let mut parsed = parsed_request(&mut whole);
+    if let Ok(Some(head)) = &mut parsed {
+        head.target_encoded = true;
+        *bytes = whole;
+    }
+    Some(parsed)
+}
+
+/// A target in which those characters are percent-encoded that [`Uri`] refuses, as browsers encode them; `None` where there are
+/// none. A scheme and an authority stay as they are.
+///
+/// Source: the path and query percent-encode sets of the WHATWG URL Standard, as far as `http` does not take what is in them.
+fn encoded(target: &[u8]) -> Option<Vec<u8>> {
+    let path = match target.first() {
+        Some(b'/') => 0,
+        _ => {
+            let authority = target.windows(3).position(|part| part == b"://")? + 3;
+            authority + target[authority..].iter().position(|byte| b"/?".contains(byte))?
+        }
+    };
+    let query = target.iter().position(|byte| *byte == b'?').unwrap_or(target.len());
+    let is_text = std::str::from_utf8(target).is_ok();
+    let is_refused = |(at, byte): (usize, u8)| match byte {
+        b'<' | b'>' => true,
+        b'`' => at < query,
+        b'"' => at > query,
+        0x80.. => !is_text,
+        _ => false,
+    };
+    let mut encoded = Vec::with_capacity(target.len() + 16);
+    for (at, byte) in target.iter().copied().enumerate() {
+        match at >= path && is_refused((at, byte)) {
+            true => encoded.extend_from_slice(format!("%{byte:02X}").as_bytes()),
+            false => encoded.push(byte),
+        }
+    }
+    (encoded.len() > target.len()).then_some(encoded)
+}
+
+fn parsed_request(bytes: &mut Bytes) -> Result<Option<RequestHead>, BadHead> {
     let mut few = [const { MaybeUninit::uninit() }; MAX_HEAD_LINES];
     let mut many = Vec::new();
     let mut parsed = httparse::Request::new(&mut []);
@@ -83,7 +143,7 @@ pub(crate) fn request(bytes: &mut Bytes) -> Result<Option<RequestHead>, BadHead>
     if target.contains('#') {
         return Err("its target has a fragment".into());
     }
-    *request.uri_mut() = Uri::from_maybe_shared(part(bytes, target.as_bytes())).map_err(|_| "its target")?;
+    *request.uri_mut() = Uri::from_maybe_shared(part(bytes, target.as_bytes())).map_err(|_| TARGET)?;
     *request.version_mut() = version_of(version);
     *request.headers_mut() = headers(bytes, parsed.headers)?;
     consume(bytes, used);
@@ -101,6 +161,7 @@ pub(crate) fn request(bytes: &mut Bytes) -> Result<Option<RequestHead>, BadHead>
         request,
         framing,
         expects,
+        target_encoded: false,
     }))
 }
 
@@ -178,7 +239,7 @@ fn refused(error: httparse::Error) -> BadHead {
         httparse::Error::NewLine => "a line end",
         httparse::Error::Status => "its status",
         httparse::Error::Version => "its version is not HTTP/1",
-        httparse::Error::Token => "its first line",
+        httparse::Error::Token => FIRST_LINE,
     })
 }
 
@@ -522,6 +583,50 @@ mod tests {
             "GET /\u{e4} HTTP/1.1\r\na: \u{7f}",
             "GET /",
             "G\u{e4}T / HTTP/1.1",
+        ] {
+            let text = format!("{line}\r\n\r\n");
+            assert!(matches!(parse_request(&text), Err(BadHead::Wrong(_))), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn characters_that_browsers_encode_are_encoded_in_targets() {
+        for (target, expected) in [
+            ("/?q=\"a\"&x=<b>", "/?q=%22a%22&x=%3Cb%3E"),
+            ("/a<b>`c`?d=`e`", "/a%3Cb%3E%60c%60?d=`e`"),
+            ("http://web.test/a<b>?\"", "http://web.test/a%3Cb%3E?%22"),
+            ("http://web.test?\"", "http://web.test/?%22"),
+            ("/caf\u{e9}?caf\u{e9}", "/caf%E9?caf%E9"),
+        ] {
+            let text = format!("GET {target} HTTP/1.1\r\nhost: web.test\r\n\r\nnext");
+            let bytes: Vec<u8> = text.chars().map(|c| u8::try_from(u32::from(c)).unwrap()).collect();
+            for come in 1..bytes.len() - 4 {
+                let parsed = request(&mut Bytes::copy_from_slice(&bytes[..come]));
+                assert!(matches!(parsed, Ok(None)), "{target}: {parsed:?} after {come} bytes");
+            }
+            let mut bytes = Bytes::from(bytes);
+            let head = request(&mut bytes).unwrap().unwrap();
+            assert_eq!(
+                (&*head.request.uri().to_string(), head.target_encoded),
+                (expected, true)
+            );
+            assert_eq!(bytes, "next");
+        }
+        for target in ["/a?b=%22{|}^'\\", "/\"{}|^'\\", "/\u{e4}"] {
+            let head = parse_request(&format!("GET {target} HTTP/1.1\r\n\r\n"))
+                .unwrap()
+                .unwrap();
+            assert_eq!((&*head.request.uri().to_string(), head.target_encoded), (target, false));
+        }
+        for line in [
+            "GET /<a#b> HTTP/1.1",
+            "GET /<a b> HTTP/1.1",
+            "GET /<a\tb> HTTP/1.1",
+            "GET /<a\rb> HTTP/1.1",
+            "GET /<a\u{7f}b> HTTP/1.1",
+            "GET http://we<b>.test/ HTTP/1.1",
+            "GET <a> HTTP/1.1",
+            "CONNECT a<b>:80 HTTP/1.1",
         ] {
             let text = format!("{line}\r\n\r\n");
             assert!(matches!(parse_request(&text), Err(BadHead::Wrong(_))), "{text:?}");

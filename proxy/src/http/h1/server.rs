@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use tokio::{
     io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, ReadBuf},
     sync::oneshot,
-    time::{Instant, Sleep, sleep},
+    time::Instant,
 };
 use tower::Service;
 use tulle_core::drain;
@@ -45,9 +45,6 @@ use crate::{
     net::io::Io,
 };
 
-/// How long a client that waits for permission to send its body waits for the application's.
-const PATIENCE: Duration = Duration::from_millis(500);
-
 /// How HTTP/1 clients are served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Config {
@@ -55,7 +52,7 @@ pub(crate) struct Config {
     pub(crate) max_head: usize,
     /// How long a head may take from its first byte on.
     pub(crate) head_timeout: Duration,
-    /// How long a connection may be without a request, and a body without going on.
+    /// How long a connection may be without a request, and a request with a body without anything that passes in either direction.
     pub(crate) idle_timeout: Duration,
 }
 
@@ -67,8 +64,10 @@ struct Connection {
     /// Interim responses not written yet.
     interims: BytesMut,
     receiving: Receiving,
-    /// Whether the response has begun: from then on its client may take its time with the rest of the request.
-    is_answered: bool,
+    /// When a part of the response was last written, while more of the request may come; until the request's body looks at it.
+    wrote_at: Option<Instant>,
+    /// When to look again whether a client is still there that has ended its side of the connection, and after how long then.
+    look: Option<(Instant, Duration)>,
     /// Who is told that nobody reads the body any more.
     server: Option<Waker>,
     /// Of who waits for the client: the server for a request, or its body for more of it.
@@ -123,7 +122,8 @@ where
         inbox: Bytes::new(),
         interims: BytesMut::new(),
         receiving: Receiving::Nothing,
-        is_answered: false,
+        wrote_at: None,
+        look: None,
         server: None,
         timer: Timer::default(),
     }));
@@ -135,11 +135,15 @@ where
                 idle_until: None,
                 head_until: None,
                 seen: 0,
+                is_ending: false,
             };
             let head = match poll_fn(|cx| wait.poll_head(cx, &mut connection.lock(), ending.as_mut())).await {
                 Ok(head) => head,
                 Err(end) => break end,
             };
+            if head.target_encoded {
+                service.encoded_target();
+            }
             let (asked, request) = Asked::of(head, &connection, config.idle_timeout);
             let answered = {
                 let mut answering = pin!(service.call(request));
@@ -158,7 +162,7 @@ where
             End::Refused(error) => refuse(connection, service.refuse(&error, Asker::unknown())).await,
             End::Failed(error) => Err(error),
             End::Upgraded(client) => {
-                // There was no body, so nobody else has a hold on it.
+                // Its body is at its end, so nobody else has a hold on it.
                 if let Some(connection) = Arc::into_inner(connection) {
                     let Connection { io, inbox, .. } = connection.into_inner();
                     // Whoever joins the two ends may be gone.
@@ -197,15 +201,26 @@ impl Asked {
             framing,
             keep_alive,
             expects,
+            target_encoded: _,
         } = head;
         let (version, method) = (request.version(), request.method().clone());
-        let (request, upgrade) = match framing {
-            Framing::None | Framing::Length(0) => without_body(request),
-            _ => {
-                let received = Received::new(connection, framing, expects, idle_timeout);
-                (request.map(|()| Body::h1_request(Box::new(received))), None)
-            }
+        let (upgrade, upgraded) = match headers::wants_upgrade(&request) {
+            true => Some(oneshot::channel()).unzip(),
+            false => (None, None),
         };
+        let request = request.map(|()| {
+            let body = match framing {
+                Framing::None | Framing::Length(0) => Body::empty(),
+                _ => {
+                    let received = Received::new(connection, framing, expects, idle_timeout);
+                    Body::h1_request(Box::new(received))
+                }
+            };
+            match upgraded {
+                Some(upgraded) => body.upgradable(upgraded),
+                None => body,
+            }
+        });
         let asked = Self {
             version,
             method,
@@ -215,7 +230,7 @@ impl Asked {
         (asked, request)
     }
 
-    /// Who asks for no other request may have closed its side, and waits for the response all the same.
+    /// Who asks for no other request may end its side, which need not be looked at.
     fn may_have_left(&self) -> bool {
         self.keep_alive
     }
@@ -246,14 +261,13 @@ impl Asked {
             .is_some_and(|value| value == "close");
         let closes = {
             let mut connection = connection.lock();
-            connection.is_answered = true;
             if connection.receiving == Receiving::Permission {
-                // An application that answers well may do so while it reads; otherwise it does without the body, which
-                // then does not come, or would be taken for a request.
-                match rsp.status().is_success() {
-                    true => connection.permit(),
-                    false => connection.receiving = Receiving::Abandoned,
-                }
+                // An application that answers well may do so while it reads what the client sends unasked; otherwise it does
+                // without the body, which then does not come, or would be taken for a request.
+                connection.receiving = match rsp.status().is_success() {
+                    true => Receiving::Body,
+                    false => Receiving::Abandoned,
+                };
             }
             let is_lost = matches!(connection.receiving, Receiving::Abandoned | Receiving::Gone);
             !upgrades && (!self.keep_alive || asks_to_close || is_lost || drain.is_signaled())
@@ -267,7 +281,10 @@ impl Asked {
         let is_last = afterwards == Afterwards::Closed;
         written(connection, message, self.may_have_left(), is_last).await?;
         if upgrades {
-            return Err(self.upgrade.map_or(End::Quiet, End::Upgraded));
+            let upgrade = self
+                .upgrade
+                .filter(|_| connection.lock().receiving == Receiving::Nothing);
+            return Err(upgrade.map_or(End::Quiet, End::Upgraded));
         }
         poll_fn(|cx| connection.lock().poll_received(cx)).await;
         match (afterwards, connection.lock().receiving) {
@@ -317,16 +334,6 @@ fn to_client(error: Error) -> Error {
     }
 }
 
-/// The request, and who gets the connection if it is upgraded.
-fn without_body(request: Request<()>) -> (Request<Body>, Option<oneshot::Sender<Leg>>) {
-    let request = request.map(|()| Body::empty());
-    if !headers::wants_upgrade(&request) {
-        return (request, None);
-    }
-    let (client, upgraded) = oneshot::channel();
-    (request.map(|body| body.upgradable(upgraded)), Some(client))
-}
-
 /// Ends a connection whose last response has been written.
 async fn close(connection: Shared) -> Result<(), Error> {
     let is_done = {
@@ -343,6 +350,11 @@ async fn close(connection: Shared) -> Result<(), Error> {
     closed.map_err(Error::Client)
 }
 
+/// When a client that has ended its side of the connection is looked for again: who closes a connection ends its side first.
+const FIRST_LOOK: Duration = Duration::from_millis(10);
+/// How often it is looked for while its response has not come.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+
 /// What is written to whom we have not understood.
 const UNREAD: Answered<'static> = Answered {
     version: Version::HTTP_11,
@@ -356,6 +368,8 @@ struct Wait<'a> {
     head_until: Option<Instant>,
     /// Bytes that have been looked at.
     seen: usize,
+    /// Whether we are ending.
+    is_ending: bool,
 }
 
 impl Wait<'_> {
@@ -384,8 +398,12 @@ impl Wait<'_> {
             }
         }
         let is_idle = inbox.is_empty();
-        if is_idle && ending.poll(cx).is_ready() {
-            return Poll::Ready(Err(End::Quiet));
+        if is_idle && (self.is_ending || ending.poll(cx).is_ready()) {
+            self.is_ending = true;
+            // A request that has come is answered, also where the runtime has not heard of it yet.
+            if !io.has_unread() {
+                return Poll::Ready(Err(End::Quiet));
+            }
         }
         let (until, limit) = match is_idle {
             true => (&mut self.idle_until, self.config.idle_timeout),
@@ -393,10 +411,11 @@ impl Wait<'_> {
         };
         timer.set(*until.get_or_insert_with(|| Instant::now() + limit));
         ready!(timer.poll(cx));
-        Poll::Ready(Err(match is_idle {
-            true => End::Quiet,
-            false => End::Refused(Error::HeadTimeout(limit)),
-        }))
+        match is_idle {
+            true if io.has_unread() => Poll::Pending, // until the runtime has heard of it
+            true => Poll::Ready(Err(End::Quiet)),
+            false => Poll::Ready(Err(End::Refused(Error::HeadTimeout(limit)))),
+        }
     }
 
     fn parse(&mut self, inbox: &mut Bytes) -> Result<Option<RequestHead>, Error> {
@@ -409,7 +428,10 @@ impl Wait<'_> {
             BadHead::TooLong => self.too_long(),
             BadHead::Wrong(what) => Error::BadRequest(what),
         })?;
-        let used = if head.is_some() { before - inbox.len() } else { before };
+        let used = match head {
+            Some(_) => before.saturating_sub(inbox.len()), // some of what is left may be longer than it came
+            None => before,
+        };
         self.within_limit(used).map(|()| head)
     }
 
@@ -429,7 +451,8 @@ impl Wait<'_> {
 }
 
 impl Connection {
-    /// Ready when the client has closed its side, which it does when it no longer waits.
+    /// Ready when the client no longer waits: its connection is broken, or closed as far as that can be told. One that has only
+    /// ended its own side is answered.
     fn poll_left(&mut self, cx: &mut Context<'_>, may_have_left: bool) -> Poll<Error> {
         // What could not be written at once; errors are the response's, too.
         let _ = self.poll_interims(cx);
@@ -443,10 +466,20 @@ impl Connection {
                 return Poll::Pending;
             }
         }
-        match ready!(read::poll_more(cx, &mut self.io, &mut self.inbox)) {
-            Ok(0) => Poll::Ready(Error::Left),
-            Ok(_) => Poll::Pending, // the next request
-            Err(error) => Poll::Ready(Error::Client(error)),
+        loop {
+            if let Some((at, _)) = self.look {
+                self.timer.set(at);
+                ready!(self.timer.poll(cx));
+            }
+            match ready!(read::poll_more(cx, &mut self.io, &mut self.inbox)) {
+                Ok(0) if self.io.is_closed_by_peer() == Some(true) => return Poll::Ready(Error::Left),
+                Ok(0) => {
+                    let pause = self.look.map_or(FIRST_LOOK, |(_, pause)| pause);
+                    self.look = Some((Instant::now() + pause, LOOK_INTERVAL.min(pause * 4)));
+                }
+                Ok(_) => return Poll::Pending, // the next request
+                Err(error) => return Poll::Ready(Error::Client(error)),
+            }
         }
     }
 
@@ -473,10 +506,12 @@ impl Connection {
         }
     }
 
-    /// Lets the client send its body; with the next write it hears of it.
-    fn permit(&mut self) {
-        self.receiving = Receiving::Body;
-        self.interims.extend_from_slice(b"HTTP/1.1 100 Continue\r\n\r\n");
+    /// Notes that something of the response has been written, for who waits for more of the request.
+    fn wrote(&mut self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+        if self.receiving != Receiving::Nothing && matches!(written, Poll::Ready(Ok(1..))) {
+            self.wrote_at = Some(Instant::now());
+        }
+        written
     }
 
     /// Writes an interim response, where the client knows of such.
@@ -523,7 +558,8 @@ impl AsyncWrite for Half<'_> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         let mut connection = self.0.lock();
         ready!(connection.poll_interims(cx))?;
-        Pin::new(&mut connection.io).poll_write(cx, buf)
+        let written = Pin::new(&mut connection.io).poll_write(cx, buf);
+        connection.wrote(written)
     }
 
     fn poll_write_vectored(
@@ -533,7 +569,8 @@ impl AsyncWrite for Half<'_> {
     ) -> Poll<io::Result<usize>> {
         let mut connection = self.0.lock();
         ready!(connection.poll_interims(cx))?;
-        Pin::new(&mut connection.io).poll_write_vectored(cx, bufs)
+        let written = Pin::new(&mut connection.io).poll_write_vectored(cx, bufs);
+        connection.wrote(written)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -553,8 +590,6 @@ impl AsyncWrite for Half<'_> {
 pub(crate) struct Received {
     connection: Shared,
     framing: Framing,
-    /// How long the client waits for the application's permission to send it.
-    patience: Option<Pin<Box<Sleep>>>,
     idle_timeout: Duration,
     /// When it has been waited for long enough, where it is waited for.
     idle_until: Option<Instant>,
@@ -564,7 +599,7 @@ pub(crate) struct Received {
 impl Received {
     fn new(connection: &Shared, framing: Framing, expects: bool, idle_timeout: Duration) -> Self {
         let mut shared = connection.lock();
-        shared.is_answered = false;
+        shared.wrote_at = None;
         shared.receiving = if expects {
             Receiving::Permission
         } else {
@@ -573,7 +608,6 @@ impl Received {
         Self {
             connection: connection.clone(),
             framing,
-            patience: None,
             idle_timeout,
             idle_until: None,
             ended: false,
@@ -606,15 +640,8 @@ impl Received {
                     }
                     Poll::Ready(Err(error)) => break (Error::from_client(error), Receiving::Gone),
                     Poll::Pending => {
-                        ready!(Self::poll_patience(&mut self.patience, cx, connection));
-                        if connection.is_answered {
-                            return Poll::Pending;
-                        }
-                        let limit = self.idle_timeout;
-                        let until = self.idle_until.get_or_insert_with(|| Instant::now() + limit);
-                        connection.timer.set(*until);
-                        ready!(connection.timer.poll(cx));
-                        break (Error::BodyTimeout(limit), Receiving::Abandoned);
+                        ready!(Self::poll_idle(&mut self.idle_until, self.idle_timeout, cx, connection));
+                        break (Error::BodyTimeout(self.idle_timeout), Receiving::Abandoned);
                     }
                 },
                 Err(wrong) => break (Error::from_client(wrong), Receiving::Abandoned),
@@ -631,20 +658,25 @@ impl Received {
         Poll::Ready(Some(Err(failed)))
     }
 
-    /// Lets the client send its body when nobody else has done so for a while.
-    fn poll_patience(
-        patience: &mut Option<Pin<Box<Sleep>>>,
+    /// Ready when nothing of the request has come, and nothing of the response has left, for as long as `limit`.
+    fn poll_idle(
+        until: &mut Option<Instant>,
+        limit: Duration,
         cx: &mut Context<'_>,
         connection: &mut Connection,
     ) -> Poll<()> {
-        if connection.receiving == Receiving::Permission {
-            let patience = patience.get_or_insert_with(|| Box::pin(sleep(PATIENCE)));
-            ready!(patience.as_mut().poll(cx));
-            connection.permit();
-            // The next write says what is wrong with the connection.
-            let _ = connection.poll_interims(cx);
+        loop {
+            let mut at = until.unwrap_or_else(|| Instant::now() + limit);
+            if let Some(wrote_at) = connection.wrote_at.take() {
+                at = at.max(wrote_at + limit);
+            }
+            *until = Some(at);
+            connection.timer.set(at);
+            ready!(connection.timer.poll(cx));
+            if connection.wrote_at.is_none() {
+                return Poll::Ready(());
+            }
         }
-        Poll::Ready(())
     }
 
     pub(crate) fn is_end_stream(&self) -> bool {
@@ -678,5 +710,65 @@ impl Drop for Received {
         } else {
             Receiving::Abandoned
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use tokio::net::TcpListener;
+
+    use super::*;
+    use crate::net::io::Tcp;
+
+    #[tokio::test]
+    async fn a_request_that_the_runtime_has_not_heard_of_is_answered_though_we_are_ending() {
+        for ends_by in ["drain", "idle timeout"] {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let mut client = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let (stream, _) = listener.accept().await.unwrap();
+            let mut connection = Connection {
+                io: Io::tcp(Tcp::new(stream)),
+                inbox: Bytes::new(),
+                interims: BytesMut::new(),
+                receiving: Receiving::Nothing,
+                wrote_at: None,
+                look: None,
+                server: None,
+                timer: Timer::default(),
+            };
+            let is_drain = ends_by == "drain";
+            let limit = Duration::from_secs(if is_drain { 3600 } else { 0 });
+            let config = Config {
+                max_head: 1000,
+                head_timeout: Duration::from_secs(3600),
+                idle_timeout: limit,
+            };
+            let mut wait = Wait {
+                config: &config,
+                idle_until: None,
+                head_until: None,
+                seen: 0,
+                is_ending: false,
+            };
+            let (end, ended) = oneshot::channel::<()>();
+            let mut ending = pin!(async { drop(ended.await) });
+            if is_drain {
+                poll_fn(|cx| {
+                    assert!(wait.poll_head(cx, &mut connection, ending.as_mut()).is_pending());
+                    Poll::Ready(())
+                })
+                .await;
+                end.send(()).unwrap();
+            }
+            // The runtime looks at its sockets when this task waits, and not before.
+            client.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+            let head = poll_fn(|cx| wait.poll_head(cx, &mut connection, ending.as_mut())).await;
+            assert!(head.is_ok_and(|head| head.keep_alive), "{ends_by}");
+            // Nothing else has come.
+            let last = poll_fn(|cx| wait.poll_head(cx, &mut connection, ending.as_mut())).await;
+            assert!(matches!(last, Err(End::Quiet)), "{ends_by}");
+        }
     }
 }

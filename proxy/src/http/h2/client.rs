@@ -4,19 +4,26 @@ use std::{
     future::{Future, poll_fn},
     net::SocketAddr,
     pin::Pin,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
     task::{Context, Poll},
     time::Duration,
 };
 
 use bytes::Bytes;
+use futures_util::task::noop_waker_ref;
 use h2::{
     Reason, RecvStream,
     client::{self, ResponseFuture, SendRequest},
 };
 use http::{Request, Response};
 use http_body::Body as _;
-use tokio::{sync::watch, time::timeout};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep, timeout},
+};
 
 use crate::{
     http::{
@@ -28,69 +35,132 @@ use crate::{
             send::Sending,
             stream::Stream,
             unanswered,
-            windows::{Member, Windows},
+            windows::{Member, Waiters, Windows},
         },
         headers, interim, websocket,
     },
     net::io::Io,
 };
 
-/// Sends requests on a connection.
-#[derive(Clone)]
+/// Sends one request on a connection, on which it has a place.
 pub(crate) struct Sender {
     send: SendRequest<Bytes>,
     member: Member,
+    /// Of a connection whose peer has not told its settings.
+    untold: Option<Box<Untold>>,
 }
 
-impl Sender {
-    /// One that can take a request now.
-    ///
-    /// # Errors
-    /// The connection has ended.
-    pub(crate) async fn ready(self) -> Result<Self, h2::Error> {
-        let send = self.send.ready().await?;
-        Ok(Self { send, ..self })
+/// What is waited for while it is not known how many streams a peer permits.
+struct Untold {
+    told: watch::Receiver<bool>,
+    limit: Arc<Limit>,
+}
+
+/// How many streams a peer permits at a time.
+struct Limit {
+    streams: AtomicUsize,
+    /// Whether the peer has told its settings.
+    is_told: AtomicBool,
+}
+
+impl Limit {
+    fn streams(&self) -> usize {
+        self.streams.load(Ordering::Relaxed)
     }
 }
 
 /// A connection for requests, and for streams that carry other protocols.
 #[derive(Clone)]
 pub(crate) struct Shared {
-    pub(crate) sender: Sender,
+    send: SendRequest<Bytes>,
+    member: Member,
     /// Whether the peer's settings have come.
     told: watch::Receiver<bool>,
+    limit: Arc<Limit>,
     /// Held by each stream that carries another protocol.
     streams: Arc<()>,
+    /// When a request was last given a place.
+    used_at: Instant,
 }
 
+/// Members that a connection has without a stream: its windows and its [`Shared`].
+const OF_NO_STREAM: usize = 2;
+
 impl Shared {
+    /// Whether no request can be sent on it any more.
+    pub(crate) fn is_over(&mut self) -> bool {
+        // Ready at once, as this handle waits for no stream of its own.
+        let polled = self.send.poll_ready(&mut Context::from_waker(noop_waker_ref()));
+        matches!(polled, Poll::Ready(Err(_)))
+    }
+
+    /// Streams that are open, or about to be.
+    pub(crate) fn n_streams(&self) -> usize {
+        self.member.n_held().saturating_sub(OF_NO_STREAM)
+    }
+
+    /// Whether the peer permits another stream.
+    pub(crate) fn has_room(&self) -> bool {
+        self.n_streams() < self.limit.streams()
+    }
+
+    /// Whether the peer has not told yet how many streams it permits.
+    pub(crate) fn is_untold(&self) -> bool {
+        !self.limit.is_told.load(Ordering::Relaxed)
+    }
+
+    /// A place for one request.
+    pub(crate) fn sender(&self) -> Sender {
+        let untold = self.is_untold().then(|| {
+            Box::new(Untold {
+                told: self.told.clone(),
+                limit: self.limit.clone(),
+            })
+        });
+        Sender {
+            send: self.send.clone(),
+            member: self.member.clone(),
+            untold,
+        }
+    }
+
+    /// Notes that it is needed besides other connections.
+    pub(crate) fn use_beside_others(&mut self) {
+        self.used_at = Instant::now();
+    }
+
+    /// Whether it has not been needed for a while.
+    pub(crate) fn is_spare(&self) -> bool {
+        self.n_streams() == 0 && self.used_at.elapsed() > SPARE_TIMEOUT
+    }
+
     /// Whether the peer takes another stream for another protocol, as its settings say. These are waited for, but not for long.
     pub(crate) async fn takes_stream(&mut self) -> bool {
         let told = async { self.told.wait_for(|told| *told).await.is_ok() };
         let told = timeout(SETTINGS_TIMEOUT, told).await;
-        let send = &self.sender.send;
+        let send = &self.send;
         // They last, and must not keep requests from theirs.
         let has_room = Arc::strong_count(&self.streams) < send.current_max_send_streams() / 2;
         told == Ok(true) && has_room && send.is_extended_connect_protocol_enabled()
-    }
-
-    /// As [`Sender::ready`].
-    pub(crate) async fn ready(self) -> Result<Self, h2::Error> {
-        let sender = self.sender.ready().await?;
-        Ok(Self { sender, ..self })
     }
 }
 
 /// How long the settings of a peer may take that has accepted a connection.
 const SETTINGS_TIMEOUT: Duration = Duration::from_secs(1);
-/// How many streams a peer permits that has not said how many: more than any can say.
+/// What `h2` has for the streams that a peer permits until its settings come: more than any can say.
 const UNTOLD: usize = usize::MAX - 1;
+/// How many streams a peer permits as long as it has not said how many (RFC 9113, section 6.5.2: no less is recommended).
+const INITIAL_MAX_STREAMS: usize = 100;
+/// How long a request waits for a free stream, where its endpoint may have no more connections.
+pub(crate) const STREAM_TIMEOUT: Duration = Duration::from_secs(3);
+/// How long a connection that is one too many is kept.
+const SPARE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Opens an HTTP/2 connection on `io`. A task drives it until every handle is gone.
 ///
 /// # Errors
 /// The connection broke before our settings were written.
-pub(crate) async fn connect(io: Io, params: &Params) -> Result<Shared, Error> {
+pub(crate) async fn connect(io: Io, params: &Params, waiters: &Arc<Waiters>) -> Result<Shared, Error> {
     let mut builder = client::Builder::new();
     builder
         .initial_window_size(params.stream_window)
@@ -107,15 +177,54 @@ pub(crate) async fn connect(io: Io, params: &Params) -> Result<Shared, Error> {
     }
     let (io, batch) = batched(io);
     let (send, connection) = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
-    let windows = Windows::new(params);
+    let windows = Windows::new(params, Member::awaited_by(waiters.clone()));
     let member = windows.member();
     let (tell, told) = watch::channel(false);
-    tokio::spawn(drive(connection, batch, windows, params.keep_alive, tell));
+    let limit = Arc::new(Limit {
+        streams: AtomicUsize::new(INITIAL_MAX_STREAMS),
+        is_told: AtomicBool::new(false),
+    });
+    let permitted = Permitted {
+        known: UNTOLD,
+        limit: limit.clone(),
+        tell,
+        waiters: waiters.clone(),
+    };
+    tokio::spawn(drive(connection, batch, windows, params.keep_alive, permitted));
     Ok(Shared {
-        sender: Sender { send, member },
+        send,
+        member,
         told,
+        limit,
         streams: Arc::default(),
+        used_at: Instant::now(),
     })
+}
+
+/// How many streams a peer permits, and who is told.
+struct Permitted {
+    known: usize,
+    limit: Arc<Limit>,
+    tell: watch::Sender<bool>,
+    waiters: Arc<Waiters>,
+}
+
+impl Permitted {
+    fn are(&mut self, now: usize) {
+        if std::mem::replace(&mut self.known, now) != now {
+            self.limit.streams.store(now, Ordering::Relaxed);
+            self.limit.is_told.store(true, Ordering::Relaxed);
+            self.tell.send_replace(true);
+            self.waiters.wake_all();
+        }
+    }
+}
+
+/// The connection has ended.
+impl Drop for Permitted {
+    fn drop(&mut self) {
+        self.waiters.wake_all();
+    }
 }
 
 /// Moves frames until the connection ends, or its peer stops answering pings.
@@ -124,9 +233,8 @@ async fn drive(
     batch: Batch,
     mut windows: Windows,
     keep_alive: Option<KeepAlive>,
-    tell: watch::Sender<bool>,
+    mut permitted: Permitted,
 ) {
-    let mut tell = Some(tell);
     let pings = connection.ping_pong();
     let moving = poll_fn(|cx| {
         batch.poll(cx, |cx| {
@@ -136,12 +244,7 @@ async fn drive(
                 Ok::<_, h2::Error>(())
             });
             let polled = Pin::new(&mut connection).poll(cx);
-            if tell.is_some()
-                && connection.max_concurrent_send_streams() != UNTOLD
-                && let Some(tell) = tell.take()
-            {
-                tell.send_replace(true);
-            }
+            permitted.are(connection.max_concurrent_send_streams());
             polled
         })
     });
@@ -160,7 +263,44 @@ async fn drive(
 /// # Errors
 /// The stream was refused or reset, the connection broke, or the request body failed.
 pub(crate) async fn send(
-    Sender { mut send, member }: Sender,
+    Sender { send, member, untold }: Sender,
+    req: &mut Request<Body>,
+    addr: SocketAddr,
+) -> Result<Response<Body>, Error> {
+    let Some(untold) = untold else {
+        return send_on(send, member, req, addr).await;
+    };
+    // Rare, and its timer is large.
+    Box::pin(async {
+        tokio::select! {
+            sent = send_on(send, member, req, addr) => sent,
+            () = untold.permits_none() => Err(Error::NoFreeStream { addr, limit: STREAM_TIMEOUT, sent: true }),
+        }
+    })
+    .await
+}
+
+impl Untold {
+    /// Ready when the peer has told that it permits no stream, and for how long one waits.
+    async fn permits_none(mut self) {
+        if self.told.wait_for(|told| *told).await.is_err() {
+            std::future::pending::<()>().await; // the connection has ended, and says so
+        }
+        loop {
+            if self.limit.streams() > 0 {
+                std::future::pending::<()>().await;
+            }
+            sleep(STREAM_TIMEOUT).await;
+            if self.limit.streams() == 0 {
+                return;
+            }
+        }
+    }
+}
+
+async fn send_on(
+    mut send: SendRequest<Bytes>,
+    member: Member,
     req: &mut Request<Body>,
     addr: SocketAddr,
 ) -> Result<Response<Body>, Error> {
@@ -190,7 +330,11 @@ pub(crate) async fn send(
         })
         .await?;
         if let (Some(sending), true) = (sending, head.is_ok()) {
-            tokio::spawn(sending.rest());
+            let member = member.clone();
+            tokio::spawn(async move {
+                sending.rest().await;
+                drop(member); // its stream is open until then
+            });
         }
         head
     };
@@ -203,11 +347,15 @@ pub(crate) async fn send(
 /// # Errors
 /// The stream was refused or reset, or the connection broke.
 pub(crate) async fn extend(
-    Shared { sender, streams, .. }: Shared,
+    Shared {
+        mut send,
+        member,
+        streams,
+        ..
+    }: Shared,
     req: Request<Body>,
     addr: SocketAddr,
 ) -> Result<Response<Body>, Error> {
-    let Sender { mut send, member } = sender;
     let asked = send.send_request(req.map(drop), false);
     let (mut response, mut stream) = asked.map_err(|error| lost(error, addr))?;
     let mut n_interims = 0;
@@ -224,14 +372,7 @@ pub(crate) async fn extend(
 /// A response with its body.
 fn received(response: Response<RecvStream>, member: Member) -> Response<Body> {
     let left = headers::content_length(response.headers());
-    response.map(|stream| {
-        Body::from(Received {
-            stream,
-            from: From::Server,
-            left,
-            _member: member,
-        })
-    })
+    response.map(|stream| Body::from(Received::new(stream, From::Server, left, member)))
 }
 
 /// Waits for the final response; interim ones are passed on.
@@ -253,11 +394,7 @@ fn poll_head(
 /// Tells a connection that ended under us from a stream that was reset.
 pub(crate) fn lost(error: h2::Error, addr: SocketAddr) -> Error {
     if error.is_io() {
-        Error::Closed {
-            addr,
-            reused: true,
-            sent: true,
-        }
+        Error::ConnectionLost { addr }
     } else {
         Error::H2(error)
     }

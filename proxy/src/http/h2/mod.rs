@@ -5,9 +5,13 @@ pub(crate) mod client;
 mod send;
 pub(crate) mod server;
 pub(crate) mod stream;
-mod windows;
+pub(crate) mod windows;
 
 use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     task::{Context, Poll, ready},
     time::Duration,
 };
@@ -15,8 +19,9 @@ use std::{
 use bytes::Bytes;
 use h2::{PingPong, RecvStream};
 use http_body::{Frame, SizeHint};
+use tokio::time::Instant;
 
-use crate::http::{error::Error, headers};
+use crate::http::{error::Error, headers, timer::Timer};
 
 /// HTTP/2 settings of one side of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +43,8 @@ pub(crate) struct Params {
     pub(crate) max_resets: Option<usize>,
     /// Upper bound of a header list, in bytes.
     pub(crate) max_header_list: u32,
+    /// Upper bound of the header lists of all requests that a client has in flight on one connection, in bytes.
+    pub(crate) max_header_lists: usize,
 }
 
 /// Pings that find out whether the peer is still there.
@@ -60,6 +67,7 @@ impl Default for Params {
             max_pending_resets: None,
             max_resets: None,
             max_header_list: Self::list_of(64 << 10),
+            max_header_lists: Self::HEADER_LISTS,
         }
     }
 }
@@ -68,6 +76,9 @@ impl Params {
     /// A piece of a body in one frame: 4 % less CPU in bulk than the protocol's 16 KiB. Clients of any make hear of 16 KiB, as
     /// from most servers.
     pub(crate) const FRAME_SIZE: u32 = 64 << 10;
+
+    /// 16 MiB: some 16,000 requests as most are, on a connection that a peer's proxy sends all requests of a worker on.
+    pub(crate) const HEADER_LISTS: usize = 16 << 20;
 
     /// The header list that a head of HTTP/1 may become, of so many bytes. Each header counts 32 bytes more than its name and
     /// value have (RFC 9113, section 10.5.1), and in HTTP/1 it takes 4 more, so that lines of 11 bytes and more have room.
@@ -97,19 +108,92 @@ pub(crate) struct Received {
     from: From,
     /// Bytes that are still to come, as far as its head told.
     left: Option<u64>,
+    /// Of a client's body that has been waited for.
+    idle: Option<Box<Idle>>,
     /// Held as long as it may take room of its connection's window.
     _member: windows::Member,
 }
 
 /// Whose body it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone)]
 enum From {
-    Client,
+    Client(Arc<Progress>),
     Server,
 }
 
+/// Whether the response to a request goes on while more of the request may come.
+struct Progress {
+    has_sent: AtomicBool,
+    /// How long nothing may pass in either direction.
+    idle_timeout: Duration,
+}
+
+impl Progress {
+    fn sent(&self) {
+        self.has_sent.store(true, Ordering::Relaxed);
+    }
+
+    fn take(&self) -> bool {
+        self.has_sent.swap(false, Ordering::Relaxed)
+    }
+}
+
+/// The wait for more of a body.
+#[derive(Default)]
+struct Idle {
+    timer: Timer,
+    until: Option<Instant>,
+}
+
+impl Idle {
+    /// Ready when nothing has passed in either direction for as long as there may be nothing.
+    fn poll(&mut self, cx: &mut Context<'_>, progress: &Progress) -> Poll<Error> {
+        let limit = progress.idle_timeout;
+        loop {
+            if progress.take() {
+                self.until = None;
+            }
+            let at = *self.until.get_or_insert_with(|| Instant::now() + limit);
+            self.timer.set(at);
+            ready!(self.timer.poll(cx));
+            if !progress.take() {
+                return Poll::Ready(Error::BodyTimeout(limit));
+            }
+            self.until = None;
+        }
+    }
+}
+
 impl Received {
+    fn new(stream: RecvStream, from: From, left: Option<u64>, member: windows::Member) -> Self {
+        Self {
+            stream,
+            from,
+            left,
+            idle: None,
+            _member: member,
+        }
+    }
+
     pub(crate) fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+        let polled = self.poll_stream(cx);
+        let From::Client(progress) = &self.from else {
+            return polled;
+        };
+        if polled.is_pending() {
+            return self
+                .idle
+                .get_or_insert_default()
+                .poll(cx, progress)
+                .map(|late| Some(Err(late)));
+        }
+        if let Some(idle) = &mut self.idle {
+            idle.until = None;
+        }
+        polled
+    }
+
+    fn poll_stream(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
         match ready!(self.stream.poll_data(cx)) {
             Some(Ok(data)) => {
                 // The window opens as the client takes data: nothing is buffered here.
@@ -120,7 +204,8 @@ impl Received {
             Some(Err(error)) => Poll::Ready(Some(Err(self.failed(error)))),
             None => match ready!(self.stream.poll_trailers(cx)) {
                 Ok(Some(trailers))
-                    if self.from == From::Client || trailers.keys().any(|name| !headers::is_trailer(name)) =>
+                    if matches!(self.from, From::Client(_))
+                        || trailers.keys().any(|name| !headers::is_trailer(name)) =>
                 {
                     let sent = trailers.iter().filter(|(name, _)| headers::is_trailer(name));
                     let sent = sent.map(|(name, value)| (name.clone(), value.clone()));
@@ -135,7 +220,7 @@ impl Received {
 
     fn failed(&self, error: h2::Error) -> Error {
         match self.from {
-            From::Client => Error::from_client(error),
+            From::Client(_) => Error::from_client(error),
             From::Server => Error::H2(error),
         }
     }

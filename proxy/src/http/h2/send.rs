@@ -3,6 +3,7 @@
 use std::{
     future::poll_fn,
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll, ready},
 };
 
@@ -10,7 +11,7 @@ use bytes::Bytes;
 use h2::{Reason, SendStream};
 use http_body::Body as _;
 
-use crate::http::{body::Body, error::Error, respond};
+use crate::http::{body::Body, error::Error, h2::Progress, respond};
 
 /// A body on its way out.
 pub(super) struct Sending {
@@ -19,6 +20,8 @@ pub(super) struct Sending {
     chunk: Bytes,
     /// Whether it ends with a status where it cannot be sent to its end.
     of_grpc: bool,
+    /// Who waits for more of a request hears that its response goes on.
+    progress: Option<Arc<Progress>>,
 }
 
 impl Sending {
@@ -28,12 +31,19 @@ impl Sending {
             stream,
             chunk: Bytes::new(),
             of_grpc: false,
+            progress: None,
         }
     }
 
     /// The body of a response of gRPC, or of another.
     pub(super) fn of_grpc(mut self, of_grpc: bool) -> Self {
         self.of_grpc = of_grpc;
+        self
+    }
+
+    /// The body of a response of which a request's body hears.
+    pub(super) fn heard_by(mut self, progress: Arc<Progress>) -> Self {
+        self.progress = Some(progress);
         self
     }
 
@@ -79,6 +89,9 @@ impl Sending {
                 let part = self.chunk.split_to(capacity.min(self.chunk.len()));
                 let last = self.chunk.is_empty() && self.body.is_end_stream();
                 self.stream.send_data(part, last).map_err(Error::H2)?;
+                if let Some(progress) = &self.progress {
+                    progress.sent();
+                }
                 if last {
                     return Poll::Ready(Ok(()));
                 }
@@ -115,6 +128,7 @@ impl Sending {
 /// Why a stream is reset: as the stream that it depends on was, if there is one.
 pub(super) fn reason(error: &Error, otherwise: Reason) -> Reason {
     match error {
+        error if error.is_unprocessed() => Reason::REFUSED_STREAM,
         Error::H2(error) => error.reason().unwrap_or(otherwise),
         _ => otherwise,
     }

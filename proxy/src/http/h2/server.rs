@@ -3,7 +3,7 @@
 use std::{
     future::{Future, poll_fn},
     pin::pin,
-    sync::Arc,
+    sync::{Arc, atomic::AtomicBool},
     task::{Poll, ready},
     time::Duration,
 };
@@ -30,7 +30,7 @@ use crate::{
         body::Body,
         error::Error,
         h2::{
-            From, Params, Received,
+            From, Params, Progress, Received,
             batch::batched,
             send::{self, Sending},
             stream::Stream,
@@ -91,8 +91,8 @@ where
     };
     let (io, batch) = batched(io);
     let mut connection = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
-    let mut windows = Windows::new(params);
-    let clerks = Clerks::new(service, windows.member(), params.max_header_list as usize);
+    let mut windows = Windows::new(params, Member::default());
+    let clerks = Clerks::new(service, windows.member(), config);
     let mut silent = pin!(unanswered(params.keep_alive, connection.ping_pong()));
     let mut ending = pin!(asked_to_end(&closer, drain));
     let mut is_ending = false;
@@ -207,6 +207,8 @@ impl Quiet {
 /// A request, and where its response goes.
 struct Job {
     req: Request<Body>,
+    /// What its head counts as, in bytes.
+    list_size: usize,
     respond: SendResponse<Bytes>,
     extended: Option<Box<Extended>>,
 }
@@ -240,6 +242,10 @@ struct Clerks<S> {
     member: Member,
     /// Longest header list that is served.
     max_list: usize,
+    /// Most bytes of all header lists in flight.
+    max_lists: usize,
+    /// How long a request with a body may go without anything that passes.
+    idle_timeout: Duration,
     waiting: Arc<Mutex<Waiting>>,
 }
 
@@ -248,6 +254,8 @@ struct Waiting {
     desks: Vec<Arc<Desk>>,
     /// Requests that are being answered.
     n_busy: usize,
+    /// What their heads count as, in bytes.
+    list_sizes: usize,
     /// Whether there was any stream in this round.
     was_busy: bool,
     /// The fewest that have waited since the last round.
@@ -260,6 +268,7 @@ struct Waiting {
 struct Desk {
     job: Mutex<Option<Job>>,
     called: Notify,
+    progress: Arc<Progress>,
 }
 
 /// What a connection has had to do since it was last looked at.
@@ -281,10 +290,11 @@ where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error> + Clone + Send + 'static,
     S::Future: Send,
 {
-    fn new(service: Rescued<S>, member: Member, max_list: usize) -> Self {
+    fn new(service: Rescued<S>, member: Member, config: &Config) -> Self {
         let waiting = Waiting {
             desks: Vec::new(),
             n_busy: 0,
+            list_sizes: 0,
             was_busy: false,
             spare: 0,
             closed: false,
@@ -292,12 +302,31 @@ where
         Self {
             service,
             member,
-            max_list,
+            max_list: config.http2.max_header_list as usize,
+            max_lists: config.http2.max_header_lists,
+            idle_timeout: config.http1.idle_timeout,
             waiting: Arc::new(Mutex::new(waiting)),
         }
     }
 
-    fn take(&self, req: Request<RecvStream>, respond: SendResponse<Bytes>) {
+    fn take(&self, req: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
+        let list_size = headers::list_size(&req);
+        let desk = {
+            let mut waiting = self.waiting.lock();
+            if list_size <= self.max_list && waiting.list_sizes + list_size > self.max_lists {
+                drop(waiting);
+                self.service.refused(&Error::TooManyHeaders { limit: self.max_lists });
+                return respond.send_reset(Reason::REFUSED_STREAM);
+            }
+            waiting.list_sizes += list_size;
+            waiting.n_busy += 1;
+            waiting.was_busy = true;
+            let desk = waiting.desks.pop();
+            waiting.spare = waiting.spare.min(waiting.desks.len());
+            desk
+        };
+        let is_waiting = desk.is_some();
+        let desk = desk.unwrap_or_else(|| Arc::new(Desk::new(self.idle_timeout)));
         let left = headers::content_length(req.headers());
         let is_extended = *req.method() == Method::CONNECT && req.extensions().get::<Protocol>().is_some();
         let member = || self.member.clone();
@@ -313,32 +342,35 @@ where
                 Body::empty().upgradable(upgraded)
             }
             true => Body::empty(),
-            false => Body::from(Received {
-                stream,
-                from: From::Client,
-                left,
-                _member: member(),
-            }),
+            false => {
+                let from = From::Client(desk.progress.clone());
+                Body::from(Received::new(stream, from, left, member()))
+            }
         });
-        let job = Job { req, respond, extended };
-        let desk = {
-            let mut waiting = self.waiting.lock();
-            waiting.n_busy += 1;
-            waiting.was_busy = true;
-            let desk = waiting.desks.pop();
-            waiting.spare = waiting.spare.min(waiting.desks.len());
-            desk
-        };
-        if let Some(desk) = desk {
-            *desk.job.lock() = Some(job);
+        *desk.job.lock() = Some(Job {
+            req,
+            list_size,
+            respond,
+            extended,
+        });
+        if is_waiting {
             desk.called.notify_one();
         } else {
-            let desk = Desk {
-                job: Mutex::new(Some(job)),
-                called: Notify::new(),
-            };
             let (service, waiting) = (self.service.clone(), self.waiting.clone());
-            tokio::spawn(work(service, self.max_list, Arc::new(desk), waiting));
+            tokio::spawn(work(service, self.max_list, desk, waiting));
+        }
+    }
+}
+
+impl Desk {
+    fn new(idle_timeout: Duration) -> Self {
+        Self {
+            job: Mutex::default(),
+            called: Notify::new(),
+            progress: Arc::new(Progress {
+                has_sent: AtomicBool::new(false),
+                idle_timeout,
+            }),
         }
     }
 }
@@ -379,13 +411,15 @@ where
     loop {
         let job = desk.job.lock().take();
         let Some(job) = job else { return };
-        match headers::list_size(&job.req) > max_list {
+        let list_size = job.list_size;
+        match list_size > max_list {
             true => refuse(&service, max_list, job),
-            false => answer(&mut service, job).await,
+            false => answer(&mut service, job, &desk.progress).await,
         }
         {
             let mut waiting = waiting.lock();
             waiting.n_busy -= 1;
+            waiting.list_sizes -= list_size;
             if waiting.closed || waiting.desks.len() >= WAITING {
                 return;
             }
@@ -407,7 +441,7 @@ fn refuse<S>(service: &Rescued<S>, limit: usize, mut job: Job) {
 }
 
 /// Answers one request, unless its client takes it back.
-async fn answer<S>(service: &mut Rescued<S>, job: Job)
+async fn answer<S>(service: &mut Rescued<S>, job: Job, progress: &Arc<Progress>)
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
 {
@@ -415,6 +449,7 @@ where
         req,
         mut respond,
         extended,
+        ..
     } = job;
     // Many clients that reset what they ask for should cost nobody else anything.
     if poll_fn(|cx| Poll::Ready(respond.poll_reset(cx).is_ready())).await {
@@ -455,7 +490,11 @@ where
     match granted {
         Some(extended) => extended.grant(stream),
         None if ended => {}
-        None => Sending::new(body, stream).of_grpc(of_grpc).rest().await,
+        None => {
+            progress.sent();
+            let sending = Sending::new(body, stream).of_grpc(of_grpc);
+            sending.heard_by(progress.clone()).rest().await;
+        }
     }
 }
 

@@ -1,20 +1,83 @@
 //! How far the windows of a connection are open. A body that nobody takes keeps what its stream may send; a few of them would keep
 //! all that their connection may, and everybody else on it would wait for those who do not read.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 
-use tokio::time::Instant;
+use tokio::{
+    sync::{Notify, futures::Notified},
+    time::Instant,
+};
 
 use crate::http::h2::Params;
 
 /// Held for each message that may have a body on its way to us: how many hold it is how many there are.
 #[derive(Clone, Default)]
-pub(super) struct Member(Arc<()>);
+pub(super) struct Member(Arc<Option<Arc<Waiters>>>);
 
 impl Member {
+    /// The first one of a connection, whose streams others wait for.
+    pub(super) fn awaited_by(waiters: Arc<Waiters>) -> Self {
+        Self(Arc::new(Some(waiters)))
+    }
+
     /// How many there are; of this one and those of no message, too.
     pub(super) fn n_held(&self) -> usize {
         Arc::strong_count(&self.0)
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        if let Some(waiters) = &*self.0 {
+            waiters.wake_one();
+        }
+    }
+}
+
+/// Requests that wait for a free stream on one of several connections.
+#[derive(Default)]
+pub(crate) struct Waiters {
+    n: AtomicUsize,
+    freed: Notify,
+}
+
+/// One that waits.
+pub(crate) struct Waiting<'a>(&'a Waiters);
+
+impl Waiters {
+    pub(crate) fn enter(&self) -> Waiting<'_> {
+        self.n.fetch_add(1, Ordering::Relaxed);
+        Waiting(self)
+    }
+
+    fn wake_one(&self) {
+        if self.n.load(Ordering::Relaxed) > 0 {
+            self.freed.notify_one();
+        }
+    }
+
+    /// Has all of them look whether there is a stream for them.
+    pub(super) fn wake_all(&self) {
+        self.freed.notify_waiters();
+    }
+}
+
+impl Waiting<'_> {
+    /// Ready once a stream has become free, perhaps, since this was asked for and enabled.
+    pub(crate) fn freed(&self) -> Notified<'_> {
+        self.0.freed.notified()
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.n.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -36,9 +99,9 @@ pub(super) struct Sizes {
 }
 
 impl Windows {
-    pub(super) fn new(params: &Params) -> Self {
+    pub(super) fn new(params: &Params, members: Member) -> Self {
         Self {
-            members: Member::default(),
+            members,
             params: *params,
             room: at_first(params),
             needed: Instant::now(),
@@ -153,7 +216,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn windows_follow_the_number_of_members() {
-        let mut windows = Windows::new(&Params::default());
+        let mut windows = Windows::new(&Params::default(), Member::default());
         let mut told = Vec::new();
         let mut adapt = |windows: &mut Windows| {
             windows.adapt(|sizes| {
