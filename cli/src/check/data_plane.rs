@@ -7,8 +7,9 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt as _;
 use tulle_control::inject;
 use tulle_control::injector::audit;
+use tulle_control::resources::port_list::{PortList, ResolvedPorts};
+use tulle_control::resources::workload::{resolve_ports, running_containers};
 use tulle_core::names::{annotation, label};
-use tulle_core::ports::PortSet;
 
 use super::control_plane::{COMPONENT, control_plane_version};
 use super::snapshot::Snapshot;
@@ -346,18 +347,12 @@ fn annotations(snapshot: &Snapshot) -> Judgement {
         }
     }
     for service in services(snapshot)? {
-        if let Some(text) = service.annotations().get(annotation::OPAQUE_PORTS) {
-            for item in text.split(',').map(str::trim).filter(|item| !item.is_empty()) {
-                let named = service.spec.iter().flat_map(|spec| spec.ports.iter().flatten());
-                let known = named.into_iter().any(|port| port.name.as_deref() == Some(item));
-                if !known && item.parse::<PortSet>().is_err() {
-                    wrong.push(format!(
-                        "service {}: {} names {item:?}, which is neither a port of it, nor a range such as 3306-3309",
-                        service_name(service),
-                        annotation::OPAQUE_PORTS
-                    ));
-                }
-            }
+        for item in marked_opaque(service).unknown {
+            wrong.push(format!(
+                "service {}: {} names {item:?}, which is neither a port of it, nor a range such as 3306-3309",
+                service_name(service),
+                annotation::OPAQUE_PORTS
+            ));
         }
     }
     if wrong.is_empty() {
@@ -393,13 +388,20 @@ fn opaque_ports_agree(snapshot: &Snapshot) -> Judgement {
         if selector.is_empty() {
             continue;
         }
-        let of_service = opaque(service.annotations().get(annotation::OPAQUE_PORTS));
+        let of_service = marked_opaque(service).to_set();
         let behind = pods.iter().filter(|pod| {
             Some(resource::namespace(pod)) == service.metadata.namespace.as_deref()
                 && selector.iter().all(|(key, value)| pod.labels().get(key) == Some(value))
         });
         for pod in behind {
-            let of_pod = opaque(pod.annotations().get(annotation::OPAQUE_PORTS));
+            let listed = PortList::parse(
+                pod.annotations()
+                    .get(annotation::OPAQUE_PORTS)
+                    .map_or("", String::as_str),
+            );
+            let Some(of_pod) = pod.spec.as_ref().map(|spec| resolve_ports(&listed, spec).to_set()) else {
+                continue;
+            };
             for port in spec.ports.iter().flatten() {
                 let Ok(number) = u16::try_from(port.port) else { continue };
                 let Some(target) = target_port(pod, port.target_port.as_ref(), number) else {
@@ -437,14 +439,14 @@ fn opaque_ports_agree(snapshot: &Snapshot) -> Judgement {
     ))
 }
 
-/// Numbers and ranges only; names of ports are another check's concern.
-fn opaque(annotation: Option<&String>) -> PortSet {
-    let mut ports = PortSet::default();
-    for item in annotation.iter().flat_map(|text| text.split(',')) {
-        let ranges = item.trim().parse::<PortSet>().unwrap_or_default();
-        ranges.ranges().for_each(|range| ports.insert_range(range));
-    }
-    ports
+/// The ports that a Service's annotation lists, by number or by name.
+fn marked_opaque(service: &Service) -> ResolvedPorts {
+    let text = service.annotations().get(annotation::OPAQUE_PORTS);
+    PortList::parse(text.map_or("", String::as_str)).resolve(|name| {
+        let ports = service.spec.iter().flat_map(|spec| spec.ports.iter().flatten());
+        let named = ports.filter(|port| port.name.as_deref() == Some(name));
+        named.filter_map(|port| u16::try_from(port.port).ok()).collect()
+    })
 }
 
 fn target_port(pod: &Pod, target: Option<&IntOrString>, port: u16) -> Option<u16> {
@@ -452,7 +454,7 @@ fn target_port(pod: &Pod, target: Option<&IntOrString>, port: u16) -> Option<u16
         None => Some(port),
         Some(IntOrString::Int(number)) => u16::try_from(*number).ok(),
         Some(IntOrString::String(name)) => {
-            let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
+            let containers = pod.spec.iter().flat_map(running_containers);
             let mut ports = containers.flat_map(|container| container.ports.iter().flatten());
             let found = ports.find(|port| port.name.as_deref() == Some(name))?;
             u16::try_from(found.container_port).ok()

@@ -7,6 +7,9 @@ use tulle_core::names::annotation;
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(next_help_heading = "Proxy options")]
 pub(super) struct ProxyFlags {
+    /// The registry of the images, such as registry.example.com/mesh
+    #[arg(long, value_name = "REGISTRY")]
+    registry: Option<String>,
     /// The proxy's image, without a version
     #[arg(long, value_name = "IMAGE")]
     proxy_image: Option<String>,
@@ -103,8 +106,19 @@ impl ProxyFlags {
     /// A value that the injector would ignore.
     pub(super) fn annotations(&self) -> anyhow::Result<Vec<(&'static str, String)>> {
         let on = |flag: bool| flag.then(|| "true".to_owned());
+        let of_registry = |name: &str| {
+            let registry = self.registry.as_ref()?.trim_end_matches('/');
+            Some(format!("{registry}/{name}"))
+        };
         let all = [
-            (annotation::PROXY_IMAGE, self.proxy_image.clone()),
+            (
+                annotation::PROXY_IMAGE,
+                self.proxy_image.clone().or_else(|| of_registry("proxy")),
+            ),
+            (
+                annotation::DEBUG_IMAGE,
+                of_registry("debug").filter(|_| self.enable_debug_sidecar),
+            ),
             (annotation::PROXY_VERSION_OVERRIDE, self.proxy_version.clone()),
             (annotation::IMAGE_PULL_POLICY, self.image_pull_policy.clone()),
             (annotation::INBOUND_PORT, self.inbound_port.clone()),

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail, ensure};
 use serde_json::{Value, json};
 use tulle_control::inject::values::Values;
 use tulle_control::inject::{self, Config, Decision, Mode, Origin, Reason, Subject};
@@ -92,6 +92,8 @@ pub(crate) fn main(args: &Args, cluster: &kubernetes::Flags) -> anyhow::Result<(
         (None, true) if !args.ignore_cluster => values_of(cluster)?,
         (None, _) => Values::default(),
     };
+    // Such a proxy trusts nobody, and would never start.
+    ensure!(!args.manual || !values.trust_anchors().is_empty(), NO_ANCHORS);
     let injection = Injection {
         config: Config {
             values,
@@ -139,8 +141,11 @@ impl Injection {
     fn apply(&self, object: &mut Value) -> anyhow::Result<Verdict> {
         match Workload::of(object) {
             Workload::Pods(path) => self.workload(object, path),
-            Workload::Namespace if !self.manual => {
+            Workload::Namespace => {
                 annotate(object, annotation::INJECT, self.wish());
+                for (key, value) in &self.annotations {
+                    annotate(object, key, value);
+                }
                 Ok(Verdict::Annotated)
             }
             Workload::Service => Ok(match &self.opaque_ports {
@@ -150,7 +155,7 @@ impl Injection {
                 }
                 None => Verdict::Skipped(Vec::new()),
             }),
-            Workload::Namespace | Workload::Other => Ok(Verdict::Skipped(Vec::new())),
+            Workload::Other => Ok(Verdict::Skipped(Vec::new())),
         }
     }
 
@@ -162,6 +167,7 @@ impl Injection {
             .unwrap_or("default")
             .to_owned();
         let mut changed = object.clone();
+        uninject::sidecar(&mut changed, path);
         let Some(part) = workload::at(&mut changed, path) else {
             return Ok(Verdict::Skipped(vec!["it describes no pods".to_owned()]));
         };
@@ -172,6 +178,13 @@ impl Injection {
         if refused {
             return Ok(Verdict::Skipped(vec![Reason::Disabled.sentence().to_owned()]));
         }
+        let containers = part.pointer("/spec/containers").and_then(Value::as_array);
+        let is_whole = containers.is_some_and(|containers| !containers.is_empty());
+        ensure!(
+            is_whole || !self.manual,
+            "it describes pods without spec.containers, to which no proxy can be added: it is a part of a manifest; inject \
+             what kustomize or another tool makes of it, or leave out --manual"
+        );
         annotate(part, annotation::INJECT, self.wish());
         for (key, value) in &self.annotations {
             annotate(part, key, value);
@@ -190,7 +203,15 @@ impl Injection {
             }),
         };
         let outcome = inject::pod(&self.config, &subject);
+        if let Some(refusal) = outcome.refusal {
+            bail!(refusal);
+        }
         if let Decision::Skip(reasons) = &outcome.decision {
+            // Who asks for a proxy that cannot be there is to know it from the exit code.
+            let impossible = reasons.iter().find(|reason| IMPOSSIBLE.contains(reason));
+            if let Some(reason) = impossible {
+                bail!(reason.sentence());
+            }
             return Ok(Verdict::Skipped(
                 reasons.iter().map(|reason| reason.sentence().to_owned()).collect(),
             ));
@@ -247,6 +268,15 @@ fn report(title: &Title, done: &str, verdict: &Verdict) {
         Verdict::Skipped(reasons) => eprintln!("{kind} \"{name}\" skipped: {}", reasons.join("; ")),
     }
 }
+
+/// What ends the command: the others say that no proxy is wanted, or needed.
+const IMPOSSIBLE: [Reason; 3] = [
+    Reason::HostNetwork,
+    Reason::SidecarExists,
+    Reason::NoServiceAccountToken,
+];
+const NO_ANCHORS: &str = "there are no trust anchors, without which no proxy starts: leave out --ignore-cluster, or give a file with \
+     identityTrustAnchorsPEM by --values";
 
 const EXAMPLE: &str = "\
 Manifests are written to standard output, the report to standard error:

@@ -5,7 +5,7 @@ use super::*;
 fn injection(manual: bool) -> Injection {
     Injection {
         config: Config {
-            values: Values::default(),
+            values: Values::from_yaml("identityTrustAnchorsPEM: anchors").unwrap(),
             control_plane_namespace: "linkerd".to_owned(),
             origin: Origin::CommandLine,
         },
@@ -84,13 +84,10 @@ fn manual_injection_adds_the_containers_and_uninjection_takes_them_out() {
         assert_eq!(at(&owner), labelled, "{kind}");
         assert_eq!(at("/metadata/labels/linkerd.io~1workload-ns"), "shop", "{kind}");
 
-        // A second time there is a sidecar already.
+        // A second time the sidecar is made anew.
         let mut again = object.clone();
         let verdict = injection.apply(&mut again).unwrap();
-        assert!(
-            matches!(verdict, Verdict::Skipped(reasons) if reasons[0].contains("already")),
-            "{kind}"
-        );
+        assert!(matches!(verdict, Verdict::Injected(_)), "{kind}");
         assert_eq!(again, object, "{kind}");
 
         assert!(uninject::apply(&mut object), "{kind}");
@@ -116,8 +113,8 @@ fn what_gets_no_sidecar_is_not_touched_and_says_why() {
     for (object, expected) in [
         (pod("linkerd.io/inject: disabled"), Some("is disabled")),
         (
-            object("{apiVersion: v1, kind: Pod, spec: {hostNetwork: true, containers: []}}"),
-            Some("hostNetwork"),
+            object("{apiVersion: v1, kind: Pod, spec: {os: {name: windows}, containers: [{name: a}]}}"),
+            Some("Windows"),
         ),
         (
             object("{apiVersion: apps/v1, kind: Deployment, spec: {}}"),
@@ -169,13 +166,21 @@ fn flags_become_annotations_of_pods_and_opaque_ports_of_services() {
         json!({"config.linkerd.io/opaque-ports": "25"})
     );
     let mut namespace = object("{apiVersion: v1, kind: Namespace, metadata: {name: a}}");
+    let mut by_hand = namespace.clone();
     injection.apply(&mut namespace).unwrap();
     assert_eq!(
         namespace["metadata"]["annotations"],
-        json!({"linkerd.io/inject": "ingress"})
+        json!({"linkerd.io/inject": "ingress", "config.linkerd.io/opaque-ports": "25"})
     );
+    injection.manual = true;
+    injection.apply(&mut by_hand).unwrap();
+    assert_eq!(by_hand, namespace);
+    // What the flags said stays as a setting of the user.
     uninject::apply(&mut namespace);
-    assert_eq!(namespace["metadata"], json!({"name": "a"}));
+    assert_eq!(
+        namespace["metadata"],
+        json!({"name": "a", "annotations": {"config.linkerd.io/opaque-ports": "25"}})
+    );
 }
 
 /// A line of flags.
@@ -221,6 +226,172 @@ fn udp_ports_and_ignored_annotations_are_reported() {
     };
     assert!(notes[0].starts_with("config.linkerd.io/proxy-uid"), "{notes:?}");
     assert!(notes[1].contains("udp_ports_enabled"), "{notes:?}");
+}
+
+const DEPLOYMENT: &str = "
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: web}
+spec:
+  template:
+    metadata: {labels: {app: web}}
+    spec:
+      containers:
+      - name: app
+        image: a
+        ports: [{containerPort: 8080, name: http}]
+        readinessProbe: {tcpSocket: {port: http}, periodSeconds: 3}
+        livenessProbe: {httpGet: {port: 8443, scheme: HTTPS, path: /live, httpHeaders: [{name: X, value: '$(y)'}]}}
+        startupProbe: {httpGet: {port: 8080, path: /probes/app/startup}}
+";
+
+#[test]
+fn new_flags_and_versions_reach_manifests_that_are_injected_already() {
+    let original = object(DEPLOYMENT);
+    let mut old = original.clone();
+    injection(true).apply(&mut old).unwrap();
+    let probe = |object: &Value, kind: &str| object["spec"]["template"]["spec"]["containers"][0][kind].clone();
+    assert_eq!(
+        probe(&old, "readinessProbe"),
+        json!({"httpGet": {"path": "/probes/app/readiness", "port": 4191}, "periodSeconds": 3})
+    );
+
+    let mut newer = injection(true);
+    newer.config.values.linkerd_version = "v-newer".to_owned();
+    newer.annotations.push((annotation::ADMIN_PORT, "5191".to_owned()));
+    let (mut again, mut at_once) = (old.clone(), original.clone());
+    assert!(matches!(newer.apply(&mut again).unwrap(), Verdict::Injected(_)));
+    newer.apply(&mut at_once).unwrap();
+    assert_eq!(again, at_once);
+    assert_eq!(probe(&again, "readinessProbe")["httpGet"]["port"], 5191);
+    assert!(again.to_string().contains(":v-newer\""), "{again}");
+
+    // Without --manual the injector is to do it, and gets the pods as they were.
+    let (mut annotated, mut expected) = (old.clone(), original.clone());
+    injection(false).apply(&mut annotated).unwrap();
+    injection(false).apply(&mut expected).unwrap();
+    assert_eq!(annotated, expected);
+    assert!(uninject::apply(&mut old));
+    assert_eq!(old, original);
+}
+
+#[test]
+fn what_cannot_be_injected_ends_the_command_with_the_reason() {
+    for (yaml, reason) in [
+        (
+            "{apiVersion: v1, kind: Pod, spec: {hostNetwork: true, containers: [{name: a}]}}",
+            "hostNetwork",
+        ),
+        (
+            "{apiVersion: v1, kind: Pod, spec: {containers: [{name: istio-proxy}]}}",
+            "a sidecar already",
+        ),
+        (
+            "{apiVersion: v1, kind: Pod, spec: {containers: [{name: a, securityContext: {runAsUser: 2102}}]}}",
+            "runs as user 2102",
+        ),
+        (
+            "{apiVersion: v1, kind: Pod, metadata: {annotations: {config.linkerd.io/default-inbound-policy: none}}, \
+             spec: {containers: [{name: a}]}}",
+            "expected all-unauthenticated",
+        ),
+    ] {
+        for manual in [false, true] {
+            let mut pod = object(yaml);
+            let error = injection(manual).apply(&mut pod).err().unwrap();
+            assert!(error.to_string().contains(reason), "{error:#}");
+            assert_eq!(pod, object(yaml));
+        }
+    }
+}
+
+#[test]
+fn parts_of_manifests_get_annotations_and_no_containers() {
+    for template in [
+        "{metadata: {labels: {a: b}}}",
+        "{spec: null}",
+        "{spec: {}}",
+        "{spec: {containers: []}}",
+        "{spec: {nodeSelector: {a: b}}}",
+    ] {
+        let yaml = format!(
+            "{{apiVersion: apps/v1, kind: Deployment, metadata: {{name: web}}, spec: {{template: {template}}}}}"
+        );
+        let mut part = object(&yaml);
+        let error = injection(true).apply(&mut part).err().unwrap();
+        assert!(error.to_string().contains("without spec.containers"), "{error:#}");
+        assert_eq!(part, object(&yaml));
+        assert!(
+            matches!(injection(false).apply(&mut part).unwrap(), Verdict::Injected(_)),
+            "{yaml}"
+        );
+        assert_eq!(
+            part["spec"]["template"]["metadata"]["annotations"]["linkerd.io/inject"],
+            "enabled"
+        );
+    }
+}
+
+#[test]
+fn a_registry_is_that_of_all_images() {
+    let flags = |line: &[&str]| {
+        let line = Line::parse_from([&["inject"], line].concat());
+        let annotations = line.proxy.annotations().unwrap();
+        annotations
+            .into_iter()
+            .map(|(key, value)| format!("{key}={value}"))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(
+        flags(&["--registry", "example.test/mesh/"]),
+        ["config.linkerd.io/proxy-image=example.test/mesh/proxy"]
+    );
+    assert_eq!(
+        flags(&[
+            "--registry",
+            "example.test",
+            "--proxy-image",
+            "own",
+            "--enable-debug-sidecar"
+        ]),
+        [
+            "config.linkerd.io/proxy-image=own",
+            "config.linkerd.io/debug-image=example.test/debug",
+            "config.linkerd.io/enable-debug-sidecar=true",
+        ]
+    );
+}
+
+/// A line of cluster flags.
+#[derive(clap::Parser)]
+struct ClusterLine {
+    #[command(flatten)]
+    cluster: kubernetes::Flags,
+}
+
+#[test]
+fn a_proxy_without_trust_anchors_is_not_made() {
+    let manifest = tempfile::NamedTempFile::new().unwrap();
+    let input = manifest.path().to_owned();
+    let cluster = ClusterLine::parse_from(["inject"]).cluster;
+    let run = |manual| {
+        let args = Args {
+            inputs: vec![input.clone()],
+            manual,
+            ingress: false,
+            ignore_cluster: true,
+            values: None,
+            output: Output::Yaml,
+            proxy: ProxyFlags::default(),
+        };
+        main(&args, &cluster)
+    };
+    let error = run(true).unwrap_err().to_string();
+    assert!(
+        error.contains("trust anchors") && error.contains("--ignore-cluster"),
+        "{error}"
+    );
+    run(false).unwrap();
 }
 
 #[test]

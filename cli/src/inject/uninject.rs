@@ -1,7 +1,9 @@
 //! Takes out of a manifest what injection put in.
 
 use serde_json::Value;
-use tulle_control::inject::{DEBUG_CONTAINER, INIT_CONTAINER, PROXY_CONTAINER, VALIDATOR_CONTAINER, VOLUMES};
+use tulle_control::inject::{
+    DEBUG_CONTAINER, INIT_CONTAINER, PROXY_CONTAINER, VALIDATOR_CONTAINER, VOLUMES, has_own_sidecar, restore_probes,
+};
 use tulle_core::names::{annotation, label};
 
 use super::workload::{self, Workload};
@@ -21,8 +23,23 @@ pub(super) fn apply(object: &mut Value) -> bool {
     *object != before
 }
 
+/// Takes the mesh's containers out of the pods that an object describes, so that they can be added anew; pods that have none of
+/// them stay as they are.
+pub(super) fn sidecar(object: &mut Value, path: &[&str]) {
+    let Some(part) = workload::at(object, path) else { return };
+    let is_injected =
+        workload::template(part).is_ok_and(|template| template.spec.is_some_and(|spec| has_own_sidecar(&spec)));
+    if is_injected {
+        pods(part);
+    }
+}
+
 fn pods(part: &mut Value) {
     metadata(part);
+    // As long as the proxy says what they were.
+    if let Some(Value::Object(spec)) = part.get_mut("spec") {
+        restore_probes(spec);
+    }
     let added = [PROXY_CONTAINER, INIT_CONTAINER, VALIDATOR_CONTAINER, DEBUG_CONTAINER];
     let lists: [(&str, &[&str]); 3] = [
         ("containers", &added),

@@ -135,20 +135,20 @@ pub(super) fn init(values: &Values, subject: &Subject<'_>) -> Container {
 fn init_args(values: &Values) -> Vec<String> {
     let (init, proxy) = (&values.proxy_init, &values.proxy);
     let mut args: Vec<String> = Vec::new();
-    let mut arg = |name: &str, value: &str| args.extend([name.to_owned(), value.to_owned()]);
-    match init.iptables_mode {
-        IptablesMode::Nft => {
-            arg("--firewall-bin-path", "iptables-nft");
-            arg("--firewall-save-bin-path", "iptables-nft-save");
-        }
+    let programs = match init.iptables_mode {
+        IptablesMode::Nft => Some(["iptables-nft", "iptables-nft-save"]),
         // Said, not left out: our init spoken to without a mode prefers netlink.
-        IptablesMode::Legacy => {
-            arg("--firewall-bin-path", "iptables-legacy");
-            arg("--firewall-save-bin-path", "iptables-legacy-save");
-        }
+        IptablesMode::Legacy => Some(["iptables-legacy", "iptables-legacy-save"]),
         // Ours takes netlink then; Linkerd's, where an annotation names its image, still understands the line.
-        IptablesMode::Native => {}
+        IptablesMode::Native => None,
+    };
+    if let Some([restore, save]) = programs {
+        args.extend(["--firewall-bin-path", restore, "--firewall-save-bin-path", save].map(str::to_owned));
     }
+    if values.disable_ipv6 {
+        args.push("--ipv6=false".to_owned());
+    }
+    let mut arg = |name: &str, value: &str| args.extend([name.to_owned(), value.to_owned()]);
     arg("--incoming-proxy-port", &proxy.ports.inbound.to_string());
     arg("--outgoing-proxy-port", &proxy.ports.outbound.to_string());
     arg("--proxy-uid", &proxy.uid.to_string());
@@ -175,12 +175,9 @@ fn init_args(values: &Values) -> Vec<String> {
     if proxy.inbound_mode == InboundMode::Tproxy {
         args.extend(["--inbound-mode", "tproxy"].map(str::to_owned));
     }
-    if values.disable_ipv6 {
-        args.push("--ipv6=false".to_owned());
-        // Dropping is the default of our init, and Linkerd's has no such flag.
-        if init.unredirected_ipv6 == "allow" {
-            args.push("--unredirected-ipv6=allow".to_owned());
-        }
+    // Dropping is the default of our init, and Linkerd's has no such flag.
+    if values.disable_ipv6 && init.unredirected_ipv6 == "allow" {
+        args.push("--unredirected-ipv6=allow".to_owned());
     }
     args
 }

@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::{Container, PodSpec};
 use tulle_core::names::annotation;
 
 use crate::inject::values::Values;
-use crate::inject::{Config, INIT_CONTAINER, Origin, PROXY_CONTAINER, Subject, containers};
+use crate::inject::{Config, INIT_CONTAINER, Origin, PROXY_CONTAINER, Subject, VALIDATOR_CONTAINER, containers};
 use crate::resources::annotations::Annotations;
 
 /// The verdict on one pod.
@@ -43,6 +43,12 @@ pub enum Reason {
     Disabled,
     NotEnabled,
     NoServiceAccountToken,
+    /// The pod runs on Windows nodes, where there is no proxy.
+    Windows,
+    /// An annotation was to restrict who may reach the pod, and is not understood.
+    InvalidRestriction,
+    /// The application runs as the proxy's user.
+    RunsAsProxy,
 }
 
 /// Decides on a pod.
@@ -60,6 +66,9 @@ pub(super) fn decide(config: &Config, subject: &Subject<'_>) -> Decision {
     });
     if lacks_token(&config.values, config.origin, subject) {
         reasons.push(Reason::NoServiceAccountToken);
+    }
+    if is_for_windows(subject.spec) {
+        reasons.push(Reason::Windows);
     }
     match reasons.is_empty() {
         true => Decision::Inject(mode),
@@ -110,8 +119,52 @@ fn wish(annotations: Option<&Annotations>) -> Option<Wish> {
 pub(super) fn has_sidecar(spec: &PodSpec) -> bool {
     let inits = || spec.init_containers.iter().flatten();
     let is_proxy = |container: &Container| is_one(container, &PROXY_IMAGES, &[PROXY_CONTAINER, "istio-proxy"]);
-    let is_init = |container: &Container| is_one(container, &INIT_IMAGES, &[INIT_CONTAINER, "istio-init"]);
+    let is_init = |container: &Container| {
+        is_one(
+            container,
+            &INIT_IMAGES,
+            &[INIT_CONTAINER, VALIDATOR_CONTAINER, "istio-init"],
+        )
+    };
     spec.containers.iter().any(is_proxy) || inits().any(|container| is_proxy(container) || is_init(container))
+}
+
+/// Whether injection has been here: containers of our names, which can be taken out and added anew.
+pub fn has_own_sidecar(spec: &PodSpec) -> bool {
+    let mut all = spec.containers.iter().chain(spec.init_containers.iter().flatten());
+    all.any(|container| [PROXY_CONTAINER, INIT_CONTAINER, VALIDATOR_CONTAINER].contains(&container.name.as_str()))
+}
+
+/// Whether nothing but a Windows node can run the pod, by its own words or by those for the scheduler.
+fn is_for_windows(spec: &PodSpec) -> bool {
+    if let Some(os) = &spec.os {
+        return os.name == WINDOWS;
+    }
+    let selected = spec.node_selector.iter().flatten();
+    let mut selected = selected.filter(|(key, _)| OS_LABELS.contains(&key.as_str()));
+    if selected.any(|(_, os)| os == WINDOWS) {
+        return true;
+    }
+    let affinity = spec
+        .affinity
+        .as_ref()
+        .and_then(|affinity| affinity.node_affinity.as_ref());
+    let required = affinity.and_then(|node| node.required_during_scheduling_ignored_during_execution.as_ref());
+    let terms = required.map_or(&[][..], |required| &required.node_selector_terms);
+    // A node has to match one of the terms.
+    !terms.is_empty()
+        && terms.iter().all(|term| {
+            let mut expressions = term.match_expressions.iter().flatten();
+            expressions.any(|expression| {
+                let values = expression.values.as_deref().unwrap_or_default();
+                OS_LABELS.contains(&expression.key.as_str())
+                    && match expression.operator.as_str() {
+                        "In" => !values.is_empty() && values.iter().all(|os| os == WINDOWS),
+                        "NotIn" => values.iter().any(|os| os == "linux"),
+                        _ => false,
+                    }
+            })
+        })
 }
 
 fn is_one(container: &Container, images: &[&str], names: &[&str]) -> bool {
@@ -141,6 +194,9 @@ impl Reason {
             Self::Disabled => "injection_disable_annotation_present",
             Self::NotEnabled => "injection_enable_annotation_absent",
             Self::NoServiceAccountToken => "disabled_automount_service_account_token_account",
+            Self::Windows => "windows_node",
+            Self::InvalidRestriction => "invalid_restriction",
+            Self::RunsAsProxy => "runs_as_proxy_user",
         }
     }
 
@@ -159,6 +215,9 @@ impl Reason {
             Self::NoServiceAccountToken => {
                 "the pod mounts no token of its service account; set automountServiceAccountToken to true"
             }
+            Self::Windows => "the pod is for Windows nodes, and the proxy runs on Linux alone",
+            Self::InvalidRestriction => "an annotation that restricts who may reach the pod is not understood",
+            Self::RunsAsProxy => "a container runs as the proxy's user or group, whose connections bypass the mesh",
         }
     }
 }
@@ -192,4 +251,7 @@ const PROXY_IMAGES: [&str; 3] = [
     "cr.l5d.io/linkerd/proxy:",
     "gcr.io/istio-release/proxyv2:",
 ];
+const WINDOWS: &str = "windows";
+/// The labels that tell a node's system; the second is the older one.
+const OS_LABELS: [&str; 2] = ["kubernetes.io/os", "beta.kubernetes.io/os"];
 const INIT_IMAGES: [&str; 2] = ["cr.l5d.io/linkerd/proxy-init:", "gcr.io/istio-release/proxy_init:"];

@@ -4,10 +4,11 @@
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use k8s_openapi::api::core::v1::{EnvVar, EnvVarSource, ObjectFieldSelector};
-use tulle_core::names::{annotation, label, port};
+use tulle_core::names::{self, annotation, label, port};
 
+use crate::inject::probes::Rewritten;
 use crate::inject::values::{InboundMode, Parameters, Values};
-use crate::inject::{Config, Mode, Subject, ports};
+use crate::inject::{Config, Mode, Subject, ports, probes};
 use crate::resources::annotations::Annotations;
 
 /// Where the token is mounted that proves who the pod is, and its file.
@@ -25,6 +26,7 @@ pub(super) fn variables(
     subject: &Subject<'_>,
     annotations: &Annotations,
     mode: Mode,
+    rewritten: &[Rewritten],
 ) -> Vec<EnvVar> {
     let mut env = Env(Vec::new());
     workload(&mut env);
@@ -38,6 +40,9 @@ pub(super) fn variables(
     identity(&mut env, config, values);
     env.set_unless_empty("ACCESS_LOG", &values.proxy.access_log);
     env.set_unless_empty("SHUTDOWN_GRACE_PERIOD", &values.proxy.shutdown_grace_period);
+    if let Some(declared) = probes::variable(rewritten) {
+        env.raw(names::probes::VARIABLE, declared);
+    }
     let added = values.proxy.additional_env.iter().chain(&values.proxy.experimental_env);
     env.0.extend(added.cloned());
     env.0
@@ -135,8 +140,7 @@ fn traffic(env: &mut Env, values: &Values, subject: &Subject<'_>, mode: Mode) {
         env.raw("TULLE_PROXY_INBOUND_MODE", "tproxy");
     }
     env.field("LINKERD2_PROXY_INBOUND_IPS", "status.podIPs");
-    let containers = &subject.spec.containers;
-    env.set("INBOUND_PORTS", ports::inbound(containers));
+    env.set("INBOUND_PORTS", ports::inbound(subject.spec));
     let suffix = format!("svc.{}.", values.cluster_domain);
     if proxy.is_gateway {
         env.set("INBOUND_GATEWAY_SUFFIXES", &suffix);
@@ -238,7 +242,7 @@ fn identity(env: &mut Env, config: &Config, values: &Values) {
     env.raw("_l5d_ns", &config.control_plane_namespace);
     env.raw("_l5d_trustdomain", values.trust_domain());
     env.set("IDENTITY_DIR", END_ENTITY_DIR);
-    env.set("IDENTITY_TRUST_ANCHORS", &values.identity_trust_anchors_pem);
+    env.set("IDENTITY_TRUST_ANCHORS", values.trust_anchors());
     let token = match values.identity.service_account_token_projection {
         true => format!("{TOKEN_DIR}/{TOKEN_NAME}"),
         false => format!("{SERVICE_ACCOUNT_DIR}/token"),

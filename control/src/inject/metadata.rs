@@ -52,10 +52,7 @@ pub(super) fn of_injected(config: &Config, values: &Values, subject: &Subject<'_
             annotation::PROXY_VERSION.to_owned(),
             containers::version(values, &values.proxy.image).to_owned(),
         ),
-        (
-            annotation::TRUST_ROOT_SHA256.to_owned(),
-            sha256(&values.identity_trust_anchors_pem),
-        ),
+        (annotation::TRUST_ROOT_SHA256.to_owned(), sha256(values.trust_anchors())),
     ]);
     let mut labels = BTreeMap::from([
         (
@@ -91,16 +88,15 @@ fn opaque_ports(config: &Config, subject: &Subject<'_>) -> Option<(String, Strin
         return None;
     }
     let of_namespace = subject.namespace_annotations.get(key).cloned();
-    let of_containers = || ports::opaque_of_containers(&config.values.proxy.opaque_ports, &subject.spec.containers);
+    let of_containers = || ports::opaque_of_pod(&config.values.proxy.opaque_ports, subject.spec);
     of_namespace.or_else(of_containers).map(|ports| (key.to_owned(), ports))
 }
 
 fn is_inheritable(key: &str) -> bool {
     let is_ours = key == annotation::INJECT
         || key == annotation::DISABLE_TAP
-        || key == annotation::INBOUND_MODE
-        || key == annotation::UNREDIRECTED_IPV6
         || key.starts_with("config.linkerd.io/")
+        || key.starts_with("config.tulle.dev/")
         || key == annotation::ALPHA_ENABLE_NATIVE_SIDECAR
         || key == annotation::ALPHA_WAIT_BEFORE_EXIT_SECONDS;
     is_ours && !NOT_INHERITED.contains(&key)

@@ -1,7 +1,8 @@
 //! Injection: from a pod, its namespace and the mesh's values to a decision and a JSON patch.
 //!
 //! Nothing here asks anybody or waits: the webhook and the command line both call it, and get the same.
-//! What is wrong in an annotation becomes a warning; the pod gets its sidecar all the same.
+//! What is wrong in an annotation becomes a warning, and the pod gets its sidecar all the same. A pod whose sidecar would not
+//! restrict what it is to restrict is refused.
 
 mod containers;
 mod decision;
@@ -10,6 +11,8 @@ mod metadata;
 mod overrides;
 mod patch;
 mod ports;
+mod probes;
+mod proxy_user;
 pub mod values;
 
 #[cfg(test)]
@@ -20,11 +23,13 @@ use k8s_openapi::api::core::v1::{PodSpec, ServicePort};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use tulle_core::names::annotation;
 
-pub use self::decision::{AnnotatedAt, Decision, Mode, Reason, joined};
+pub use self::decision::{AnnotatedAt, Decision, Mode, Reason, has_own_sidecar, joined};
 use self::metadata::Metadata;
 use self::patch::Additions;
+pub use self::probes::restore as restore_probes;
 use self::values::Values;
 use crate::resources::annotations::Annotations;
+use crate::resources::workload::running_containers;
 
 /// What is the same for all pods.
 #[derive(Clone, Debug, PartialEq)]
@@ -79,6 +84,9 @@ pub struct Outcome {
     pub patch: Patch,
     /// Sentences about annotations that were ignored.
     pub warnings: Vec<String>,
+    /// Why the pod must not run as it is: with a sidecar it would not be restricted as it says. The decision is to skip it, for
+    /// pods that are never refused.
+    pub refusal: Option<String>,
 }
 
 /// Decides on a pod and makes its patch; a pod without a sidecar may still be told which of its ports are opaque.
@@ -86,32 +94,44 @@ pub fn pod(config: &Config, subject: &Subject<'_>) -> Outcome {
     let decision = decision::decide(config, subject);
     let annotated_at = decision::annotated_at(subject);
     let mut warnings = misspelt(subject);
-    let patch = match decision {
-        Decision::Skip(_) => {
-            let mut patch = Additions::below(subject.root);
-            patch.metadata(subject.metadata, &metadata::of_skipped(config, subject));
-            patch.into_patch()
-        }
-        Decision::Inject(mode) => {
-            let mut annotations = metadata::inherited(subject);
-            annotations.extend(subject.annotations().cloned().unwrap_or_default());
-            let mut values = config.values.clone();
-            let containers = &subject.spec.containers;
-            warnings.extend(overrides::apply(
-                &mut values,
-                subject.namespace_annotations,
-                &annotations,
-                containers,
-            ));
-            let added = metadata::of_injected(config, &values, subject);
-            patch::injection(config, &values, subject, &added, &annotations, mode)
+    let skipped = |decision, warnings, refusal| {
+        let mut patch = Additions::below(subject.root);
+        patch.metadata(subject.metadata, &metadata::of_skipped(config, subject));
+        Outcome {
+            decision,
+            annotated_at,
+            patch: patch.into_patch(),
+            warnings,
+            refusal,
         }
     };
+    let mode = match decision {
+        Decision::Inject(mode) => mode,
+        Decision::Skip(_) => return skipped(decision, warnings, None),
+    };
+    let mut annotations = metadata::inherited(subject);
+    annotations.extend(subject.annotations().cloned().unwrap_or_default());
+    let mut values = config.values.clone();
+    let problems = overrides::apply(&mut values, subject.namespace_annotations, &annotations, subject.spec);
+    warnings.extend(problems.ignored);
+    warnings.extend(proxy_user::of_setup(&values, subject.spec));
+    let as_proxy = proxy_user::of_application(&values, subject.spec);
+    let reasons = [
+        (Reason::InvalidRestriction, problems.restricting),
+        (Reason::RunsAsProxy, as_proxy.into_iter().collect()),
+    ];
+    let (reasons, texts): (Vec<_>, Vec<_>) = reasons.into_iter().filter(|(_, texts)| !texts.is_empty()).unzip();
+    if !reasons.is_empty() {
+        let refusal = texts.concat().join("; ");
+        return skipped(Decision::Skip(reasons), warnings, Some(refusal));
+    }
+    let added = metadata::of_injected(config, &values, subject);
     Outcome {
         decision,
         annotated_at,
-        patch,
+        patch: patch::injection(config, &values, subject, &added, &annotations, mode),
         warnings,
+        refusal: None,
     }
 }
 
@@ -125,11 +145,12 @@ pub fn check_annotation(key: &str, value: &str) -> Result<(), String> {
     values.proxy_init.run_as_root = true;
     let annotations = Annotations::from([(key.to_owned(), value.to_owned())]);
     // Names of ports are known to the pod only.
-    if key == annotation::OPAQUE_PORTS {
-        return Ok(());
+    if let Some(checked) = overrides::check_ports(key, value) {
+        return checked;
     }
-    let warnings = overrides::apply(&mut values, &Annotations::new(), &annotations, &[]);
-    warnings.into_iter().next().map_or(Ok(()), Err)
+    let problems = overrides::apply(&mut values, &Annotations::new(), &annotations, &PodSpec::default());
+    let mut all = problems.restricting.into_iter().chain(problems.ignored);
+    all.next().map_or(Ok(()), Err)
 }
 
 /// Decides on a pod, without a patch.
@@ -181,11 +202,7 @@ impl Subject<'_> {
 
     /// Whether containers expose UDP ports, which no proxy sees.
     pub fn has_udp_ports(&self) -> bool {
-        let mut ports = self
-            .spec
-            .containers
-            .iter()
-            .flat_map(|container| container.ports.iter().flatten());
+        let mut ports = running_containers(self.spec).flat_map(|container| container.ports.iter().flatten());
         ports.any(|port| port.protocol.as_deref() == Some("UDP"))
     }
 }

@@ -1,62 +1,125 @@
 //! What annotations change in the values, one pod at a time.
 //!
-//! A value that cannot be used is told and ignored: the chart's value stays, and the pod still gets its sidecar.
+//! A value that cannot be used is told and ignored: the chart's value stays, and the pod still gets its sidecar. One that was
+//! to restrict who may reach the pod is never ignored: it refuses the pod.
 
-use std::str::FromStr;
 use std::time::Duration;
 
 use ipnet::IpNet;
-use k8s_openapi::api::core::v1::{Container, EnvVar};
+use k8s_openapi::api::core::v1::{EnvVar, PodSpec};
 use tracing_subscriber::EnvFilter;
 use tulle_core::names::annotation;
-use tulle_core::ports::PortSet;
 
-use crate::inject::ports;
 use crate::inject::values::{InboundMode, Values};
 use crate::resources::annotations::Annotations;
 use crate::resources::go_duration;
+use crate::resources::port_list::PortList;
+use crate::resources::workload::resolve_ports;
 
 /// What would be accepted, to follow the value that was not.
 type Expected = &'static str;
 
+/// What was wrong with annotations, one sentence each.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Problems {
+    /// About values that were ignored.
+    pub(super) ignored: Vec<String>,
+    /// About values that were to restrict who may reach the pod.
+    pub(super) restricting: Vec<String>,
+}
+
 /// Applies the annotations of a pod, those it inherited from its namespace among them.
-///
-/// Returns what was wrong, one sentence each.
-pub(super) fn apply(
-    values: &mut Values,
-    namespace: &Annotations,
-    pod: &Annotations,
-    containers: &[Container],
-) -> Vec<String> {
-    let mut warnings = Vec::new();
+pub(super) fn apply(values: &mut Values, namespace: &Annotations, pod: &Annotations, spec: &PodSpec) -> Problems {
+    let mut problems = Problems::default();
     // Variables of the namespace lie below those of the pod, also where the pod has a list of its own.
     if let Some(text) = namespace.get(annotation::PROXY_ADDITIONAL_ENV) {
-        warn(
-            &mut warnings,
-            annotation::PROXY_ADDITIONAL_ENV,
-            text,
-            add_env(values, text),
-        );
+        problems.note(annotation::PROXY_ADDITIONAL_ENV, text, add_env(values, text));
     }
     // In this order alpha names come first and stable ones last, so that the stable ones win.
     for (key, text) in pod {
-        if key == annotation::OPAQUE_PORTS {
-            let (ports, unknown) = ports::resolve(text, containers);
-            values.proxy.opaque_ports = ports;
-            warnings.extend(unknown.iter().map(|part| {
-                format!("{key}: {part:?} is neither a port, nor a range of ports, nor the name of a container's port")
-            }));
-            continue;
+        match ports_of(values, key) {
+            Some((ports, names)) => {
+                let list = PortList::parse(text);
+                let resolved = match names {
+                    PortNames::OfContainers => resolve_ports(&list, spec),
+                    PortNames::None => list.resolve(|_| Vec::new()),
+                };
+                *ports = resolved.to_string();
+                resolved
+                    .unknown
+                    .iter()
+                    .for_each(|part| problems.unknown_port(key, part, names));
+            }
+            None => problems.note(key, text, set(values, key, text.trim())),
         }
-        warn(&mut warnings, key, text, set(values, key, text.trim()));
     }
-    warnings.dedup();
-    warnings
+    problems.ignored.dedup();
+    problems
 }
 
-fn warn(warnings: &mut Vec<String>, key: &str, text: &str, outcome: Result<(), Expected>) {
-    if let Err(expected) = outcome {
-        warnings.push(format!("{key}: {text:?} is ignored; expected {expected}"));
+/// Whose names a list of ports may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PortNames {
+    OfContainers,
+    None,
+}
+
+/// Where the ports go that an annotation lists.
+fn ports_of<'a>(values: &'a mut Values, key: &str) -> Option<(&'a mut String, PortNames)> {
+    let (proxy, init) = (&mut values.proxy, &mut values.proxy_init);
+    match key {
+        annotation::OPAQUE_PORTS => Some((&mut proxy.opaque_ports, PortNames::OfContainers)),
+        annotation::REQUIRE_IDENTITY_INBOUND_PORTS => {
+            Some((&mut proxy.require_identity_on_inbound_ports, PortNames::OfContainers))
+        }
+        annotation::SKIP_INBOUND_PORTS => Some((&mut init.ignore_inbound_ports, PortNames::OfContainers)),
+        annotation::SKIP_OUTBOUND_PORTS => Some((&mut init.ignore_outbound_ports, PortNames::None)),
+        _ => None,
+    }
+}
+
+/// Tells whether a list of ports can be right for some pod, for those who do not know the pod.
+///
+/// # Errors
+/// The first part that cannot.
+pub(super) fn check_ports(key: &str, text: &str) -> Option<Result<(), String>> {
+    let (_, names) = ports_of(&mut Values::default(), key)?;
+    let list = PortList::parse(text);
+    let wrong = match names {
+        PortNames::OfContainers => list.malformed().next().map(str::to_owned),
+        PortNames::None => list.resolve(|_| Vec::new()).unknown.into_iter().next(),
+    };
+    Some(wrong.map_or(Ok(()), |part| Err(unknown_port(key, &part, names))))
+}
+
+fn unknown_port(key: &str, part: &str, names: PortNames) -> String {
+    match names {
+        PortNames::OfContainers => {
+            format!("{key}: {part:?} is neither a port, nor a range of ports, nor the name of a container's port")
+        }
+        PortNames::None => format!("{key}: {part:?} is neither a port nor a range of ports such as 8000-8100"),
+    }
+}
+
+impl Problems {
+    fn note(&mut self, key: &str, text: &str, outcome: Result<(), Expected>) {
+        let Err(expected) = outcome else { return };
+        match RESTRICTING.contains(&key) {
+            true => self
+                .restricting
+                .push(format!("{key}: {text:?} is not understood; expected {expected}")),
+            false => self
+                .ignored
+                .push(format!("{key}: {text:?} is ignored; expected {expected}")),
+        }
+    }
+
+    fn unknown_port(&mut self, key: &str, part: &str, names: PortNames) {
+        let problem = unknown_port(key, part, names);
+        match RESTRICTING.contains(&key) {
+            true => self.restricting.push(problem),
+            false => self.ignored.push(problem),
+        }
     }
 }
 
@@ -75,13 +138,10 @@ fn set(values: &mut Values, key: &str, text: &str) -> Result<(), Expected> {
         annotation::OUTBOUND_PORT => proxy.ports.outbound = port(text)?,
         annotation::ADMIN_PORT => proxy.ports.admin = port(text)?,
         annotation::CONTROL_PORT => proxy.ports.control = port(text)?,
-        annotation::SKIP_INBOUND_PORTS => values.proxy_init.ignore_inbound_ports = port_list(text)?,
-        annotation::SKIP_OUTBOUND_PORTS => values.proxy_init.ignore_outbound_ports = port_list(text)?,
         annotation::UNREDIRECTED_IPV6 => {
             values.proxy_init.unredirected_ipv6 = one_of(text, &["drop", "allow"], "drop or allow")?;
         }
         annotation::SKIP_SUBNETS => values.proxy_init.skip_subnets = subnets(text)?,
-        annotation::REQUIRE_IDENTITY_INBOUND_PORTS => proxy.require_identity_on_inbound_ports = port_list(text)?,
         annotation::PROXY_CPU_REQUEST => {
             proxy.runtime.workers.minimum = whole_cores(text)?;
             // The deprecated setting would win over the annotation.
@@ -116,6 +176,7 @@ fn set(values: &mut Values, key: &str, text: &str) -> Result<(), Expected> {
             }
             proxy.inbound_mode = mode;
         }
+        annotation::REWRITE_PROBES => proxy.rewrite_probes = boolean(text)?,
         annotation::PROXY_METRICS_HOSTNAME_LABELS => proxy.metrics.hostname_labels = boolean(text)?,
         annotation::PROXY_OUTBOUND_CONNECT_TIMEOUT => proxy.outbound_connect_timeout = millis(text)?,
         annotation::PROXY_INBOUND_CONNECT_TIMEOUT => proxy.inbound_connect_timeout = millis(text)?,
@@ -216,11 +277,6 @@ fn port(text: &str) -> Result<u16, Expected> {
         .ok()
         .filter(|port| *port > 0)
         .ok_or("a port from 1 to 65535")
-}
-
-fn port_list(text: &str) -> Result<String, Expected> {
-    PortSet::from_str(text).map_err(|_| "ports and ranges of them, such as 25,8000-8100")?;
-    Ok(trimmed_list(text))
 }
 
 fn subnets(text: &str) -> Result<String, Expected> {
@@ -324,6 +380,12 @@ fn millis(text: &str) -> Result<String, Expected> {
 fn seconds(text: &str) -> Result<String, Expected> {
     duration(text).map(|duration| format!("{}s", duration.as_secs()))
 }
+
+/// Annotations that restrict who may reach a pod.
+const RESTRICTING: [&str; 2] = [
+    annotation::DEFAULT_INBOUND_POLICY,
+    annotation::REQUIRE_IDENTITY_INBOUND_PORTS,
+];
 
 /// What the API server takes as a user or group.
 const MAX_ID: u32 = i32::MAX.unsigned_abs();

@@ -1,7 +1,8 @@
 //! JSON patches in the order in which Linkerd writes them.
 
 use json_patch::jsonptr::{PointerBuf, Token};
-use json_patch::{AddOperation, Patch, PatchOperation};
+use json_patch::{AddOperation, Patch, PatchOperation, RemoveOperation, ReplaceOperation};
+use k8s_openapi::api::core::v1::{PodSpec, Volume};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -9,10 +10,10 @@ use serde_json::{Value, json};
 use crate::inject::decision::Mode;
 use crate::inject::metadata::Metadata;
 use crate::inject::values::Values;
-use crate::inject::{Config, Subject, containers, env};
+use crate::inject::{Config, DEBUG_CONTAINER, Subject, containers, env, probes};
 use crate::resources::annotations::Annotations;
 
-/// Additions to one object, below a root.
+/// Changes of one object, below a root.
 pub(super) struct Additions {
     root: PointerBuf,
     operations: Vec<PatchOperation>,
@@ -30,6 +31,15 @@ pub(super) fn injection(
     let mut patch = Additions::below(subject.root);
     patch.metadata(subject.metadata, metadata);
     let spec = subject.spec;
+    // Before any container is added, as that moves the others.
+    let rewritten = probes::rewritten(values, spec);
+    for one in &rewritten {
+        let (index, handler) = (one.index.to_string(), one.declared.handler.field());
+        let probe = ["spec", one.list, &index, one.declared.probe.field()];
+        let at = |field| [probe[0], probe[1], probe[2], probe[3], field];
+        patch.remove(at(handler));
+        patch.add(at("httpGet"), &probes::asking(values, &one.declared));
+    }
     if spec.volumes.is_none() {
         patch.add(["spec", "volumes"], &json!([]));
     }
@@ -42,17 +52,21 @@ pub(super) fn injection(
     match values.cni_enabled {
         true => patch.add(["spec", "initContainers", first], &containers::validator(values)),
         false => {
-            patch.add(["spec", "volumes", "-"], &containers::lock_volume(values));
+            patch.volume(spec, &containers::lock_volume(values));
             patch.add(["spec", "initContainers", first], &containers::init(values, subject));
         }
     }
-    if values.debug_container.enabled {
+    let has_debug = spec
+        .containers
+        .iter()
+        .any(|container| container.name == DEBUG_CONTAINER);
+    if values.debug_container.enabled && !has_debug {
         patch.add(["spec", "containers", "-"], &containers::debug(values));
     }
     for volume in containers::proxy_volumes(values) {
-        patch.add(["spec", "volumes", "-"], &volume);
+        patch.volume(spec, &volume);
     }
-    let variables = env::variables(config, values, subject, annotations, mode);
+    let variables = env::variables(config, values, subject, annotations, mode, &rewritten);
     let at = match (native, awaits) {
         (true, _) => ["spec", "initContainers", "1"],
         // The kubelet starts containers in their order and waits for each one's postStart hook.
@@ -102,12 +116,35 @@ impl Additions {
         }
     }
 
-    pub(super) fn add<const N: usize>(&mut self, path: [&str; N], value: &impl Serialize) {
+    /// Adds a volume, in place of one that has its name: a pod with two of one name is refused.
+    fn volume(&mut self, spec: &PodSpec, volume: &Volume) {
+        let mut existing = spec.volumes.iter().flatten();
+        match existing.position(|existing| existing.name == volume.name) {
+            Some(index) => {
+                let path = self.pointer(["spec", "volumes", &index.to_string()]);
+                let value = serde_json::to_value(volume).unwrap_or(Value::Null);
+                self.operations
+                    .push(PatchOperation::Replace(ReplaceOperation { path, value }));
+            }
+            None => self.add(["spec", "volumes", "-"], volume),
+        }
+    }
+
+    fn remove<const N: usize>(&mut self, path: [&str; N]) {
+        let path = self.pointer(path);
+        self.operations.push(PatchOperation::Remove(RemoveOperation { path }));
+    }
+
+    fn pointer<const N: usize>(&self, path: [&str; N]) -> PointerBuf {
         let mut pointer = self.root.clone();
         // Tokens escape what pointers cannot hold as it is, such as the slash of an annotation.
         path.iter().for_each(|token| pointer.push_back(Token::new(*token)));
+        pointer
+    }
+
+    pub(super) fn add<const N: usize>(&mut self, path: [&str; N], value: &impl Serialize) {
         self.operations.push(PatchOperation::Add(AddOperation {
-            path: pointer,
+            path: self.pointer(path),
             // Only maps with keys that are no text cannot be written as JSON, and Kubernetes has none.
             value: serde_json::to_value(value).unwrap_or(Value::Null),
         }));

@@ -2,34 +2,23 @@
 
 use std::collections::BTreeSet;
 
-use k8s_openapi::api::core::v1::{Container, Probe, ServicePort};
+use k8s_openapi::api::core::v1::{PodSpec, Probe, ServicePort};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use tulle_core::ports::PortSet;
 
-/// The ports and ranges of a comma list in which names stand for the ports of containers; and the parts that are none.
-pub(super) fn resolve(text: &str, containers: &[Container]) -> (String, Vec<String>) {
-    let (mut known, mut unknown) = (Vec::new(), Vec::new());
-    for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
-        let named = ports_of(containers).find(|(name, _)| *name == Some(part));
-        match named {
-            Some((_, port)) => known.push(port.to_string()),
-            None if part.parse::<PortSet>().is_ok() => known.push(part.to_owned()),
-            None => unknown.push(part.to_owned()),
-        }
-    }
-    (known.join(","), unknown)
-}
+use crate::resources::port_list::PortList;
+use crate::resources::workload::{resolve_ports, running_containers};
 
-/// The value of the opaque-ports annotation for containers that expose ports which are opaque by default.
-pub(super) fn opaque_of_containers(default: &str, containers: &[Container]) -> Option<String> {
-    let opaque = default_set(default, containers);
-    let exposed = ports_of(containers).map(|(_, port)| port);
-    list(exposed.filter(|port| opaque.contains(*port)))
+/// The value of the opaque-ports annotation for a pod that exposes ports which are opaque by default.
+pub(super) fn opaque_of_pod(default: &str, spec: &PodSpec) -> Option<String> {
+    let opaque = default_set(default, spec);
+    let exposed = ports_of(spec).filter(|port| opaque.contains(*port));
+    list(exposed)
 }
 
 /// The same for a Service: what counts is where a port leads, what is listed is the port itself.
 pub(super) fn opaque_of_service(default: &str, ports: &[ServicePort]) -> Option<String> {
-    let opaque = default_set(default, &[]);
+    let opaque = default_set(default, &PodSpec::default());
     let exposed = ports.iter().filter_map(|port| {
         let target = match &port.target_port {
             Some(IntOrString::Int(0)) | None => port.port,
@@ -42,21 +31,21 @@ pub(super) fn opaque_of_service(default: &str, ports: &[ServicePort]) -> Option<
     list(exposed)
 }
 
-/// All ports that containers expose or are probed at over HTTP, as text sorted by its letters.
+/// All ports that a pod exposes or is probed at over HTTP, as text sorted by its letters.
 ///
 /// The proxy asks for the policies of these ports before anybody connects.
-pub(super) fn inbound(containers: &[Container]) -> String {
-    let probes = containers.iter().flat_map(|container| {
-        let probes = [&container.liveness_probe, &container.readiness_probe];
+pub(super) fn inbound(spec: &PodSpec) -> String {
+    let probes = running_containers(spec).flat_map(|container| {
+        let probes = [
+            &container.liveness_probe,
+            &container.readiness_probe,
+            &container.startup_probe,
+        ];
         probes
             .into_iter()
             .filter_map(|probe| probe.as_ref().and_then(http_port))
     });
-    let ports: BTreeSet<String> = ports_of(containers)
-        .map(|(_, port)| port)
-        .chain(probes)
-        .map(|port| port.to_string())
-        .collect();
+    let ports: BTreeSet<String> = ports_of(spec).chain(probes).map(|port| port.to_string()).collect();
     Vec::from_iter(ports).join(",")
 }
 
@@ -67,15 +56,15 @@ fn http_port(probe: &Probe) -> Option<u16> {
     }
 }
 
-/// Each port of each container with its name.
-fn ports_of(containers: &[Container]) -> impl Iterator<Item = (Option<&str>, u16)> {
-    let ports = containers.iter().flat_map(|container| container.ports.iter().flatten());
-    ports.filter_map(|port| Some((port.name.as_deref(), u16::try_from(port.container_port).ok()?)))
+/// Each port of each container that runs as long as the pod.
+fn ports_of(spec: &PodSpec) -> impl Iterator<Item = u16> {
+    let ports = running_containers(spec).flat_map(|container| container.ports.iter().flatten());
+    ports.filter_map(|port| u16::try_from(port.container_port).ok())
 }
 
-fn default_set(default: &str, containers: &[Container]) -> PortSet {
+fn default_set(default: &str, spec: &PodSpec) -> PortSet {
     // Parts that are none were refused, or warned of, where the list came from.
-    resolve(default, containers).0.parse().unwrap_or_default()
+    resolve_ports(&PortList::parse(default), spec).to_set()
 }
 
 /// A comma list without repetition; nothing when there is nothing to list.

@@ -2,7 +2,8 @@
 //!
 //! What a pod gets is decided in `inject/`; here is what that takes: the namespace's annotations and the pod's workload
 //! ([`metadata`]), the chart's values ([`settings`]), an event on the workload, and the counters.
-//! A pod of the control plane's own namespace or of `kube-system` is never refused: without them nothing would be mended.
+//! A pod that asks for a restriction which its sidecar would not keep is refused with the reason. A pod of the control plane's
+//! own namespace or of `kube-system` is never refused: without them nothing would be mended.
 //!
 //! Permissions: cluster-wide `namespaces`, `replicasets` (apps), `jobs` (batch) `get`, `list`, `watch`; `pods` `list`;
 //! `events` (events.k8s.io) `create`, `patch`; and those of the certificate's keeper in `webhook/`.
@@ -147,13 +148,18 @@ impl Injector {
             owner: Some(owner.workload.clone()),
         };
         let outcome = inject::pod(&config, &subject);
+        let is_refused = outcome.refusal.is_some() && !config.is_protected(namespace);
         self.count(&owner, namespace, &object, &of_namespace, &outcome);
         log(&owner, namespace, &outcome);
         // Events outlive the review, and a dry run must leave nothing behind.
         if !dry_run {
-            self.record(owner, &outcome);
+            self.record(owner, &outcome, is_refused);
         }
-        let answer = Answer::allow().patch(outcome.patch);
+        let answer = match outcome.refusal {
+            Some(refusal) if is_refused => Answer::deny(refusal),
+            Some(refusal) => Answer::allow().patch(outcome.patch).warn(refusal),
+            None => Answer::allow().patch(outcome.patch),
+        };
         Ok(outcome.warnings.into_iter().fold(answer, Answer::warn))
     }
 
@@ -186,13 +192,13 @@ impl Injector {
     }
 
     /// Tells those who look at the workload.
-    fn record(&self, owner: Owner, outcome: &Outcome) {
+    fn record(&self, owner: Owner, outcome: &Outcome, is_refused: bool) {
         let Some(about) = owner.reference else { return };
         let misspelt = outcome
             .warnings
             .iter()
             .any(|text| text.contains(annotation::INJECTED_TYPO));
-        let severity = match misspelt {
+        let severity = match misspelt || outcome.refusal.is_some() {
             true => Severity::Warning,
             false => Severity::Normal,
         };
@@ -206,8 +212,9 @@ impl Injector {
                 )
             }
         };
-        for warning in &outcome.warnings {
-            text = format!("{text}; {warning}");
+        let reason = if is_refused { "InjectionRefused" } else { reason };
+        for more in outcome.refusal.iter().chain(&outcome.warnings) {
+            text = format!("{text}; {more}");
         }
         self.recorder.record(Note {
             about,
@@ -234,6 +241,9 @@ fn log(owner: &Owner, namespace: &str, outcome: &Outcome) {
             let reasons = inject::joined(reasons);
             debug!(namespace, kind, name, reasons, "injecting no proxy");
         }
+    }
+    if let Some(refusal) = &outcome.refusal {
+        info!(namespace, kind, name, refusal, "a pod must not run as it is");
     }
     for warning in &outcome.warnings {
         info!(namespace, kind, name, warning, "an annotation was ignored");

@@ -221,6 +221,23 @@ fn services_and_pods_that_disagree_on_opaque_ports_are_found() {
     const OPAQUE: &str = "config.linkerd.io/opaque-ports";
     let both = shop(&[service(json!({ OPAQUE: "13306" })), pod(&[(OPAQUE, "3306")])]);
     assert_eq!(findings(&both), []);
+    let by_name = shop(&[service(json!({ OPAQUE: "13306," })), pod(&[(OPAQUE, "nobody, db")])]);
+    assert_eq!(findings(&by_name), []);
+    // The port may be a native sidecar's.
+    let mut sidecar = pod(&[(OPAQUE, "3306")]);
+    let app = sidecar["spec"]["containers"][0].take();
+    sidecar["spec"]["containers"][0] = json!({ "name": "app" });
+    let inits = sidecar["spec"]["initContainers"].as_array_mut().unwrap();
+    inits.push(json!({ "name": "db", "ports": app["ports"], "restartPolicy": "Always" }));
+    assert_eq!(
+        findings(&shop(&[service(json!({ OPAQUE: "13306" })), sidecar.clone()])),
+        []
+    );
+    expect(
+        &shop(&[service(json!({})), sidecar]),
+        Outcome::Warning,
+        &["kubectl annotate service db -n shop config.linkerd.io/opaque-ports=13306"],
+    );
     expect(
         &shop(&[service(json!({})), pod(&[(OPAQUE, "3300-3310")])]),
         Outcome::Warning,

@@ -240,9 +240,8 @@ fn values_that_cannot_be_used_are_told_and_ignored() {
         ("outbound-port", "65536", "a port"),
         ("admin-port", "-1", "a port"),
         ("control-port", "http", "a port"),
-        ("skip-inbound-ports", "80-", "ports and ranges"),
-        ("skip-outbound-ports", "90-80", "ports and ranges"),
-        ("proxy-require-identity-inbound-ports", "a", "ports and ranges"),
+        ("skip-inbound-ports", "4567,4568,80-", "80-"),
+        ("skip-outbound-ports", "4567,4568,90-80", "90-80"),
         ("skip-subnets", "10.0.0.0", "networks"),
         ("proxy-cpu-request", "half", "a quantity of CPU"),
         ("proxy-cpu-limit", "-1", "a quantity of CPU"),
@@ -259,7 +258,6 @@ fn values_that_cannot_be_used_are_told_and_ignored() {
         ("proxy-log-format", "xml", "plain or json"),
         ("proxy-log-http-headers", "on", "off or insecure"),
         ("access-log", "nginx", "apache, json or none"),
-        ("default-inbound-policy", "allow", "all-unauthenticated"),
         ("proxy-metrics-hostname-labels", "on", "true or false"),
         ("proxy-outbound-connect-timeout", "5", "a duration"),
         ("proxy-inbound-connect-timeout", "-1s", "a duration"),
@@ -289,6 +287,81 @@ fn values_that_cannot_be_used_are_told_and_ignored() {
     }
     let wait = Case::pod("").annotate(&[(annotation::ALPHA_WAIT_BEFORE_EXIT_SECONDS, "-1")]);
     assert_eq!(wait.outcome().warnings.len(), 1);
+}
+
+#[test]
+fn values_that_restrict_and_cannot_be_used_refuse_the_pod() {
+    for (name, value, reason) in [
+        (
+            "default-inbound-policy",
+            "allow",
+            "\"allow\" is not understood; expected all-unauthenticated",
+        ),
+        ("default-inbound-policy", "", "expected all-unauthenticated"),
+        (
+            "proxy-require-identity-inbound-ports",
+            "8080,nobody",
+            "\"nobody\" is neither a port",
+        ),
+        (
+            "proxy-require-identity-inbound-ports",
+            "80-",
+            "\"80-\" is neither a port",
+        ),
+    ] {
+        let key = format!("config.linkerd.io/{name}");
+        for case in [
+            Case::pod("").annotate(&[(&key, value)]),
+            Case::pod("").namespace(&[(&key, value)]),
+        ] {
+            let outcome = case.outcome();
+            assert_eq!(outcome.decision, Decision::Skip(vec![Reason::InvalidRestriction]));
+            let refusal = outcome.refusal.clone().unwrap();
+            assert!(refusal.starts_with(&key) && refusal.contains(reason), "{refusal}");
+            // Pods that are never refused go without a sidecar.
+            assert_eq!(case.patched(&outcome).container(PROXY_CONTAINER), &Value::Null);
+        }
+        assert!(
+            check_annotation(&key, value).is_err() || value.contains("nobody"),
+            "{name}: {value}"
+        );
+    }
+}
+
+const SIDECAR_PORTS: &str = "
+spec:
+  initContainers:
+  - {name: setup, image: a, ports: [{containerPort: 1, name: setup}]}
+  - {name: side, image: a, restartPolicy: Always, ports: [{containerPort: 9001, name: side}, {containerPort: 6379}],
+     startupProbe: {httpGet: {port: 9002}}}
+";
+
+#[test]
+fn lists_of_ports_have_names_of_containers_and_of_native_sidecars_blanks_and_empty_entries() {
+    let injected = Case::pod(SIDECAR_PORTS)
+        .annotate(&[
+            (annotation::OPAQUE_PORTS, "side,,3306"),
+            (annotation::SKIP_INBOUND_PORTS, "http, side,"),
+            (annotation::SKIP_OUTBOUND_PORTS, "25,"),
+            (annotation::REQUIRE_IDENTITY_INBOUND_PORTS, "9000,side,"),
+        ])
+        .injected();
+    assert_eq!(
+        injected.env("INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION"),
+        Some("9001,3306")
+    );
+    assert_eq!(
+        injected.init_flag("--inbound-ports-to-ignore"),
+        Some("4190,4191,8080,9001")
+    );
+    assert_eq!(injected.init_flag("--outbound-ports-to-ignore"), Some("25"));
+    assert_eq!(injected.env("INBOUND_PORTS_REQUIRE_IDENTITY"), Some("9000,9001"));
+    let plain = Case::pod(SIDECAR_PORTS).injected();
+    assert_eq!(plain.env("INBOUND_PORTS"), Some("3306,6379,8080,9001,9002"));
+    assert_eq!(plain.annotation(annotation::OPAQUE_PORTS), Some("3306,6379"));
+    // An init container that ends has no ports.
+    let setup = Case::pod(SIDECAR_PORTS).annotate(&[(annotation::SKIP_INBOUND_PORTS, "setup")]);
+    assert!(setup.outcome().warnings[0].contains("\"setup\""));
 }
 
 #[test]

@@ -47,6 +47,17 @@ fn what_the_pod_is_made_of_can_keep_the_sidecar_out() {
     let image = |image: &str| format!("spec: {{containers: [{{name: a, image: '{image}'}}]}}");
     let init = |name: &str, image: &str| format!("spec: {{initContainers: [{{name: {name}, image: '{image}'}}]}}");
     const EXISTS: &str = "sidecar_already_exists";
+    const WINDOWS: &str = "windows_node";
+    let affinity = |terms: &[&str]| {
+        let terms = terms
+            .iter()
+            .map(|expression| format!("{{matchExpressions: [{expression}]}}"));
+        let terms = terms.collect::<Vec<_>>().join(", ");
+        format!(
+            "spec: {{affinity: {{nodeAffinity: {{requiredDuringSchedulingIgnoredDuringExecution: \
+             {{nodeSelectorTerms: [{terms}]}}}}}}}}"
+        )
+    };
     for (yaml, expected) in [
         ("spec: {hostNetwork: true}".to_owned(), "host_network_enabled"),
         (image("cr.l5d.io/linkerd/proxy:edge-1"), EXISTS),
@@ -62,6 +73,36 @@ fn what_the_pod_is_made_of_can_keep_the_sidecar_out() {
         (init("a", "cr.l5d.io/linkerd/proxy-init:v2"), EXISTS),
         (init("a", "gcr.io/istio-release/proxy_init:1"), EXISTS),
         (init("a", "x"), "inject"),
+        (init("linkerd-network-validator", "x"), EXISTS),
+        ("spec: {os: {name: windows}}".to_owned(), WINDOWS),
+        ("spec: {os: {name: linux}}".to_owned(), "inject"),
+        ("spec: {nodeSelector: {kubernetes.io/os: windows}}".to_owned(), WINDOWS),
+        (
+            "spec: {nodeSelector: {beta.kubernetes.io/os: windows}}".to_owned(),
+            WINDOWS,
+        ),
+        ("spec: {nodeSelector: {kubernetes.io/os: linux}}".to_owned(), "inject"),
+        ("spec: {nodeSelector: {os: windows}}".to_owned(), "inject"),
+        (
+            affinity(&["{key: kubernetes.io/os, operator: In, values: [windows]}"]),
+            WINDOWS,
+        ),
+        (
+            affinity(&["{key: kubernetes.io/os, operator: NotIn, values: [linux]}"]),
+            WINDOWS,
+        ),
+        (
+            affinity(&["{key: kubernetes.io/os, operator: In, values: [windows, linux]}"]),
+            "inject",
+        ),
+        (affinity(&["{key: zone, operator: In, values: [windows]}"]), "inject"),
+        (
+            affinity(&[
+                "{key: kubernetes.io/os, operator: In, values: [windows]}",
+                "{key: zone, operator: Exists}",
+            ]),
+            "inject",
+        ),
         // With a projected token nobody needs that of the service account.
         ("spec: {automountServiceAccountToken: false}".to_owned(), "inject"),
         (
@@ -72,6 +113,53 @@ fn what_the_pod_is_made_of_can_keep_the_sidecar_out() {
     ] {
         assert_eq!(reasons(&Case::pod(&yaml)), expected, "{yaml}");
     }
+}
+
+#[test]
+fn an_application_that_runs_as_the_proxy_is_refused_with_both_ways_out() {
+    let app = |rest: &str| format!("spec: {{containers: [{{name: app, image: a, {rest}}}]}}");
+    let refusal = |case: Case| {
+        let outcome = case.outcome();
+        assert_eq!(
+            outcome.decision == Decision::Skip(vec![Reason::RunsAsProxy]),
+            outcome.refusal.is_some()
+        );
+        outcome.refusal
+    };
+    let side =
+        "spec: {initContainers: [{name: side, image: a, restartPolicy: Always, securityContext: {runAsUser: 2102}}]}";
+    let of_pod = "spec: {securityContext: {runAsUser: 2102}}";
+    for yaml in [
+        app("securityContext: {runAsUser: 2102}"),
+        side.to_owned(),
+        of_pod.to_owned(),
+    ] {
+        let text = refusal(Case::pod(&yaml)).unwrap();
+        for part in ["2102", "runAsUser", "config.linkerd.io/proxy-uid"] {
+            assert!(text.contains(part), "{text}");
+        }
+        let other = [(annotation::PROXY_UID, "2103")];
+        assert_eq!(refusal(Case::pod(&yaml).annotate(&other)), None, "{yaml}");
+    }
+    for yaml in [
+        app("securityContext: {runAsUser: 1000}"),
+        app("securityContext: {runAsUser: 2103, runAsGroup: 2102}"),
+        "{spec: {securityContext: {runAsUser: 2102}, containers: [{name: app, securityContext: {runAsUser: 1}}]}}"
+            .to_owned(),
+    ] {
+        assert_eq!(refusal(Case::pod(&yaml)), None, "{yaml}");
+    }
+    let of_group = Case::pod(&app("securityContext: {runAsGroup: 2103}")).annotate(&[(annotation::PROXY_GID, "2103")]);
+    assert!(refusal(of_group).unwrap().contains("config.linkerd.io/proxy-gid"));
+    // Who sets the pod up may go past the proxy, which is not there yet, and is told what that means.
+    let setup = Case::pod("spec: {initContainers: [{name: setup, image: a, securityContext: {runAsUser: 2102}}]}");
+    let outcome = setup.outcome();
+    assert_eq!(outcome.refusal, None);
+    assert!(
+        outcome.warnings[0].contains("\"setup\" runs as user 2102"),
+        "{:?}",
+        outcome.warnings
+    );
 }
 
 #[test]

@@ -3,6 +3,7 @@
 mod annotations;
 mod decisions;
 mod golden;
+mod probes;
 mod shapes;
 
 use std::collections::BTreeMap;

@@ -95,6 +95,44 @@ fn volumes_are_those_that_the_containers_mount() {
 }
 
 #[test]
+fn volumes_and_containers_that_have_our_names_are_not_added_twice() {
+    let yaml = "spec: {volumes: [{name: linkerd-identity-token, emptyDir: {}}, {name: own, emptyDir: {}}, \
+                {name: linkerd-identity-end-entity, hostPath: {path: /}}, {name: linkerd-podinfo, emptyDir: {}}, \
+                {name: linkerd-proxy-init-xtables-lock, configMap: {name: a}}], \
+                containers: [{name: app, image: a}, {name: linkerd-debug, image: own}]}";
+    let plain = Case::pod("").values(TRACING).injected();
+    let injected = Case::pod(yaml).values(TRACING).annotate(&[DEBUG]).injected();
+    let mut names = injected.names("volumes");
+    names.sort_unstable();
+    assert_eq!(
+        names,
+        [
+            "linkerd-identity-end-entity",
+            "linkerd-identity-token",
+            "linkerd-podinfo",
+            "linkerd-proxy-init-xtables-lock",
+            "own"
+        ]
+    );
+    // What the proxy needs is in them.
+    for volume in injected.0["spec"]["volumes"].as_array().unwrap() {
+        let ours = plain.0["spec"]["volumes"].as_array().unwrap().iter();
+        let ours = ours.clone().find(|ours| ours["name"] == volume["name"]);
+        assert!(volume["name"] == "own" || ours == Some(volume), "{volume}");
+    }
+    assert_eq!(injected.names("containers"), ["app", "linkerd-debug"]);
+}
+
+#[test]
+fn anchors_have_one_hash_whether_they_end_in_a_line_break_or_not() {
+    let mut case = Case::pod("");
+    let injected = case.injected();
+    case.config.values.identity_trust_anchors_pem.push('\n');
+    let again = case.injected();
+    assert_eq!(again.0, injected.0);
+}
+
+#[test]
 fn redirection_is_told_the_mode_of_iptables() {
     let args = |yaml: &str| {
         let injected = Case::pod("").values(yaml).injected();
@@ -103,12 +141,13 @@ fn redirection_is_told_the_mode_of_iptables() {
     };
     let common = "--incoming-proxy-port 4143 --outgoing-proxy-port 4140 --proxy-uid 2102 \
          --inbound-ports-to-ignore 4190,4191,4567,4568 --outbound-ports-to-ignore 4567,4568";
+    let v4 = "--ipv6=false";
     let nft = "--firewall-bin-path iptables-nft --firewall-save-bin-path iptables-nft-save";
     let legacy = "--firewall-bin-path iptables-legacy --firewall-save-bin-path iptables-legacy-save";
-    assert_eq!(args(""), format!("{nft} {common} --ipv6=false"));
+    assert_eq!(args(""), format!("{nft} {v4} {common}"));
     assert_eq!(
         args("proxyInit: {iptablesMode: legacy}"),
-        format!("{legacy} {common} --ipv6=false")
+        format!("{legacy} {v4} {common}")
     );
     assert_eq!(args("{disableIPv6: false, proxyInit: {iptablesMode: native}}"), common);
     let logs = args(
@@ -116,8 +155,8 @@ fn redirection_is_told_the_mode_of_iptables() {
     );
     assert_eq!(
         logs,
-        "--incoming-proxy-port 4143 --outgoing-proxy-port 4140 --proxy-uid 2102 \
-         --inbound-ports-to-ignore 4190,4191 --log-format json --log-level debug --ipv6=false"
+        "--ipv6=false --incoming-proxy-port 4143 --outgoing-proxy-port 4140 --proxy-uid 2102 \
+         --inbound-ports-to-ignore 4190,4191 --log-format json --log-level debug"
     );
 }
 
@@ -157,7 +196,7 @@ fn the_init_container_may_redirect_and_nothing_else() {
 #[test]
 fn inbound_ipv6_that_is_not_redirected_passes_only_where_it_is_allowed() {
     let init = |case: Case| case.injected().container(INIT_CONTAINER)["args"].to_string();
-    let allowed = r#""--ipv6=false","--unredirected-ipv6=allow""#;
+    let allowed = r#""--unredirected-ipv6=allow""#;
     let by_annotation = [(annotation::UNREDIRECTED_IPV6, "allow")];
     assert!(init(Case::pod("").annotate(&by_annotation)).contains(allowed));
     assert!(init(Case::pod("").namespace(&by_annotation)).contains(allowed));

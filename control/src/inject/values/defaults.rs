@@ -61,6 +61,7 @@ impl Default for Proxy {
             opaque_ports: "25,587,3306,4444,5432,6379,9300,11211".to_owned(),
             default_inbound_policy: "all-unauthenticated".to_owned(),
             inbound_mode: InboundMode::Redirect,
+            rewrite_probes: true,
             require_identity_on_inbound_ports: String::new(),
             require_tls_on_inbound_ports: String::new(),
             enable_external_profiles: false,

@@ -87,6 +87,9 @@ pub struct Proxy {
     pub opaque_ports: String,
     pub default_inbound_policy: String,
     pub inbound_mode: InboundMode,
+    /// Whether probes ask the proxy that it would falsify or refuse; set by an annotation.
+    #[serde(skip)]
+    pub rewrite_probes: bool,
     #[serde(deserialize_with = "text")]
     pub require_identity_on_inbound_ports: String,
     #[serde(rename = "requireTLSOnInboundPorts", deserialize_with = "text")]
@@ -361,6 +364,11 @@ impl Values {
             "" => &self.cluster_domain,
             domain => domain,
         }
+    }
+
+    /// Trust anchors without a final line break, which a ConfigMap may have or not.
+    pub fn trust_anchors(&self) -> &str {
+        self.identity_trust_anchors_pem.trim()
     }
 
     /// The version that images have unless told otherwise.
