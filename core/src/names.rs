@@ -189,6 +189,10 @@ pub mod annotation {
     pub const PENALIZE_FAILURES: &str = "balancer.alpha.linkerd.io/penalize-failures";
     pub const LOAD_BIASER_PENALTY: &str = "balancer.alpha.linkerd.io/load-biaser-penalty";
     pub const LOAD_BIASER_MAX_RETRY_AFTER: &str = "balancer.alpha.linkerd.io/load-biaser-max-retry-after";
+    /// The name of a Service in its own cluster, on the Endpoints of its mirror.
+    pub const REMOTE_SERVICE_NAME: &str = "mirror.linkerd.io/remote-svc-fq-name";
+    /// The identity of the gateway that the addresses of a mirror belong to.
+    pub const REMOTE_GATEWAY_IDENTITY: &str = "mirror.linkerd.io/remote-gateway-identity";
 }
 
 /// Labels of Kubernetes objects and of their copies in a directory.
@@ -209,4 +213,6 @@ pub mod label {
     pub const POD_TEMPLATE_HASH: &str = "pod-template-hash";
     /// The prefix of the labels that name a workload's owner; the owner's kind in lower case follows.
     pub const PROXY_OWNER_PREFIX: &str = "linkerd.io/proxy-";
+    /// The cluster that a mirror mirrors.
+    pub const MIRRORED_CLUSTER: &str = "mirror.linkerd.io/cluster-name";
 }

@@ -4,7 +4,7 @@ use kube::core::DynamicObject;
 use serde_json::json;
 
 use crate::resources::meta::is_subdomain;
-use crate::resources::{self, Kind};
+use crate::resources::{self, Kind, Object};
 use crate::webhook::review::{Answer, Request};
 
 pub(super) fn verdict(req: Request) -> Answer {
@@ -36,9 +36,11 @@ fn check(object: DynamicObject) -> Result<(), String> {
             if let Some(spec) = data.get_mut("spec") {
                 value["spec"] = spec.take();
             }
-            resources::decode(Kind::ServiceProfile, value)
-                .map(drop)
-                .map_err(|err| err.to_string())
+            match resources::decode(Kind::ServiceProfile, value) {
+                Ok(Object::ServiceProfile(profile)) => profile.admit(),
+                Ok(_) => Ok(()),
+                Err(err) => Err(err.to_string()),
+            }
         })
         .map_err(|reason| format!("ServiceProfile {name:?}: {reason}"))
 }

@@ -615,7 +615,7 @@ async fn service_profiles() {
         ),
         // Traffic splits.
         (
-            "dstOverrides: [{authority: a.b.svc.cluster.local, weight: 500m}, {authority: c, weight: 1}]".to_owned(),
+            "dstOverrides: [{authority: a.b.svc.cluster.local, weight: 500m}, {authority: c.d, weight: 1}]".to_owned(),
             Allowed,
         ),
         (

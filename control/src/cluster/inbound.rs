@@ -20,7 +20,7 @@ use crate::model::inbound::{
     Server as Model, ServerReference,
 };
 use crate::model::reference::{ObjectRef, Reference};
-use crate::model::route::{Filter, GrpcMatch, HttpMatch, PathMatch};
+use crate::model::route::{GrpcMatch, HttpMatch, PathMatch};
 use crate::resources::meta::Name;
 use crate::resources::policy::authorization::{
     AuthorizationPolicy, AuthorizationTarget, RequiredClient, ServerAuthorization, ServerClient, Servers,
@@ -29,7 +29,7 @@ use crate::resources::policy::reference::{MeshClient, POLICY_GROUP};
 use crate::resources::policy::server::{
     Clients as DefaultClients, DefaultPolicy, Networks as DefaultNetworks, ProxyProtocol, Server,
 };
-use crate::resources::route::{self as raw, ParentKind, RouteKind, Rules};
+use crate::resources::route::{self as raw, ParentKind, Rules};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
@@ -200,9 +200,11 @@ impl Port<'_> {
             ServerClient::Nobody => return None,
         };
         let networks = authorization.networks.clone();
-        Some(Authorization {
+        let networks = networks.unwrap_or_else(|| whole(&self.config.cluster_networks));
+        // Proxies take no message with an authorization from nowhere.
+        (!networks.is_empty()).then(|| Authorization {
             reference: object_reference("serverauthorization", &authorization.meta.name),
-            networks: networks.unwrap_or_else(|| whole(&self.config.cluster_networks)),
+            networks,
             clients,
         })
     }
@@ -245,6 +247,9 @@ impl Port<'_> {
                 (clients, networks)
             }
         };
+        if networks.is_empty() {
+            return Vec::new();
+        }
         vec![Authorization {
             reference: AuthorizationReference::Default(policy.as_str()),
             networks,
@@ -284,20 +289,13 @@ impl Port<'_> {
 
     fn http_routes(&self, server: &Server) -> Vec<Route<HttpMatch>> {
         let mut found = Vec::new();
-        for route in routes::attached(
-            self.reader,
-            &self.config.cluster_networks,
-            ParentKind::Server,
-            &server.meta.name,
-            None,
-        ) {
-            if let Rules::Http(rules) = &route.rules
-                && route.meta.namespace() == server.meta.namespace()
-            {
-                let rules = rules
-                    .iter()
-                    .map(|rule| inbound_rule(route, rule, routes::http_matches(rule)));
-                found.extend(rules.collect::<Option<_>>().map(|rules| self.route(route, rules)));
+        for route in self.attached(server) {
+            if let Rules::Http(rules) = &route.rules {
+                let rules = rules.iter().map(|rule| Rule {
+                    matches: routes::http_matches(rule),
+                    filters: routes::http_filters(route, rule, ParentKind::Server),
+                });
+                found.push(self.route(route, rules.collect()));
             }
         }
         if found.is_empty() { self.default_routes() } else { found }
@@ -305,20 +303,13 @@ impl Port<'_> {
 
     fn grpc_routes(&self, server: &Server) -> Vec<Route<GrpcMatch>> {
         let mut found = Vec::new();
-        for route in routes::attached(
-            self.reader,
-            &self.config.cluster_networks,
-            ParentKind::Server,
-            &server.meta.name,
-            None,
-        ) {
-            if let Rules::Grpc(rules) = &route.rules
-                && route.meta.namespace() == server.meta.namespace()
-            {
-                let rules = rules
-                    .iter()
-                    .map(|rule| inbound_rule(route, rule, routes::grpc_matches(rule)));
-                found.extend(rules.collect::<Option<_>>().map(|rules| self.route(route, rules)));
+        for route in self.attached(server) {
+            if let Rules::Grpc(rules) = &route.rules {
+                let rules = rules.iter().map(|rule| Rule {
+                    matches: routes::grpc_matches(rule),
+                    filters: routes::grpc_filters(route, rule, ParentKind::Server),
+                });
+                found.push(self.route(route, rules.collect()));
             }
         }
         if found.is_empty() {
@@ -326,6 +317,13 @@ impl Port<'_> {
         } else {
             found
         }
+    }
+
+    /// Routes of the Server, which are of its namespace, the oldest first.
+    fn attached(&self, server: &Server) -> Vec<&Arc<raw::Route>> {
+        let mut attached = routes::attached(self.reader, self.config, ParentKind::Server, &server.meta.name, None);
+        attached.retain(|route| route.meta.namespace() == server.meta.namespace());
+        attached
     }
 
     fn route<M>(&self, route: &raw::Route, rules: Vec<Rule<M>>) -> Route<M> {
@@ -337,9 +335,10 @@ impl Port<'_> {
         }
     }
 
-    /// Everything, and the pod's health probes, which may come without an identity.
+    /// Everything, and the pod's health probes, which may come without an identity: their paths are exact, so that their
+    /// place in the list means nothing.
     fn default_routes(&self) -> Vec<Route<HttpMatch>> {
-        let mut found = Vec::new();
+        let mut found = vec![default_route(HttpMatch::everything())];
         if !self.probes.is_empty() && !self.config.probe_networks.is_empty() {
             let probe = |path: &String| HttpMatch {
                 path: Some(PathMatch::Exact(path.clone())),
@@ -360,7 +359,6 @@ impl Port<'_> {
                 }],
             });
         }
-        found.push(default_route(HttpMatch::everything()));
         found
     }
 
@@ -389,16 +387,6 @@ impl Port<'_> {
             overrides: per_client.collect(),
         })
     }
-}
-
-/// Response headers cannot be changed on the inbound side, so those filters are left out.
-fn inbound_rule<R, M>(route: &raw::Route, rule: &raw::Rule<R>, matches: Vec<M>) -> Option<Rule<M>> {
-    let mut filters = routes::filters(route, &rule.filters)?;
-    filters.retain(|filter| !matches!(filter, Filter::ResponseHeaders(_)));
-    if route.kind == RouteKind::Grpc {
-        filters.retain(|filter| !matches!(filter, Filter::Redirect(_)));
-    }
-    Some(Rule { matches, filters })
 }
 
 fn default_route<M>(everything: M) -> Route<M> {

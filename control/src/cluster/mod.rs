@@ -36,7 +36,7 @@ use crate::cluster::inbound::InboundView;
 use crate::cluster::metrics::{Census, Metrics};
 use crate::cluster::outbound::OutboundView;
 use crate::cluster::profiles::ProfileView;
-use crate::cluster::store::Store;
+use crate::cluster::store::{Fact, Store};
 use crate::cluster::table::{Table, View};
 use crate::model::endpoints::Endpoints;
 use crate::model::inbound::Server;
@@ -139,6 +139,7 @@ struct Shared {
     metrics: Metrics,
     state: Mutex<State>,
     synced: watch::Sender<bool>,
+    nodes_changed: watch::Sender<()>,
     n_encoders: AtomicUsize,
 }
 
@@ -159,6 +160,7 @@ impl Cluster {
             metrics: Metrics::new(registry),
             state: Mutex::default(),
             synced: watch::Sender::new(false),
+            nodes_changed: watch::Sender::new(()),
             n_encoders: AtomicUsize::new(0),
         }))
     }
@@ -233,6 +235,12 @@ impl Cluster {
             .and_then(|node| node.zone.clone())
     }
 
+    /// Tells when the zone of some node may be another. Nodes come and go rarely, and those who follow them are many, so
+    /// that they share one watch and look again.
+    pub fn node_changes(&self) -> watch::Receiver<()> {
+        self.0.nodes_changed.subscribe()
+    }
+
     /// The pods and external workloads of a namespace, or of all, as they are now.
     pub fn members(&self, namespace: Option<&str>) -> Vec<members::Member> {
         members::members(&self.0.state.lock().store, &self.0.config, namespace)
@@ -273,6 +281,10 @@ impl Shared {
             state.profiles.refresh(&state.store, &self.config, &touched);
             state.inbound.refresh(&state.store, &self.config, &touched);
             state.outbound.refresh(&state.store, &self.config, &touched);
+            let is_node = |fact: &Fact| matches!(fact, Fact::Object(Kind::Node, _));
+            if touched.iter().any(is_node) {
+                self.nodes_changed.send_replace(());
+            }
         }
         if synced {
             self.synced.send_replace(true);

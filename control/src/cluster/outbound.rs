@@ -4,8 +4,6 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tracing::debug;
-
 use crate::cluster::lookup::Reader;
 use crate::cluster::metrics::{Metrics, SlotMetrics};
 use crate::cluster::routes;
@@ -18,6 +16,7 @@ use crate::model::outbound::{
 };
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch};
+use crate::resources::acceptance;
 use crate::resources::annotations::{self, Annotations};
 use crate::resources::meta::{Meta, Name};
 use crate::resources::policy::egress_network::{EgressNetwork, TrafficPolicy};
@@ -146,7 +145,7 @@ impl Client<'_> {
             None => Protocol::Detect {
                 timeout: DETECT_TIMEOUT,
                 http: http_or_default(http),
-                opaque,
+                opaque: parent.detected_stream("opaq"),
             },
         };
         Policy {
@@ -211,13 +210,7 @@ impl Client<'_> {
     }
 
     fn of_egress_network(&self, network: &EgressNetwork, addr: SocketAddr) -> Policy {
-        let reference = Reference::Object(ObjectRef {
-            group: POLICY_GROUP,
-            kind: "EgressNetwork",
-            namespace: network.meta.namespace().clone(),
-            name: network.meta.name.name.clone(),
-            port: Some(addr.port()),
-        });
+        let reference = egress_network_reference(&network.meta.name, Some(addr.port()));
         let default = Backend {
             reference: reference.clone(),
             target: BackendTarget::Forward(addr),
@@ -263,10 +256,11 @@ impl Client<'_> {
         let mut found = Vec::new();
         for route in self.visible_routes(parent) {
             if let Rules::Http(rules) = &route.rules {
-                let rules = rules
-                    .iter()
-                    .map(|rule| self.rule(route, rule, parent, routes::http_matches(rule)));
-                found.extend(rules.collect::<Option<_>>().map(|rules| named(route, rules)));
+                let rules = rules.iter().map(|rule| {
+                    let filters = routes::http_filters(route, rule, parent.kind);
+                    self.rule(route, rule, parent, routes::http_matches(rule), filters)
+                });
+                found.push(named(route, rules.collect()));
             }
         }
         found
@@ -276,44 +270,53 @@ impl Client<'_> {
         let mut found = Vec::new();
         for route in self.visible_routes(parent) {
             if let Rules::Grpc(rules) = &route.rules {
-                let rules = rules
-                    .iter()
-                    .map(|rule| self.rule(route, rule, parent, routes::grpc_matches(rule)));
-                found.extend(rules.collect::<Option<_>>().map(|rules| named(route, rules)));
+                let rules = rules.iter().map(|rule| {
+                    let filters = routes::grpc_filters(route, rule, parent.kind);
+                    self.rule(route, rule, parent, routes::grpc_matches(rule), filters)
+                });
+                found.push(named(route, rules.collect()));
             }
         }
         found
     }
 
-    /// Routes of one of the kinds that do not look into connections.
+    /// Routes of one of the kinds that do not look into connections. Of several that take the same connections the oldest
+    /// is served: proxies take no message with more.
     fn stream_routes(&self, parent: &Parent<'_>, kind: RouteKind) -> Vec<StreamRoute> {
+        let mut served: Vec<&Arc<raw::Route>> = Vec::new();
         let mut found = Vec::new();
         for route in self.visible_routes(parent) {
-            // Admission accepts exactly one rule.
-            if route.kind == kind
-                && let Rules::Stream(rules) = &route.rules
-                && let [rule] = &rules[..]
-                && let Some(backends) = self.backends(route, &rule.backend_refs, parent)
-            {
-                found.push(StreamRoute {
-                    reference: routes::reference(route),
-                    snis: routes::hosts(route),
-                    verdict: StreamVerdict::Forward(backends),
-                });
+            let Rules::Stream(rules) = &route.rules else { continue };
+            let is_taken = |older: &&Arc<raw::Route>| acceptance::takes_the_same_connections(older, route);
+            if route.kind != kind || served.iter().any(is_taken) {
+                continue;
             }
+            served.push(route);
+            let backends = match &rules[..] {
+                [rule] => self.backends(route, &rule.backend_refs, parent),
+                rules => {
+                    let message = format!(
+                        "{} {}: it has {} rules; exactly one is accepted",
+                        kind.kind(),
+                        route.meta.name,
+                        rules.len()
+                    );
+                    let refusal = failing(Reference::Default("invalid"), kind, &message);
+                    Distribution::FirstAvailable(Box::new(refusal))
+                }
+            };
+            found.push(StreamRoute {
+                reference: routes::reference(route),
+                snis: routes::hosts(route),
+                verdict: StreamVerdict::Forward(backends),
+            });
         }
         found
     }
 
     /// Routes of the parent's namespace hold for everybody, those of another only for its own clients.
     fn visible_routes(&self, parent: &Parent<'_>) -> Vec<&Arc<raw::Route>> {
-        let mut found = routes::attached(
-            self.reader,
-            &self.config.cluster_networks,
-            parent.kind,
-            parent.name,
-            Some(parent.port),
-        );
+        let mut found = routes::attached(self.reader, self.config, parent.kind, parent.name, Some(parent.port));
         found.retain(|route| {
             let namespace = route.meta.namespace();
             *namespace == parent.name.namespace || namespace == self.namespace
@@ -327,25 +330,31 @@ impl Client<'_> {
         rule: &raw::Rule<R>,
         parent: &Parent<'_>,
         matches: Vec<M>,
-    ) -> Option<Rule<M>> {
-        Some(Rule {
+        filters: Vec<Filter>,
+    ) -> Rule<M> {
+        Rule {
             matches,
-            filters: routes::filters(route, &rule.filters)?,
-            backends: self.backends(route, &rule.backend_refs, parent)?,
+            filters,
+            backends: self.backends(route, &rule.backend_refs, parent),
             timeouts: rule_timeouts(route, rule, parent),
             retry: rule_retry(route, parent),
-        })
+        }
     }
 
-    fn backends(&self, route: &raw::Route, references: &[BackendRef], parent: &Parent<'_>) -> Option<Distribution> {
+    fn backends(&self, route: &raw::Route, references: &[BackendRef], parent: &Parent<'_>) -> Distribution {
         if references.is_empty() {
-            return Some(Distribution::FirstAvailable(Box::new(parent.default.clone())));
+            let default = match route.kind {
+                RouteKind::Tls | RouteKind::Tcp => parent.stream_backend(),
+                RouteKind::PolicyHttp | RouteKind::GatewayHttp | RouteKind::Grpc => parent.default.clone(),
+            };
+            return Distribution::FirstAvailable(Box::new(default));
         }
         let mut backends = Vec::new();
         for reference in references {
             let mut backend = self.backend(route, reference, parent);
             // The failure that stands for a bad backend comes first, before its filters.
-            backend.filters.extend(routes::filters(route, &reference.filters)?);
+            let filters = routes::backend_filters(route, &reference.filters, parent.kind);
+            backend.filters.extend(filters);
             backends.push((backend, reference.weight));
         }
         // Weights that are all 0 send nowhere, and proxies do not survive a distribution of them.
@@ -356,9 +365,9 @@ impl Client<'_> {
                 route.kind,
                 "the weights of the backends send nowhere",
             );
-            return Some(Distribution::FirstAvailable(Box::new(refusal)));
+            return Distribution::FirstAvailable(Box::new(refusal));
         }
-        Some(Distribution::Weighted(backends))
+        Distribution::Weighted(backends)
     }
 
     fn backend(&self, route: &raw::Route, reference: &BackendRef, parent: &Parent<'_>) -> Backend {
@@ -373,16 +382,27 @@ impl Client<'_> {
                 reference: service_reference(&name, port),
                 target: BackendTarget::Balance {
                     path: self.path(&name, port),
-                    load: parent.load,
+                    load: match route.kind {
+                        RouteKind::Tls | RouteKind::Tcp => Load::PeakEwma,
+                        RouteKind::PolicyHttp | RouteKind::GatewayHttp | RouteKind::Grpc => parent.load,
+                    },
                 },
                 filters: Vec::new(),
             },
-            (false, _)
-                if reference.is_egress_network()
-                    && parent.kind == ParentKind::EgressNetwork
-                    && name == *parent.name =>
-            {
-                parent.default.clone()
+            (false, port) if reference.is_egress_network() => {
+                let network = egress_network_reference(&name, port);
+                if self.reader.egress_network(&name).is_none() {
+                    failing(network, route.kind, &format!("EgressNetwork not found {}", name.name))
+                } else if parent.kind == ParentKind::EgressNetwork && name == *parent.name {
+                    Backend {
+                        // Without a port of its own it is the one that was dialled.
+                        reference: egress_network_reference(&name, port.or(Some(parent.port))),
+                        ..parent.default.clone()
+                    }
+                } else {
+                    let message = "an EgressNetwork is a backend for its own routes only";
+                    failing(network, route.kind, message)
+                }
             }
             _ => failing(
                 Reference::Default("invalid"),
@@ -424,11 +444,28 @@ impl<'a> Parent<'a> {
         parent
     }
 
+    /// The default for connections, of which nobody knows whether they failed.
+    fn stream_backend(&self) -> Backend {
+        let mut backend = self.default.clone();
+        if let BackendTarget::Balance { load, .. } = &mut backend.target {
+            *load = Load::PeakEwma;
+        }
+        backend
+    }
+
     fn default_stream(&self, name: &'static str) -> StreamRoute {
         StreamRoute {
             reference: Reference::Default(name),
             snis: Vec::new(),
+            verdict: StreamVerdict::Forward(Distribution::FirstAvailable(Box::new(self.stream_backend()))),
+        }
+    }
+
+    /// The default for connections that turn out not to be HTTP. They share the balancer of those that are.
+    fn detected_stream(&self, name: &'static str) -> StreamRoute {
+        StreamRoute {
             verdict: StreamVerdict::Forward(Distribution::FirstAvailable(Box::new(self.default.clone()))),
+            ..self.default_stream(name)
         }
     }
 
@@ -530,10 +567,7 @@ fn rule_retry(route: &raw::Route, parent: &Parent<'_>) -> Option<Retry> {
 
 /// Annotations that cannot be read turn off their own feature and nothing else.
 fn readable<T>(meta: &Meta, read: impl FnOnce(&Annotations) -> Result<Option<T>, String>) -> Option<T> {
-    read(&meta.annotations).unwrap_or_else(|error| {
-        debug!(object = %meta.name, error, "an annotation is left out");
-        None
-    })
+    read(&meta.annotations).unwrap_or_default()
 }
 
 fn timeouts(timeouts: annotations::Timeouts) -> Timeouts {
@@ -623,18 +657,22 @@ fn service_reference(name: &Name, port: u16) -> Reference {
     })
 }
 
+fn egress_network_reference(name: &Name, port: Option<u16>) -> Reference {
+    Reference::Object(ObjectRef {
+        group: POLICY_GROUP,
+        kind: ParentKind::EgressNetwork.name(),
+        namespace: name.namespace.clone(),
+        name: name.name.clone(),
+        port,
+    })
+}
+
 /// A backend that answers instead of sending.
 fn failing(reference: Reference, kind: RouteKind, message: &str) -> Backend {
-    let message = message.to_owned();
-    let failure = match kind {
-        RouteKind::Grpc => Filter::FailGrpc { code: 13, message },
-        RouteKind::PolicyHttp | RouteKind::GatewayHttp => Filter::FailHttp { status: 500, message },
-        RouteKind::Tls | RouteKind::Tcp => Filter::FailStream { message },
-    };
     Backend {
         reference,
         target: BackendTarget::Nothing,
-        filters: vec![failure],
+        filters: vec![routes::failure(kind, message.to_owned())],
     }
 }
 

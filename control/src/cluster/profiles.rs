@@ -7,7 +7,9 @@ use crate::cluster::endpoints::subsets;
 use crate::cluster::lookup::Reader;
 use crate::cluster::metrics::{Metrics, SlotMetrics};
 use crate::cluster::table::{Table, View};
-use crate::cluster::workload::{Subject, declares, external_endpoint, pod_endpoint, publishes, service_is_opaque};
+use crate::cluster::workload::{
+    Subject, declares, external_endpoint, is_claimed, pod_endpoint, publishes, service_is_opaque,
+};
 use crate::cluster::{Config, State};
 use crate::model::endpoints::{Endpoint, Http2Params, ProtocolHint};
 use crate::model::profile::{
@@ -149,7 +151,12 @@ fn service_profile(
                 ttl,
             };
         }
-        profile.overrides = source.overrides.iter().map(|dst| override_of(dst, port)).collect();
+        let domain = &config.cluster_domain;
+        profile.overrides = source
+            .overrides
+            .iter()
+            .map(|dst| override_of(dst, port, domain))
+            .collect();
     }
     Profile::Service(profile)
 }
@@ -178,7 +185,7 @@ fn instance_profile(reader: &Reader<'_>, config: &Config, service: &Name, hostna
     };
     let addresses = subsets(reader, config, service)
         .into_iter()
-        .flat_map(|subset| &subset.addresses);
+        .flat_map(|(_, subset)| &subset.addresses);
     for address in addresses.filter(|address| address.hostname.as_deref() == Some(hostname)) {
         if let Target::Pod(name) = &address.target
             && let Some(pod) = reader.pod(name)
@@ -209,9 +216,10 @@ fn endpoint_profile(reader: &Reader<'_>, config: &Config, addr: SocketAddr) -> P
         [..] => return ambiguous("pods' hosts"),
     }
     let workloads = reader.external_workloads_at(ip);
+    let is_claimed = is_claimed(reader, ip);
     let workloads: Vec<_> = workloads
         .iter()
-        .filter(|workload| declares(&workload.ports, port))
+        .filter(|workload| declares(&workload.ports, port) && !is_claimed)
         .collect();
     match *workloads {
         [] => bare_profile(config, addr),
@@ -297,15 +305,11 @@ fn response_match(matched: &sp::ResponseMatch) -> ResponseMatch {
     }
 }
 
-fn override_of(dst: &sp::Override, port: u16) -> Override {
-    let has_port = dst
-        .authority
-        .rsplit_once(':')
-        .is_some_and(|(_, port)| port.parse::<u16>().is_ok());
-    let authority = if has_port {
-        dst.authority.clone()
-    } else {
-        format!("{}:{port}", dst.authority)
+/// A name of a Service is written out, as proxies resolve it; what is none stays as it is, and nothing is found there.
+fn override_of(dst: &sp::Override, port: u16, cluster_domain: &str) -> Override {
+    let authority = match dst.destination(cluster_domain) {
+        Ok(destination) => destination.authority(port, cluster_domain),
+        Err(_) => dst.authority.clone(),
     };
     Override {
         authority,

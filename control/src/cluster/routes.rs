@@ -2,25 +2,25 @@
 
 use std::sync::Arc;
 
-use ipnet::IpNet;
-use tracing::warn;
-
+use crate::cluster::Config;
 use crate::cluster::lookup::Reader;
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{
     Filter, GrpcMatch, HeaderModifier, HostMatch, HttpMatch, NamedMatch, PathMatch, PathModifier, Redirect, ValueMatch,
 };
-use crate::resources::acceptance::{self, Parents};
+use crate::resources::acceptance::{self, Parents, Refusal, Settings};
 use crate::resources::meta::Name;
 use crate::resources::policy::egress_network::EgressNetwork;
+use crate::resources::policy::server::Server;
 use crate::resources::route as raw;
-use crate::resources::route::{Acceptance, Parent, ParentKind, Route};
+use crate::resources::route::{Acceptance, Parent, ParentKind, Route, RouteKind};
+use crate::resources::route_admission;
 use crate::resources::service::Service;
 
 /// Routes that serve a port of the parent, the oldest first.
 pub(super) fn attached<'a>(
     reader: &Reader<'a>,
-    cluster_networks: &[IpNet],
+    config: &Config,
     kind: ParentKind,
     parent: &Name,
     port: Option<u16>,
@@ -32,33 +32,33 @@ pub(super) fn attached<'a>(
                 && reference.name == *parent
                 && reference.section.is_none()
                 && (reference.port.is_none() || reference.port == port)
-                && is_accepted(reader, cluster_networks, route, reference, &routes)
+                && is_attached(reader, config, route, reference, &routes)
         })
     };
     routes.iter().filter(|route| serves(route)).copied().collect()
 }
 
-/// What the status says, or what it would say if somebody wrote it.
-fn is_accepted(
-    reader: &Reader<'_>,
-    cluster_networks: &[IpNet],
-    route: &Route,
-    parent: &Parent,
-    rivals: &[&Arc<Route>],
-) -> bool {
+/// What the status says, or what it would say if somebody wrote it. A route that asks for what no proxy does is attached,
+/// because without it requests would be served by other rules than those that somebody wrote for them.
+fn is_attached(reader: &Reader<'_>, config: &Config, route: &Route, parent: &Parent, rivals: &[&Arc<Route>]) -> bool {
     match parent.acceptance {
-        Acceptance::Accepted => true,
+        Acceptance::Accepted | Acceptance::Unsupported => true,
         Acceptance::Refused => false,
         Acceptance::Unjudged => {
             let rivals = rivals.iter().map(|rival| &***rival);
-            acceptance::of_route(reader, cluster_networks, route.kind, parent, rivals).is_ok()
+            let settings = Settings {
+                cluster_networks: &config.cluster_networks,
+                global_egress_namespace: &config.global_egress_namespace,
+            };
+            let judged = acceptance::of_route(reader, settings, route, parent, rivals);
+            matches!(judged, Ok(()) | Err(Refusal::Unsupported(_)))
         }
     }
 }
 
 impl Parents for Reader<'_> {
-    fn has_server(&self, name: &Name) -> bool {
-        self.server(name).is_some()
+    fn server(&self, name: &Name) -> Option<&Server> {
+        self.server(name).map(|server| &**server)
     }
 
     fn service(&self, name: &Name) -> Option<&Service> {
@@ -88,10 +88,10 @@ pub(super) fn hosts(route: &Route) -> Vec<HostMatch> {
     route.hostnames.iter().map(host).collect()
 }
 
-/// Matches of an HTTP rule; a rule without any matches everything.
+/// Matches of an HTTP rule; a rule without any matches everything, and so does one with a match that cannot be read.
 pub(super) fn http_matches(rule: &raw::Rule<raw::HttpMatch>) -> Vec<HttpMatch> {
     let matches: Vec<_> = rule.matches.iter().flatten().map(http_match).collect();
-    if matches.is_empty() {
+    if matches.is_empty() || route_admission::http_matches(rule).is_err() {
         vec![HttpMatch::everything()]
     } else {
         matches
@@ -106,16 +106,16 @@ fn http_match(matched: &raw::HttpMatch) -> HttpMatch {
     });
     HttpMatch {
         path: path.or_else(|| HttpMatch::everything().path),
-        headers: matched.headers.iter().map(named_match).collect(),
-        query_params: matched.query_params.iter().map(named_match).collect(),
+        headers: header_matches(&matched.headers),
+        query_params: query_matches(&matched.query_params),
         method: matched.method.clone(),
     }
 }
 
-/// Matches of a gRPC rule; a rule without any matches everything.
+/// The same of a gRPC rule.
 pub(super) fn grpc_matches(rule: &raw::Rule<raw::GrpcMatch>) -> Vec<GrpcMatch> {
     let matches: Vec<_> = rule.matches.iter().flatten().map(grpc_match).collect();
-    if matches.is_empty() {
+    if matches.is_empty() || route_admission::grpc_matches(rule).is_err() {
         vec![GrpcMatch::default()]
     } else {
         matches
@@ -127,8 +127,27 @@ fn grpc_match(matched: &raw::GrpcMatch) -> GrpcMatch {
     GrpcMatch {
         service: method.and_then(|method| method.service.clone()),
         method: method.and_then(|method| method.method.clone()),
-        headers: matched.headers.iter().map(named_match).collect(),
+        headers: header_matches(&matched.headers),
     }
+}
+
+/// Of several with one name the first counts; names of headers have no case.
+fn header_matches(matches: &[raw::NamedMatch]) -> Vec<NamedMatch> {
+    first_of_each(matches, str::eq_ignore_ascii_case)
+}
+
+fn query_matches(matches: &[raw::NamedMatch]) -> Vec<NamedMatch> {
+    first_of_each(matches, |one, other| one == other)
+}
+
+fn first_of_each(matches: &[raw::NamedMatch], is_same: impl Fn(&str, &str) -> bool) -> Vec<NamedMatch> {
+    let mut kept: Vec<NamedMatch> = Vec::new();
+    for matched in matches {
+        if !kept.iter().any(|earlier| is_same(&earlier.name, &matched.name)) {
+            kept.push(named_match(matched));
+        }
+    }
+    kept
 }
 
 fn named_match(matched: &raw::NamedMatch) -> NamedMatch {
@@ -142,12 +161,45 @@ fn named_match(matched: &raw::NamedMatch) -> NamedMatch {
     }
 }
 
-/// Filters of a rule, or nothing when there is one that we do not implement: such a route is not served.
-pub(super) fn filters(route: &Route, filters: &[raw::Filter]) -> Option<Vec<Filter>> {
-    filters.iter().map(|filter| supported(route, filter)).collect()
+/// Filters of a rule of an HTTPRoute; one that cannot be served answers its requests with an error.
+pub(super) fn http_filters(route: &Route, rule: &raw::Rule<raw::HttpMatch>, parent: ParentKind) -> Vec<Filter> {
+    let served = route_admission::serve_http_rule(rule, route.kind, parent);
+    filters_or_failure(route, &rule.filters, served)
 }
 
-fn supported(route: &Route, filter: &raw::Filter) -> Option<Filter> {
+/// The same of a rule of a GRPCRoute.
+pub(super) fn grpc_filters(route: &Route, rule: &raw::Rule<raw::GrpcMatch>, parent: ParentKind) -> Vec<Filter> {
+    let served = route_admission::serve_grpc_rule(rule, route.kind, parent);
+    filters_or_failure(route, &rule.filters, served)
+}
+
+/// The same of a backend.
+pub(super) fn backend_filters(route: &Route, filters: &[raw::Filter], parent: ParentKind) -> Vec<Filter> {
+    let mut all = filters.iter();
+    let served = all.try_for_each(|one| route_admission::serve_filter(one, route.kind, parent));
+    filters_or_failure(route, filters, served)
+}
+
+fn filters_or_failure(route: &Route, filters: &[raw::Filter], served: Result<(), String>) -> Vec<Filter> {
+    match served {
+        Ok(()) => filters.iter().filter_map(filter).collect(),
+        Err(reason) => vec![failure(
+            route.kind,
+            format!("{} {}: {reason}", route.kind.kind(), route.meta.name),
+        )],
+    }
+}
+
+/// Answers instead of sending, in the manner of a route's protocol.
+pub(super) fn failure(kind: RouteKind, message: String) -> Filter {
+    match kind {
+        RouteKind::Grpc => Filter::FailGrpc { code: 13, message },
+        RouteKind::PolicyHttp | RouteKind::GatewayHttp => Filter::FailHttp { status: 500, message },
+        RouteKind::Tls | RouteKind::Tcp => Filter::FailStream { message },
+    }
+}
+
+fn filter(filter: &raw::Filter) -> Option<Filter> {
     Some(match filter {
         raw::Filter::RequestHeaders(modifier) => Filter::RequestHeaders(header_modifier(modifier)),
         raw::Filter::ResponseHeaders(modifier) => Filter::ResponseHeaders(header_modifier(modifier)),
@@ -161,19 +213,21 @@ fn supported(route: &Route, filter: &raw::Filter) -> Option<Filter> {
             port: redirect.port,
             status: redirect.status_code,
         }),
-        raw::Filter::Unsupported(kind) => {
-            warn!(route = %route.meta.name, filter = kind, "the route is not served because of a filter we do not have");
-            return None;
-        }
+        // Refused before.
+        raw::Filter::Unsupported(_) => return None,
     })
 }
 
 fn header_modifier(modifier: &raw::HeaderModifier) -> HeaderModifier {
+    // Of several with one name the first counts here, too.
     let pairs = |headers: &[raw::Header]| {
-        headers
-            .iter()
-            .map(|header| (header.name.clone(), header.value.clone()))
-            .collect()
+        let mut kept: Vec<(String, String)> = Vec::new();
+        for header in headers {
+            if !kept.iter().any(|(name, _)| name.eq_ignore_ascii_case(&header.name)) {
+                kept.push((header.name.clone(), header.value.clone()));
+            }
+        }
+        kept
     };
     HeaderModifier {
         add: pairs(&modifier.add),

@@ -269,6 +269,15 @@ pub(super) fn declares(ports: &[ContainerPort], port: u16) -> bool {
     ports.iter().any(|declared| declared.port == port)
 }
 
+/// Whether an address is that of a Service, or of a pod that is not over, or of the host of one: no external workload has
+/// it, whatever it says.
+pub(super) fn is_claimed(reader: &Reader<'_>, ip: IpAddr) -> bool {
+    let claims = |pod: &Arc<Pod>| pod.claims().any(|claimed| claimed == ip);
+    !reader.services_at(ip).is_empty()
+        || reader.pods_at(ip).into_iter().any(claims)
+        || reader.pods_on_host(ip).into_iter().any(claims)
+}
+
 /// Whether a pod publishes the port on its host.
 pub(super) fn publishes(pod: &Pod, port: u16) -> bool {
     pod.ports.iter().any(|declared| declared.host_port == Some(port))

@@ -368,6 +368,7 @@ impl Config {
         } = self.services;
         let statuses = || writeback::Statuses {
             cluster_networks: self.cluster.cluster_networks.clone(),
+            global_egress_namespace: self.cluster.global_egress_namespace.clone(),
             patch_timeout: self.webhooks.patch_timeout,
         };
         let slices = destination && self.cluster.endpoints_from == EndpointsFrom::Slices;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures_util::stream::{self, Stream};
 use http::{Request, Response};
+use tokio::sync::watch;
 use tonic::Status;
 use tonic::body::Body;
 use tulle_core::drain;
@@ -113,12 +114,15 @@ impl Shared {
             Existence::Present => {}
         }
         let node: Option<Box<str>> = client.node().map(Box::from);
+        // Subscribed before the zone is read, so that no change is missed.
+        let nodes = self.cluster.node_changes();
         let zone = node.as_deref().and_then(|node| self.cluster.node_zone(node));
         let following = Following {
             shared: self,
             subscription,
             first: Some(first),
             service,
+            nodes,
             place: Place { node, zone },
             sent: None,
         };
@@ -200,6 +204,8 @@ struct Following {
     /// first messages together.
     first: Option<Arc<Answer<Endpoints>>>,
     service: Name,
+    /// Tells when the client's node may be in another zone.
+    nodes: watch::Receiver<()>,
     place: Place,
     /// What the client has been told; none before the first message.
     sent: Option<Arc<Answer<Endpoints>>>,
@@ -211,8 +217,15 @@ impl Following {
         loop {
             let now = match self.first.take() {
                 Some(first) => first,
+                // Both watches keep a change until somebody waits again.
                 None => tokio::select! {
                     now = self.subscription.changed() => now,
+                    Ok(()) = self.nodes.changed() => {
+                        match self.moved() {
+                            Some(messages) => return Some(messages),
+                            None => continue,
+                        }
+                    }
                     () = self.shared.drain.signaled() => return None,
                 },
             };
@@ -225,10 +238,29 @@ impl Following {
         }
     }
 
+    /// The messages for a client whose node is in another zone than before; nothing for all others.
+    fn moved(&mut self) -> Option<Bytes> {
+        let node = self.place.node.as_deref();
+        let zone = node.and_then(|node| self.shared.cluster.node_zone(node));
+        if zone == self.place.zone {
+            return None;
+        }
+        let place = Place {
+            node: self.place.node.clone(),
+            zone,
+        };
+        let before = self.sent.as_ref()?;
+        let told = Some((&***before, &self.place));
+        // Of the endpoints as they were told: if they are others by now, their watch says so next.
+        let messages = translate::difference(told, before, &self.service, &place, &self.shared.config);
+        self.place = place;
+        (!messages.is_empty()).then(|| grpc::encode(&messages))
+    }
+
     fn difference(&self, now: &Answer<Endpoints>) -> Bytes {
         let before = self.sent.as_ref();
         let encode = || {
-            let before = before.map(|before| &***before);
+            let before = before.map(|before| (&***before, &self.place));
             let messages = translate::difference(before, now, &self.service, &self.place, &self.shared.config);
             grpc::encode(&messages)
         };

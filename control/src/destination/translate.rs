@@ -8,9 +8,9 @@ use tulle_proto::convert::wire_duration;
 use tulle_proto::destination::protocol_hint::{H2, Opaque, OpaqueTransport, Protocol};
 use tulle_proto::destination::tls_identity::{DnsLikeIdentity, Strategy, UriLikeIdentity};
 use tulle_proto::destination::{
-    AddrSet, DestinationProfile, HttpStatusRange, NoEndpoints, PathMatch, ProtocolHint, RequestMatch, ResponseClass,
-    ResponseMatch, RetryBudget, Route, TlsIdentity, Update, WeightedAddr, WeightedAddrSet, WeightedDst, request_match,
-    response_match, update,
+    AddrSet, AuthorityOverride, DestinationProfile, HttpStatusRange, NoEndpoints, PathMatch, ProtocolHint,
+    RequestMatch, ResponseClass, ResponseMatch, RetryBudget, Route, TlsIdentity, Update, WeightedAddr, WeightedAddrSet,
+    WeightedDst, request_match, response_match, update,
 };
 use tulle_proto::meta::{Metadata, Resource, metadata};
 
@@ -28,18 +28,20 @@ pub(super) struct Place {
     pub(super) zone: Option<Arc<str>>,
 }
 
-/// The messages that bring a client from what it was told to what is now: additions first, so that it always has
-/// somewhere to go, then removals, and at last whether nothing is left.
+/// The messages that bring a client from what it was told, and where it was then, to what is now: additions first, so that
+/// it always has somewhere to go, then removals, and at last whether nothing is left.
 pub(super) fn difference(
-    before: Option<&Endpoints>,
+    before: Option<(&Endpoints, &Place)>,
     now: &Endpoints,
     service: &Name,
     place: &Place,
     config: &Config,
 ) -> Vec<Update> {
-    let told = before.map(|before| Usable::new(before, place));
+    let told = before.map(|(before, place)| Usable::new(before, place));
     let usable = Usable::new(now, place);
-    let told_of = |addr: &SocketAddr| told.as_ref().and_then(|told| told.get(addr));
+    // What is told of an endpoint depends on the client's zone.
+    let has_moved = before.is_some_and(|(_, before)| before.zone != place.zone);
+    let told_of = |addr: &SocketAddr| told.as_ref().filter(|_| !has_moved).and_then(|told| told.get(addr));
     let added: Vec<_> = usable
         .iter()
         .filter(|(addr, endpoint)| told_of(addr) != Some(endpoint))
@@ -91,22 +93,31 @@ enum Within<'a> {
     /// The client's node; none is known of a client that does not say.
     Node(Option<&'a str>),
     Zone(&'a str),
+    /// What is meant for the client's node.
+    HintedNode(&'a str),
 }
 
 impl<'a> Usable<'a> {
     fn new(endpoints: &'a Endpoints, place: &'a Place) -> Self {
         let addresses = &endpoints.addresses;
+        let is_for = |node: &str| {
+            let hinted = |endpoint: &Arc<Endpoint>| endpoint.hint_nodes.iter().any(|hint| **hint == *node);
+            addresses.values().any(hinted)
+        };
         let within = match (endpoints.scope, &place.zone) {
             (TrafficScope::Node, _) => Within::Node(place.node.as_deref()),
+            (TrafficScope::HintedNode, _) if place.node.as_deref().is_some_and(is_for) => {
+                Within::HintedNode(place.node.as_deref().unwrap_or_default())
+            }
             // Hints count only when every endpoint has them, because the others would be left without clients; and
             // where they leave nothing they do not count either.
-            (TrafficScope::Cluster, Some(zone))
+            (TrafficScope::Cluster | TrafficScope::HintedNode, Some(zone))
                 if addresses.values().all(|endpoint| !endpoint.hint_zones.is_empty())
                     && addresses.values().any(|endpoint| endpoint.hint_zones.contains(zone)) =>
             {
                 Within::Zone(zone)
             }
-            (TrafficScope::Cluster, _) => Within::Cluster,
+            (TrafficScope::Cluster | TrafficScope::HintedNode, _) => Within::Cluster,
         };
         Self { endpoints, within }
     }
@@ -118,6 +129,7 @@ impl<'a> Usable<'a> {
                 matches!(endpoint.workload, Workload::Pod { .. }) && node.is_some() && endpoint.node.as_deref() == node
             }
             Within::Zone(zone) => endpoint.hint_zones.iter().any(|hint| **hint == *zone),
+            Within::HintedNode(node) => endpoint.hint_nodes.iter().any(|hint| **hint == *node),
         }
     }
 
@@ -175,7 +187,9 @@ fn endpoint_addr(endpoint: &Endpoint, config: &Config) -> WeightedAddr {
         metric_labels: labels,
         tls_identity: endpoint.identity.as_ref().map(tls_identity),
         protocol_hint: protocol_hint(endpoint),
-        authority_override: None,
+        authority_override: endpoint.authority_override.as_ref().map(|authority| AuthorityOverride {
+            authority_override: authority.to_string(),
+        }),
         http2: match endpoint.http2 {
             Http2Params::Configured => config.http2,
             Http2Params::Unset => None,

@@ -16,7 +16,7 @@ pub struct Endpoints {
 impl Endpoints {
     /// Whether each node has endpoints of its own.
     pub fn is_by_node(&self) -> bool {
-        self.scope == TrafficScope::Node
+        self.scope != TrafficScope::Cluster
     }
 }
 
@@ -37,6 +37,8 @@ pub enum TrafficScope {
     Cluster,
     /// Those on the client's own node.
     Node,
+    /// Those that are meant for the client's node, where there are any; every endpoint is meant for some.
+    HintedNode,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,6 +52,10 @@ pub struct Endpoint {
     pub zone: Option<Arc<str>>,
     /// Zones whose clients should use this endpoint; none means all.
     pub hint_zones: Vec<Arc<str>>,
+    /// Nodes whose clients should use this endpoint; none means all.
+    pub hint_nodes: Vec<Arc<str>>,
+    /// What requests are addressed to instead of what the client asked for.
+    pub authority_override: Option<Arc<str>>,
     pub protocol: Option<ProtocolHint>,
     /// The proxy's inbound port, when bytes go through it with a transport header.
     pub opaque_transport: Option<u16>,
@@ -102,6 +108,8 @@ impl Endpoint {
             node: None,
             zone: None,
             hint_zones: Vec::new(),
+            hint_nodes: Vec::new(),
+            authority_override: None,
             protocol: None,
             opaque_transport: None,
             identity: None,

@@ -167,12 +167,19 @@ fn unified(annotations: &Annotations, max_failures: u32) -> Result<FailureAccrua
         if window < Duration::from_millis(10) {
             return Err(format!("{}: {window:?} is below 10ms", annotation::SUCCESS_RATE_WINDOW));
         }
-        if !(1..=1_000_000).contains(&min_requests) {
+        if min_requests == 0 {
             return Err(format!(
-                "{}: {min_requests} is not in 1-1000000",
+                "{}: 0 is not in 1-1000000",
                 annotation::SUCCESS_RATE_MIN_REQUESTS
             ));
         }
+    }
+    // Proxies take no message with more, whatever the threshold.
+    if min_requests > 1_000_000 {
+        return Err(format!(
+            "{}: {min_requests} is not in 1-1000000",
+            annotation::SUCCESS_RATE_MIN_REQUESTS
+        ));
     }
     let mut backoff = backoff(annotations)?;
     backoff.honor_retry_after = boolean(annotations, annotation::HONOR_RETRY_AFTER)?.unwrap_or(false);

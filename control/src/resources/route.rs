@@ -8,7 +8,6 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 
-use crate::resources::go_duration;
 use crate::resources::meta::{Meta, Name};
 use crate::resources::policy::reference::{GATEWAY_GROUP, POLICY_GROUP, same_kind};
 use crate::resources::status::{self, CONTROLLER_NAME, ParentRef, ParentStatus};
@@ -120,6 +119,10 @@ impl Rules {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Acceptance {
     Accepted,
+    /// Refused for what the route asks, which is answered with an error: see [`Refusal::Unsupported`].
+    ///
+    /// [`Refusal::Unsupported`]: crate::resources::acceptance::Refusal::Unsupported
+    Unsupported,
     Refused,
     /// Nobody writes statuses: the views judge for themselves.
     Unjudged,
@@ -156,9 +159,35 @@ pub struct RuleTimeouts {
 
 fn duration<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
     let text = Option::<String>::deserialize(deserializer)?;
-    text.map(|text| go_duration::parse(&text))
+    text.map(|text| gateway_duration(&text))
         .transpose()
         .map_err(serde::de::Error::custom)
+}
+
+/// Reads a duration of the Gateway API: up to four numbers of up to five digits, each with a unit.
+///
+/// Source: GEP-2257, and the pattern of the field in the definitions.
+fn gateway_duration(text: &str) -> Result<Duration, String> {
+    let refused =
+        || format!("{text:?} is not a duration of up to four whole numbers with h, m, s or ms, such as 1h30m");
+    let mut rest = text;
+    let (mut total, mut n_parts) = (Duration::ZERO, 0);
+    while !rest.is_empty() {
+        let n_digits = rest.bytes().take_while(u8::is_ascii_digit).count();
+        let (number, after) = rest.split_at(n_digits);
+        let (millis, after) = [("ms", 1), ("s", 1_000), ("m", 60_000), ("h", 3_600_000)]
+            .into_iter()
+            .find_map(|(unit, millis)| Some((millis, after.strip_prefix(unit)?)))
+            .ok_or_else(refused)?;
+        let number: u64 = number.parse().map_err(|_| refused())?;
+        n_parts += 1;
+        if n_digits > 5 || n_parts > 4 {
+            return Err(refused());
+        }
+        total += Duration::from_millis(number * millis);
+        rest = after;
+    }
+    if n_parts == 0 { Err(refused()) } else { Ok(total) }
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -226,7 +255,7 @@ pub enum Filter {
     RequestHeaders(HeaderModifier),
     ResponseHeaders(HeaderModifier),
     Redirect(Redirect),
-    /// One that we do not implement; a route with it is not served.
+    /// One that no proxy implements; requests that it is for are answered with an error.
     Unsupported(String),
 }
 
@@ -244,14 +273,21 @@ pub struct Header {
     pub value: String,
 }
 
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub struct Redirect {
     pub scheme: Option<String>,
     pub hostname: Option<String>,
     pub path: Option<PathModifier>,
     pub port: Option<u16>,
+    #[serde(default = "found")]
     pub status_code: Option<u16>,
+}
+
+/// The API's default for redirects.
+#[allow(clippy::unnecessary_wraps, reason = "it is a default of an optional field")]
+fn found() -> Option<u16> {
+    Some(302)
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
@@ -452,16 +488,57 @@ impl Parent {
     }
 
     fn judged_by(&self, statuses: &[ParentStatus], route: RouteKind, namespace: &Arc<str>) -> Acceptance {
-        let accepted = statuses.iter().any(|status| {
+        let ours = statuses.iter().filter(|status| {
             let judged = Self::resolve(&status.parent_ref, route, namespace);
             status.controller_name == CONTROLLER_NAME
                 && (judged.kind, &judged.name, judged.port) == (self.kind, &self.name, self.port)
-                && status::is_accepted(&status.conditions)
         });
-        if accepted {
+        let conditions: Vec<_> = ours.flat_map(|status| &status.conditions).cloned().collect();
+        if status::is_accepted(&conditions) {
             Acceptance::Accepted
+        } else if status::is_unsupported(&conditions) {
+            Acceptance::Unsupported
         } else {
             Acceptance::Refused
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_of_the_gateway_api_are_whole_numbers_with_units() {
+        let check = |text: &str, millis: u64| {
+            assert_eq!(gateway_duration(text), Ok(Duration::from_millis(millis)), "{text}");
+        };
+        check("0s", 0);
+        check("10s", 10_000);
+        check("1h30m", 5_400_000);
+        check("1h1m1s1ms", 3_661_001);
+        check("99999h", 359_996_400_000);
+        check("1s1s", 2_000);
+        for refused in [
+            "",
+            "10",
+            "0",
+            "-1s",
+            "+1s",
+            "1.5h",
+            "1d",
+            "100us",
+            "1 s",
+            "s",
+            "100000s",
+            "1h1m1s1ms1s",
+            "1S",
+        ] {
+            let error = gateway_duration(refused).unwrap_err();
+            assert!(
+                error.contains(&format!("{refused:?}")) && error.contains("1h30m"),
+                "{error}"
+            );
         }
     }
 }

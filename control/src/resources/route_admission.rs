@@ -1,12 +1,13 @@
 //! What makes a route unacceptable before anybody looks at its parents.
 
 use http::header::{HeaderName, HeaderValue};
-use regex::Regex;
+use http::uri::{Authority, PathAndQuery};
+use regex::RegexBuilder;
 
 use crate::resources::annotations;
 use crate::resources::route::{
-    Filter, GrpcMatch, HeaderModifier, HttpMatch, NamedMatch, ParentKind, PathKind, PathModifier, Redirect, Route,
-    RouteKind, Rule, Rules, StreamRule, ValueKind,
+    BackendRef, Filter, GrpcMatch, HeaderModifier, HttpMatch, NamedMatch, ParentKind, PathKind, PathModifier, Redirect,
+    Route, RouteKind, Rule, Rules, StreamRule, ValueKind,
 };
 
 /// Refuses what admission refuses for the kind of the route.
@@ -40,18 +41,91 @@ pub fn admit(route: &Route) -> Result<(), String> {
         Rules::Http(rules) => {
             at_most("spec.rules", rules.len(), 16)?;
             rules.iter().try_for_each(|rule| {
-                rule.matches.iter().flatten().try_for_each(http_match)?;
+                http_matches(rule)?;
                 admit_rule(rule, route.kind)
             })
         }
         Rules::Grpc(rules) => {
             at_most("spec.rules", rules.len(), 16)?;
             rules.iter().try_for_each(|rule| {
-                rule.matches.iter().flatten().try_for_each(grpc_match)?;
+                grpc_matches(rule)?;
                 admit_rule(rule, route.kind)
             })
         }
         Rules::Stream(rules) => one_rule(rules),
+    }
+}
+
+/// Why some part of a route cannot be served for a parent of this kind, although a route with it can be stored: the first
+/// reason.
+pub fn unserved(route: &Route, parent: ParentKind) -> Option<String> {
+    let check = || match &route.rules {
+        Rules::Http(rules) => rules.iter().try_for_each(|rule| {
+            serve_http_rule(rule, route.kind, parent)?;
+            serve_backends(&rule.backend_refs, route.kind, parent)
+        }),
+        Rules::Grpc(rules) => rules.iter().try_for_each(|rule| {
+            serve_grpc_rule(rule, route.kind, parent)?;
+            serve_backends(&rule.backend_refs, route.kind, parent)
+        }),
+        Rules::Stream(rules) => one_rule(rules),
+    };
+    check().err()
+}
+
+/// Checks the matches and filters of a rule.
+///
+/// # Errors
+/// Why requests of this rule are answered with an error.
+pub fn serve_http_rule(rule: &Rule<HttpMatch>, route: RouteKind, parent: ParentKind) -> Result<(), String> {
+    http_matches(rule)?;
+    rule.filters.iter().try_for_each(|one| serve_filter(one, route, parent))
+}
+
+/// The same of a rule of a GRPCRoute.
+///
+/// # Errors
+/// As of [`serve_http_rule`].
+pub fn serve_grpc_rule(rule: &Rule<GrpcMatch>, route: RouteKind, parent: ParentKind) -> Result<(), String> {
+    grpc_matches(rule)?;
+    rule.filters.iter().try_for_each(|one| serve_filter(one, route, parent))
+}
+
+/// # Errors
+/// The first match that cannot be read, and why.
+pub fn http_matches(rule: &Rule<HttpMatch>) -> Result<(), String> {
+    rule.matches.iter().flatten().try_for_each(http_match)
+}
+
+/// # Errors
+/// As of [`http_matches`].
+pub fn grpc_matches(rule: &Rule<GrpcMatch>) -> Result<(), String> {
+    rule.matches.iter().flatten().try_for_each(grpc_match)
+}
+
+/// The inbound side sends nothing to backends, so that their filters say nothing there.
+fn serve_backends(backends: &[BackendRef], route: RouteKind, parent: ParentKind) -> Result<(), String> {
+    if parent == ParentKind::Server {
+        return Ok(());
+    }
+    let filters = backends.iter().flat_map(|backend| &backend.filters);
+    filters.into_iter().try_for_each(|one| serve_filter(one, route, parent))
+}
+
+/// Checks one filter against what the messages to proxies can carry.
+///
+/// # Errors
+/// Why requests that it is for are answered with an error.
+pub fn serve_filter(one: &Filter, route: RouteKind, parent: ParentKind) -> Result<(), String> {
+    let refused = |name: &str, place: &str| Err(format!("filter {name} is not supported {place}"));
+    match one {
+        Filter::Unsupported(name) => refused(name, "by the mesh"),
+        Filter::ResponseHeaders(_) if parent == ParentKind::Server => {
+            refused("ResponseHeaderModifier", "where the parent is a Server")
+        }
+        Filter::ResponseHeaders(_) if route == RouteKind::Grpc => refused("ResponseHeaderModifier", "in a GRPCRoute"),
+        Filter::Redirect(_) if route == RouteKind::Grpc => refused("RequestRedirect", "in a GRPCRoute"),
+        Filter::RequestHeaders(_) | Filter::ResponseHeaders(_) | Filter::Redirect(_) => filter(one, route),
     }
 }
 
@@ -130,10 +204,14 @@ fn value_match(matched: &NamedMatch) -> Result<(), String> {
     }
 }
 
-fn regex(text: &str) -> Result<(), String> {
-    Regex::new(text)
-        .map(|_| ())
-        .map_err(|error| format!("regular expression {text:?}: {error}"))
+/// Proxies compile an expression alone, and again between anchors.
+pub(super) fn regex(text: &str) -> Result<(), String> {
+    [text, &format!(r"\A(?:{text})\z")].into_iter().try_for_each(|text| {
+        let compiled = RegexBuilder::new(text).size_limit(PATTERN_SIZE_LIMIT).build();
+        compiled
+            .map(|_| ())
+            .map_err(|error| format!("regular expression {text:?}: {error}"))
+    })
 }
 
 fn absolute(path: &str) -> Result<(), String> {
@@ -176,6 +254,11 @@ fn admit_redirect(redirect: &Redirect, kind: RouteKind) -> Result<(), String> {
         &redirect.path
     {
         absolute(path)?;
+        PathAndQuery::try_from(path.as_str()).map_err(|_| format!("path {path:?} is not one of a URI"))?;
+    }
+    if let Some(hostname) = &redirect.hostname {
+        let parsed = hostname.parse::<Authority>();
+        parsed.map_err(|_| format!("redirect hostname {hostname:?} is not a host name"))?;
     }
     if let Some(scheme) = &redirect.scheme {
         http::uri::Scheme::try_from(scheme.as_str()).map_err(|_| format!("{scheme:?} is not a URI scheme"))?;
@@ -191,6 +274,9 @@ fn admit_redirect(redirect: &Redirect, kind: RouteKind) -> Result<(), String> {
         _ => Ok(()),
     }
 }
+
+/// What proxies compile an expression to at most, in bytes.
+const PATTERN_SIZE_LIMIT: usize = 1 << 20;
 
 /// The Gateway API raised its limit of 8 in a later version, and API servers check it before we do.
 const MATCHES: usize = 64;

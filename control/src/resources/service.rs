@@ -237,12 +237,15 @@ pub struct Address {
     pub node: Option<Arc<str>>,
     pub zone: Option<Arc<str>>,
     pub hint_zones: Vec<Arc<str>>,
+    pub hint_nodes: Vec<Arc<str>>,
     pub target: Target,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Readiness {
     Ready,
+    /// It is going, and still answers: for clients that would have nobody else.
+    Leaving,
     NotReady,
 }
 
@@ -295,6 +298,7 @@ impl Endpoints {
                     node: maybe_shared(address.node_name),
                     zone: None,
                     hint_zones: Vec::new(),
+                    hint_nodes: Vec::new(),
                     target: Target::from_kubernetes(address.target_ref, meta.namespace()),
                 });
             }
@@ -332,7 +336,7 @@ impl EndpointSlice {
         // Names (address type FQDN) are not dialled by proxies, so such slices are empty for us.
         if slice.address_type != "FQDN" {
             for endpoint in slice.endpoints {
-                push_addresses(&mut addresses, endpoint, meta.namespace())?;
+                addresses.extend(Address::from_kubernetes(endpoint, meta.namespace())?);
             }
         }
         Ok(Self {
@@ -344,30 +348,35 @@ impl EndpointSlice {
     }
 }
 
-fn push_addresses(
-    addresses: &mut Vec<Address>,
-    endpoint: KubernetesEndpoint,
-    namespace: &Arc<str>,
-) -> Result<(), String> {
-    let ready = match endpoint.conditions.and_then(|conditions| conditions.ready) {
-        None | Some(true) => Readiness::Ready,
-        Some(false) => Readiness::NotReady,
-    };
-    let zones = endpoint.hints.and_then(|hints| hints.for_zones).unwrap_or_default();
-    let target = Target::from_kubernetes(endpoint.target_ref, namespace);
-    let (node, zone) = (maybe_shared(endpoint.node_name), maybe_shared(endpoint.zone));
-    for address in &endpoint.addresses {
-        addresses.push(Address {
+impl Address {
+    /// The first address of an endpoint, which stands for all of them: they lead to the same workload.
+    ///
+    /// Source: `addresses` of `Endpoint` in `discovery.k8s.io/v1`.
+    fn from_kubernetes(endpoint: KubernetesEndpoint, namespace: &Arc<str>) -> Result<Option<Self>, String> {
+        let Some(address) = endpoint.addresses.first() else {
+            return Ok(None);
+        };
+        let conditions = endpoint.conditions.unwrap_or_default();
+        let ready = match conditions.ready {
+            None | Some(true) => Readiness::Ready,
+            Some(false) if conditions.serving == Some(true) && conditions.terminating == Some(true) => {
+                Readiness::Leaving
+            }
+            Some(false) => Readiness::NotReady,
+        };
+        let hints = endpoint.hints.unwrap_or_default();
+        let (zones, nodes) = (hints.for_zones.unwrap_or_default(), hints.for_nodes.unwrap_or_default());
+        Ok(Some(Self {
             ip: parse_ip(address, "endpoints[].addresses[]")?,
             ready,
-            hostname: endpoint.hostname.clone().filter(|hostname| !hostname.is_empty()),
-            node: node.clone(),
-            zone: zone.clone(),
+            hostname: endpoint.hostname.filter(|hostname| !hostname.is_empty()),
+            node: maybe_shared(endpoint.node_name),
+            zone: maybe_shared(endpoint.zone),
             hint_zones: zones.iter().map(|zone| shared(&zone.name)).collect(),
-            target: target.clone(),
-        });
+            hint_nodes: nodes.iter().map(|node| shared(&node.name)).collect(),
+            target: Target::from_kubernetes(endpoint.target_ref, namespace),
+        }))
     }
-    Ok(())
 }
 
 impl Target {

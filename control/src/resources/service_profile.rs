@@ -2,12 +2,14 @@
 
 use std::time::Duration;
 
+use http::Method;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use serde::Deserialize;
 
 use crate::resources::go_duration;
-use crate::resources::meta::Meta;
+use crate::resources::meta::{Meta, is_subdomain};
 use crate::resources::policy::reference::Raw;
+use crate::resources::route_admission;
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct ServiceProfile {
@@ -66,6 +68,131 @@ pub struct Override {
     /// Ten thousandths of the quantity that was written: `500m` is 5000.
     pub weight: u32,
 }
+
+/// A destination of a traffic split: a Service, or one pod of a headless Service.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Destination {
+    /// Of a pod of a headless Service.
+    hostname: Option<String>,
+    service: String,
+    namespace: String,
+    port: Option<u16>,
+}
+
+impl Override {
+    /// Reads the authority: the name of a Service with its namespace, with or without `svc`, the cluster's domain, a dot at
+    /// the end, and a port.
+    ///
+    /// # Errors
+    /// The authority, when it names no Service of the cluster, and the accepted form.
+    pub fn destination(&self, cluster_domain: &str) -> Result<Destination, String> {
+        let refused = || {
+            format!(
+                "authority {:?} is no Service of the cluster; expected <service>.<namespace>.svc.{cluster_domain}:<port>",
+                self.authority
+            )
+        };
+        let (host, port) = match self.authority.split_once(':') {
+            None => (self.authority.as_str(), None),
+            Some((host, port)) => {
+                let port = port.parse().ok().filter(|port: &u16| *port > 0);
+                (host, Some(port.ok_or_else(refused)?))
+            }
+        };
+        let host = host.strip_suffix('.').unwrap_or(host).to_ascii_lowercase();
+        // Without its domain a name ends in `svc`, or has two labels.
+        let (name, is_full) = if let Some(name) = host.strip_suffix(&format!(".svc.{cluster_domain}")) {
+            (name, true)
+        } else if let Some(name) = host.strip_suffix(".svc") {
+            (name, true)
+        } else {
+            (host.as_str(), false)
+        };
+        let labels: Vec<&str> = name.split('.').collect();
+        if !labels.iter().all(|label| is_subdomain(label)) {
+            return Err(refused());
+        }
+        let (hostname, service, namespace) = match *labels {
+            [service, namespace] => (None, service, namespace),
+            [hostname, service, namespace] if is_full => (Some(hostname.to_owned()), service, namespace),
+            _ => return Err(refused()),
+        };
+        Ok(Destination {
+            hostname,
+            service: service.to_owned(),
+            namespace: namespace.to_owned(),
+            port,
+        })
+    }
+}
+
+impl Destination {
+    /// The name in full, with its port or with this one.
+    pub fn authority(&self, port: u16, cluster_domain: &str) -> String {
+        let Self {
+            hostname,
+            service,
+            namespace,
+            port: own_port,
+        } = self;
+        let hostname = hostname
+            .as_ref()
+            .map_or_else(String::new, |hostname| format!("{hostname}."));
+        let port = own_port.unwrap_or(port);
+        format!("{hostname}{service}.{namespace}.svc.{cluster_domain}:{port}")
+    }
+}
+
+impl ServiceProfile {
+    /// Refuses what proxies would leave out of the profile.
+    ///
+    /// # Errors
+    /// The first such part, with its value and what would be accepted.
+    pub fn admit(&self) -> Result<(), String> {
+        for route in &self.routes {
+            let checked = admit_condition(&route.condition);
+            checked.map_err(|error| format!("route {:?}: {error}", route.name))?;
+        }
+        // The name of a profile tells the cluster's domain, unless it is that of a host outside.
+        if let Some((_, cluster_domain)) = self.meta.name.name.split_once(".svc.") {
+            for destination in &self.overrides {
+                let checked = destination.destination(cluster_domain);
+                checked.map_err(|error| format!("spec.dstOverrides: {error}"))?;
+            }
+        }
+        let Some(budget) = self.retry_budget else {
+            return Ok(());
+        };
+        if !(MIN_TTL..=MAX_TTL).contains(&budget.ttl) {
+            return Err(format!("spec.retryBudget.ttl {:?} is not in 1s-60s", budget.ttl));
+        }
+        if budget.ratio > MAX_RATIO {
+            return Err(format!(
+                "spec.retryBudget.retryRatio {} is above {MAX_RATIO}",
+                budget.ratio
+            ));
+        }
+        Ok(())
+    }
+}
+
+fn admit_condition(condition: &RequestMatch) -> Result<(), String> {
+    match condition {
+        RequestMatch::All(all) | RequestMatch::Any(all) => all.iter().try_for_each(admit_condition),
+        RequestMatch::Not(condition) => admit_condition(condition),
+        RequestMatch::PathRegex(regex) => route_admission::regex(regex),
+        RequestMatch::Method(method) => Method::from_bytes(method.as_bytes())
+            .map(|_| ())
+            .map_err(|_| format!("{method:?} is not an HTTP method")),
+    }
+}
+
+/// Bounds of proxies for the time that a retry budget looks back.
+const MIN_TTL: Duration = Duration::from_secs(1);
+const MAX_TTL: Duration = Duration::from_secs(60);
+
+/// Retries that proxies allow for each request at most.
+const MAX_RATIO: f32 = 1000.0;
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]

@@ -74,7 +74,17 @@ pub fn is_accepted(conditions: &[Condition]) -> bool {
         .any(|condition| condition.kind == ACCEPTED && condition.status == "True")
 }
 
+/// Whether it was refused for what it asks, and not for its parent.
+pub fn is_unsupported(conditions: &[Condition]) -> bool {
+    conditions
+        .iter()
+        .any(|condition| condition.kind == ACCEPTED && condition.status == "False" && condition.reason == UNSUPPORTED)
+}
+
 /// Who must have accepted an object for us to serve it.
 pub const CONTROLLER_NAME: &str = "linkerd.io/policy-controller";
 
 pub const ACCEPTED: &str = "Accepted";
+
+/// Reason of a route that asks for what no proxy does.
+pub const UNSUPPORTED: &str = "UnsupportedValue";

@@ -9,6 +9,7 @@ use k8s_openapi::api::core::v1::{
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Deserialize;
+use serde_json::Value;
 use tulle_core::names::label;
 
 use crate::resources::meta::Meta;
@@ -165,6 +166,19 @@ impl Pod {
         target_port(&self.ports, port)
     }
 
+    /// Addresses that nothing else in the mesh can have while the pod is there: its own, and those of its host where it
+    /// listens on them.
+    pub fn claims(&self) -> impl Iterator<Item = IpAddr> {
+        let is_there = self.phase != Some(Phase::Over) && !self.meta.terminating;
+        let own = self
+            .ips
+            .iter()
+            .filter(move |_| is_there && self.network == PodNetwork::Own);
+        let is_on_host = self.network == PodNetwork::Host || self.ports.iter().any(|port| port.host_port.is_some());
+        let of_host = self.host_ips.iter().filter(move |_| is_there && is_on_host);
+        own.chain(of_host).copied()
+    }
+
     /// Whether it runs and has an address of its own to answer for.
     pub fn is_serving(&self) -> bool {
         self.phase == Some(Phase::Running) && !self.meta.terminating
@@ -297,6 +311,8 @@ pub struct ExternalWorkload {
     pub other_ports: Vec<(Protocol, ContainerPort)>,
     /// None when the object has no status.
     pub ready: Option<Readiness>,
+    /// What its status says, ours and others', as it is.
+    pub conditions: Vec<Value>,
 }
 
 #[derive(Deserialize)]
@@ -343,14 +359,7 @@ struct RawIp {
 
 #[derive(Deserialize)]
 struct RawStatus {
-    conditions: Option<Vec<RawCondition>>,
-}
-
-#[derive(Deserialize)]
-struct RawCondition {
-    #[serde(rename = "type")]
-    type_: String,
-    status: String,
+    conditions: Option<Vec<Value>>,
 }
 
 impl ExternalWorkload {
@@ -394,10 +403,11 @@ impl ExternalWorkload {
                 other_ports.push((protocol, port));
             }
         }
-        let ready = raw.status.and_then(|status| status.conditions).map(|conditions| {
+        let conditions = raw.status.and_then(|status| status.conditions);
+        let ready = conditions.as_ref().map(|conditions| {
             let ready = conditions
                 .iter()
-                .any(|condition| condition.type_ == "Ready" && condition.status == "True");
+                .any(|condition| condition["type"] == "Ready" && condition["status"] == "True");
             if ready { Readiness::Ready } else { Readiness::NotReady }
         });
         Ok(Self {
@@ -409,6 +419,7 @@ impl ExternalWorkload {
             ports,
             other_ports,
             ready,
+            conditions: conditions.unwrap_or_default(),
         })
     }
 
@@ -461,7 +472,7 @@ pub const CONTROL_PLANE_COMPONENT: &str = label::CONTROL_PLANE_COMPONENT;
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     use super::*;
 

@@ -36,6 +36,7 @@ pub(super) fn complete(object: &mut Object) -> Result<(), String> {
         | Object::GrpcRoute(route)
         | Object::TlsRoute(route)
         | Object::TcpRoute(route) => complete_route(Arc::make_mut(route)),
+        Object::ServiceProfile(profile) => profile.admit(),
         _ => Ok(()),
     }
 }

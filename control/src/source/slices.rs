@@ -13,6 +13,7 @@ use crate::resources::labels::Selector;
 use crate::resources::meta::{Meta, Name};
 use crate::resources::service::{
     Address, EndpointSlice, Endpoints, Family, PortRef, Readiness, Service, ServiceKind, Subset, SubsetPort, Target,
+    Unready,
 };
 use crate::resources::text::shared;
 use crate::resources::workload::{ExternalWorkload, Phase, Pod};
@@ -122,7 +123,7 @@ impl<'a> Inventory<'a> {
         let mut groups: BTreeMap<(Family, Vec<SubsetPort>), Vec<Address>> = BTreeMap::new();
         for pod in self.pods.get(namespace).into_iter().flatten() {
             if pod.phase != Some(Phase::Over) && selector.matches(&pod.meta.labels) {
-                let ports = resolve(service, |target| pod_port(pod, target));
+                let ports = resolve(service, |target| pod.target_port(target));
                 for ip in wanted(service, &pod.ips) {
                     let address = self.pod_address(service, pod, ip);
                     groups
@@ -134,7 +135,7 @@ impl<'a> Inventory<'a> {
         }
         for workload in self.workloads.get(namespace).into_iter().flatten() {
             if selector.matches(&workload.meta.labels) {
-                let ports = resolve(service, |target| workload_port(workload, target));
+                let ports = resolve(service, |target| workload.target_port(target));
                 for ip in wanted(service, &workload.ips) {
                     let address = workload_address(service, workload, ip);
                     groups
@@ -151,7 +152,7 @@ impl<'a> Inventory<'a> {
     }
 
     fn pod_address(&self, service: &Service, pod: &Pod, ip: IpAddr) -> Address {
-        let ready = pod.ready == Some(Readiness::Ready) && pod.is_serving();
+        let ready = service.unready == Unready::Published || (pod.ready == Some(Readiness::Ready) && pod.is_serving());
         let below_service = pod.subdomain.as_deref() == Some(&*service.meta.name.name);
         let zone = pod.node.as_deref().and_then(|node| self.zones.get(node));
         Address {
@@ -161,6 +162,7 @@ impl<'a> Inventory<'a> {
             node: pod.node.clone(),
             zone: zone.map(|zone| (*zone).clone()),
             hint_zones: Vec::new(),
+            hint_nodes: Vec::new(),
             target: Target::Pod(pod.meta.name.clone()),
         }
     }
@@ -170,11 +172,15 @@ fn workload_address(service: &Service, workload: &ExternalWorkload, ip: IpAddr) 
     let headless = service.kind == ServiceKind::Headless;
     Address {
         ip,
-        ready: workload.ready.unwrap_or(Readiness::NotReady),
+        ready: match service.unready {
+            Unready::Published => Readiness::Ready,
+            Unready::Withheld => workload.ready.unwrap_or(Readiness::NotReady),
+        },
         hostname: headless.then(|| workload.meta.name.name.to_string()),
         node: None,
         zone: workload.meta.label(label::ZONE).map(shared),
         hint_zones: Vec::new(),
+        hint_nodes: Vec::new(),
         target: Target::ExternalWorkload(workload.meta.name.clone()),
     }
 }
@@ -196,18 +202,4 @@ fn resolve(service: &Service, port: impl Fn(&PortRef) -> Option<u16>) -> Vec<Sub
             })
         })
         .collect()
-}
-
-fn pod_port(pod: &Pod, target: &PortRef) -> Option<u16> {
-    pod.resolve(target).first().copied()
-}
-
-/// An external workload serves only ports that it declares.
-fn workload_port(workload: &ExternalWorkload, target: &PortRef) -> Option<u16> {
-    let port = workload.resolve(target).first().copied()?;
-    workload
-        .ports
-        .iter()
-        .any(|declared| declared.port == port)
-        .then_some(port)
 }

@@ -46,6 +46,8 @@ pub struct Slices;
 pub struct Statuses {
     /// Networks that an EgressNetwork must not claim. Default 10/8, 100.64/10, 172.16/12, 192.168/16.
     pub cluster_networks: Vec<IpNet>,
+    /// Namespace of the EgressNetworks that hold for namespaces without their own. Default `linkerd-egress`.
+    pub global_egress_namespace: String,
     /// How long one patch may take. Default 5 s.
     pub patch_timeout: Duration,
 }
@@ -95,12 +97,8 @@ pub fn attach(
             until(drain.clone(), controller.run(leadership)),
         ));
     }
-    if let Some(statuses) = config.statuses {
-        let Statuses {
-            cluster_networks,
-            patch_timeout,
-        } = statuses;
-        let controller = statuses::Controller::new(client.clone(), cluster_networks, patch_timeout, registry);
+    if let Some(settings) = config.statuses {
+        let controller = statuses::Controller::new(client.clone(), settings, registry);
         writer = writer.tee(statuses::Controller::wants, controller.writer());
         let lease = lease::Config {
             field_manager: Some("policy-controller"),

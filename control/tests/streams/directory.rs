@@ -238,6 +238,11 @@ async fn manifests_that_admission_refuses_are_refused_with_their_reason() {
             "longer than",
         ),
         (route("rules: [{timeouts: {request: -1s}}]"), "-1s"),
+        (gateway("rules: [{timeouts: {request: 1.5h}}]"), "1.5h"),
+        (
+            gateway("rules: [{timeouts: {backendRequest: \"10\"}}]"),
+            "such as 1h30m",
+        ),
         (route("rules: [{filters: [{type: URLRewrite}]}]"), "URLRewrite"),
         (
             route("rules: [{filters: [{type: RequestRedirect, requestRedirect: {statusCode: 307}}]}]"),
@@ -281,6 +286,19 @@ async fn manifests_that_admission_refuses_are_refused_with_their_reason() {
             "negative",
         ),
         (profile("retryBudget: {retryRatio: 1, minRetriesPerSecond: 1}"), "ttl"),
+        (
+            profile("retryBudget: {retryRatio: 1, minRetriesPerSecond: 1, ttl: 61s}"),
+            "1s-60s",
+        ),
+        (
+            profile("routes: [{name: a, condition: {pathRegex: \"(\"}}]"),
+            "regular expression",
+        ),
+        (
+            profile("dstOverrides: [{authority: \"www.example.com:80\", weight: 1}]")
+                .replace("name: x", "name: x.shop.svc.test"),
+            "expected <service>.<namespace>.svc.test:<port>",
+        ),
         (
             "apiVersion: v1\nkind: Node\nmetadata: {name: A_B}\n".to_owned(),
             "lower-case",

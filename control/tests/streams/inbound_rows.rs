@@ -111,7 +111,8 @@ fn protocol(server: &Server) -> String {
 fn name(about: Option<&Metadata>) -> String {
     match about.unwrap().kind.as_ref().unwrap() {
         metadata::Kind::Default(name) => name.clone(),
-        metadata::Kind::Resource(resource) => format!("{} {}/{}", resource.kind, resource.namespace, resource.name),
+        // Linkerd's control plane leaves the namespace out.
+        metadata::Kind::Resource(resource) => format!("{} {}{}", resource.kind, resource.namespace, resource.name),
     }
 }
 
@@ -486,6 +487,8 @@ async fn who_may_use_a_server() {
     .await;
     row("", old("networks: [{cidr: 10.7.0.0/16}]"), &[]).await;
     row("", old("unauthenticated: false"), &[]).await;
+    // From nowhere comes nobody.
+    row("", old("unauthenticated: true, networks: []"), &[]).await;
 }
 
 #[tokio::test]
@@ -513,12 +516,12 @@ async fn routes_of_a_server_are_attached_authorized_and_ordered() {
         assert_eq!(protocol(&told), expected, "{objects}");
     };
     // With a route there is none for probes.
-    let probes = "http1 probe*2[default/probe: anybody from 192.168.7.0/24] default*1[]";
+    let probes = "http1 default*1[] probe*2[default/probe: anybody from 192.168.7.0/24]";
     row(String::new(), probes).await;
-    row(route("r", web), "http1 HTTPRoute shop/r*2[]").await;
+    row(route("r", web), "http1 HTTPRoute r*2[]").await;
     row(
         route("b", web) + &route("a", web),
-        "http1 HTTPRoute shop/a*2[] HTTPRoute shop/b*2[]",
+        "http1 HTTPRoute a*2[] HTTPRoute b*2[]",
     )
     .await;
     row(route("r", &web.replace("web", "other")), probes).await;
@@ -537,7 +540,7 @@ async fn routes_of_a_server_are_attached_authorized_and_ordered() {
     );
     row(
         route("r", web) + &policy + &route("s", web),
-        "http1 HTTPRoute shop/r*2[authorizationpolicy/p: anybody from all] HTTPRoute shop/s*2[]",
+        "http1 HTTPRoute r*2[authorizationpolicy/p: anybody from all] HTTPRoute s*2[]",
     )
     .await;
     let calls = object(
@@ -548,7 +551,7 @@ async fn routes_of_a_server_are_attached_authorized_and_ordered() {
     );
     let manifests = format!("{}{}{calls}", workloads(""), server("port: 8080, proxyProtocol: gRPC"));
     let told = told(&manifests, Config::default(), WEB, 8080).await;
-    assert_eq!(protocol(&told), "grpc GRPCRoute shop/g");
+    assert_eq!(protocol(&told), "grpc GRPCRoute g");
 }
 
 #[tokio::test]
@@ -561,9 +564,85 @@ async fn probes_of_every_container_have_a_route_on_their_port() {
         let told = told(&workloads(""), config, workload, port).await;
         assert_eq!(protocol(&told), expected, "{workload} {port}");
     };
-    let probe = |n: usize| format!("detect 10s probe*{n}[default/probe: anybody from 192.168.7.0/24] default*1[]");
+    let probe = |n: usize| format!("detect 10s default*1[] probe*{n}[default/probe: anybody from 192.168.7.0/24]");
     row(WEB, 8080, &probe(2)).await;
     row(WEB, 7070, &probe(1)).await;
     row(WEB, 8081, "detect 10s default*1[]").await;
     row(VM, 8080, "detect 10s default*1[]").await;
+}
+
+#[tokio::test]
+async fn probes_are_permitted_at_the_path_that_the_kubelet_sends() {
+    use tulle_proto::http_route::path_match;
+
+    for (path, expected) in [
+        ("healthz", "/healthz"),
+        ("'healthz?full=1'", "/healthz"),
+        ("'/a b'", "/a%20b"),
+        ("'/a%20b'", "/a%20b"),
+        ("'/100%'", "/100%25"),
+        ("''", "/"),
+    ] {
+        let config = Config {
+            probe_networks: vec!["192.168.7.0/24".parse().unwrap()],
+            ..Config::default()
+        };
+        let manifests = workloads("").replace("'/live?verbose=1'", path);
+        let told = told(&manifests, config, WEB, 8080).await;
+        let Some(Kind::Detect(detect)) = told.protocol.unwrap().kind else {
+            panic!("nothing to detect")
+        };
+        let matches = &detect.http_routes[1].rules[0].matches;
+        let paths = matches.iter().map(|one| one.path.clone().unwrap().kind.unwrap());
+        let is_there = paths
+            .clone()
+            .any(|kind| kind == path_match::Kind::Exact(expected.to_owned()));
+        assert!(is_there, "{path}: {:?}", paths.collect::<Vec<_>>());
+    }
+}
+
+#[tokio::test]
+async fn rules_of_a_server_that_cannot_be_served_fail_their_requests() {
+    use tulle_proto::inbound::{grpc_route, http_route};
+
+    let row = async |kind: &str, protocol: &str, rule: &str, cause: &str| {
+        let parent = "parentRefs: [{group: policy.linkerd.io, kind: Server, name: web}]";
+        let spec = format!("{{{parent}, rules: [{rule}]}}");
+        let version = if kind == "GRPCRoute" { "v1" } else { "v1beta3" };
+        let manifests = format!(
+            "{}{}{}",
+            workloads(""),
+            server(&format!("port: 8080, proxyProtocol: {protocol}")),
+            object(version, kind, "r", &spec)
+        );
+        let told = told(&manifests, Config::default(), WEB, 8080).await;
+        let (status, message) = match told.protocol.unwrap().kind.unwrap() {
+            Kind::Http1(http) => match &http.routes[0].rules[0].filters[..] {
+                [
+                    http_route::Filter {
+                        kind: Some(http_route::filter::Kind::FailureInjector(fail)),
+                    },
+                ] => (fail.status, fail.message.clone()),
+                other => panic!("{rule}: {other:?}"),
+            },
+            Kind::Grpc(grpc) => match &grpc.routes[0].rules[0].filters[..] {
+                [
+                    grpc_route::Filter {
+                        kind: Some(grpc_route::filter::Kind::FailureInjector(fail)),
+                    },
+                ] => (fail.code, fail.message.clone()),
+                other => panic!("{rule}: {other:?}"),
+            },
+            other => panic!("{rule}: {other:?}"),
+        };
+        assert_eq!(status, if kind == "GRPCRoute" { 13 } else { 500 }, "{rule}");
+        assert_eq!(message, format!("{kind} shop/r: {cause}"));
+    };
+    let response = "{filters: [{type: ResponseHeaderModifier, responseHeaderModifier: {remove: [x]}}]}";
+    let on_server = "filter ResponseHeaderModifier is not supported where the parent is a Server";
+    row("HTTPRoute", "HTTP/1", response, on_server).await;
+    row("GRPCRoute", "gRPC", response, on_server).await;
+    let mirror = "{filters: [{type: RequestMirror, requestMirror: {backendRef: {name: web, port: 80}}}]}";
+    let by_mesh = "filter RequestMirror is not supported by the mesh";
+    row("GRPCRoute", "gRPC", mirror, by_mesh).await;
 }

@@ -282,3 +282,25 @@ async fn lookups_that_cannot_be_answered_have_their_code() {
         assert_eq!(mesh.profiles(path, "").await.unwrap_err().code(), code, "{path}");
     }
 }
+
+#[tokio::test]
+async fn destinations_of_a_split_are_services_however_their_names_are_written() {
+    for (authority, expected) in [
+        ("srv2.shop.svc.cluster.local.:80", "srv2.shop.svc.cluster.local:80"),
+        ("srv2.shop.svc.cluster.local.", "srv2.shop.svc.cluster.local:80"),
+        ("srv2.shop:8080", "srv2.shop.svc.cluster.local:8080"),
+        ("srv2.shop", "srv2.shop.svc.cluster.local:80"),
+        ("srv2.shop.svc:80", "srv2.shop.svc.cluster.local:80"),
+        ("srv2.shop.svc.:80", "srv2.shop.svc.cluster.local:80"),
+        ("Srv2.Shop.SVC.cluster.local:80", "srv2.shop.svc.cluster.local:80"),
+        ("db-0.db.shop.svc:5432", "db-0.db.shop.svc.cluster.local:5432"),
+    ] {
+        let manifests = PROFILE.replace("NAMESPACE", "shop").replace(
+            "authority: web-v1.shop.svc.cluster.local,",
+            &format!("authority: \"{authority}\","),
+        );
+        let mesh = mesh(&format!("{MESH}---{manifests}")).await;
+        let profile = mesh.profile("10.247.0.10:80").await;
+        assert_eq!(profile.dst_overrides[0].authority, expected, "{authority}");
+    }
+}

@@ -240,24 +240,11 @@ const OUTBOUND: Differences = Differences {
 };
 const FORBIDDEN: &str = "bytes that are forbidden have no backend either";
 const INBOUND: Differences = Differences {
-    words: &[
-        NO_HEADERS,
-        (
-            "namespace: \"\"",
-            "namespace: \"shop\"",
-            "what decides is named in full, for metrics",
-        ),
-    ],
-    answers: &[
-        (
-            "port shop/web:9000",
-            "the route of probes comes first, which decides nothing: its paths are exact",
-        ),
-        (
-            "port shop/web:25",
-            "ports that are opaque in the cluster are so for pods that have no annotation, which Linkerd's injector writes",
-        ),
-    ],
+    words: &[NO_HEADERS],
+    answers: &[(
+        "port shop/web:25",
+        "ports that are opaque in the cluster are so for pods that have no annotation, which Linkerd's injector writes",
+    )],
 };
 const DESTINATION: Differences = Differences {
     words: &[

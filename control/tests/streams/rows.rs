@@ -360,6 +360,29 @@ async fn slices_say_which_addresses_there_are() {
             "1",
         ),
         (
+            "nobody is ready, and one that is going still answers",
+            endpoints(
+                "{addresses: [10.3.0.1], conditions: {ready: false, serving: true, terminating: true}}, \
+                 {addresses: [10.3.0.2], conditions: {ready: false, serving: false, terminating: true}}",
+            ),
+            80,
+            "+10.3.0.1:8080",
+        ),
+        (
+            "one that is going, and one that is ready",
+            endpoints(
+                "{addresses: [10.3.0.1], conditions: {ready: false, serving: true, terminating: true}}, {addresses: [10.3.0.2]}",
+            ),
+            80,
+            "+10.3.0.2:8080",
+        ),
+        (
+            "of several addresses of an endpoint the first stands for all",
+            endpoints("{addresses: [10.3.0.2, 10.3.0.1]}, {addresses: [10.3.0.3]}"),
+            80,
+            "+10.3.0.2:8080,10.3.0.3:8080",
+        ),
+        (
             "a slice without ports",
             one("addressType: IPv4\nendpoints: [{addresses: [10.3.0.1]}]"),
             80,
@@ -487,6 +510,31 @@ async fn hints_and_traffic_policies_choose_endpoints() {
             hinted(2, "{name: b}"),
             A,
             "+10.3.0.2:8080",
+        ),
+        (
+            "the client's node",
+            PORTS,
+            "{addresses: [10.3.0.1], hints: {forNodes: [{name: node-a}], forZones: [{name: a}]}}, \
+             {addresses: [10.3.0.2], hints: {forNodes: [{name: node-c}], forZones: [{name: a}]}}"
+                .to_owned(),
+            A,
+            "+10.3.0.1:8080",
+        ),
+        (
+            "nothing for the client's node, and something for its zone",
+            PORTS,
+            "{addresses: [10.3.0.1], hints: {forNodes: [{name: node-b}], forZones: [{name: b}]}}, \
+             {addresses: [10.3.0.2], hints: {forNodes: [{name: node-c}], forZones: [{name: a}]}}"
+                .to_owned(),
+            A,
+            "+10.3.0.2:8080",
+        ),
+        (
+            "one endpoint without hints of nodes lets all count",
+            PORTS,
+            "{addresses: [10.3.0.1], hints: {forNodes: [{name: node-a}]}}, {addresses: [10.3.0.2]}".to_owned(),
+            A,
+            "+10.3.0.1:8080,10.3.0.2:8080",
         ),
         (
             "local traffic goes to pods of the node only",
@@ -720,4 +768,144 @@ async fn clients_and_the_policy_of_a_port_are_told_alike_what_is_opaque() {
     row(None, &[server("a", 2, opaque), server("b", 1, http)], false).await;
     row(None, &[server("a", 1, opaque), server("b", 1, http)], true).await;
     row(Some("data"), &[server("a", 1, http)], false).await;
+}
+
+#[tokio::test]
+async fn addresses_of_a_mirror_lead_to_the_gateway_and_name_the_service_behind_it() {
+    let slice = format!("{V4}endpoints: [{{addresses: [203.0.113.9]}}]");
+    let yaml = sliced(PORTS, &slice).replace(
+        "labels: {kubernetes.io/service-name: web}}",
+        "labels: {kubernetes.io/service-name: web, mirror.linkerd.io/cluster-name: east}, annotations: {\
+         mirror.linkerd.io/remote-gateway-identity: gateway.linkerd-multicluster.serviceaccount.identity.linkerd.east, \
+         mirror.linkerd.io/remote-svc-fq-name: web.shop.svc.east.test}}",
+    );
+    let mesh = mesh(&yaml).await;
+    let update = next(&mut mesh.get("web.shop.svc.cluster.local:80").await.unwrap()).await;
+    let Some(update::Update::Add(set)) = &update.update else {
+        panic!("{update:?}")
+    };
+    let authority = set.addrs[0].authority_override.clone().unwrap();
+    assert_eq!(authority.authority_override, "web.shop.svc.east.test:80");
+    check(
+        "a mirror",
+        &words(&set.addrs[0]),
+        "203.0.113.9:8080 h2 tls=gateway.linkerd-multicluster.serviceaccount.identity.linkerd.east target_cluster=east \
+         target_service=web target_service_namespace=shop !transport",
+    );
+}
+
+#[tokio::test]
+async fn a_client_whose_node_moves_to_another_zone_is_told_of_its_endpoints() {
+    let hinted = "{addresses: [10.3.0.1], zone: a, hints: {forZones: [{name: a}]}}, \
+        {addresses: [10.3.0.2], zone: b, hints: {forZones: [{name: b}]}}";
+    let mesh = mesh(&sliced(PORTS, &format!("{V4}endpoints: [{hinted}]"))).await;
+    let mut stream = mesh.get_from("web.shop.svc.cluster.local:80", A).await.unwrap();
+    assert_eq!(short(&next(&mut stream).await), "+10.3.0.1:8080");
+    let moved = "apiVersion: v1\nkind: Node\nmetadata: {name: node-a, labels: {topology.kubernetes.io/zone: b}}\n";
+    let yaml = sliced(PORTS, &format!("{V4}endpoints: [{hinted}]"));
+    let others = yaml.replace("name: node-a, labels: {topology.kubernetes.io/zone: a}", "name: node-z");
+    mesh.write("mesh.yaml", &format!("{others}---\n{moved}"));
+    let update = next(&mut stream).await;
+    assert_eq!(short(&update), "+10.3.0.2:8080");
+    check("in its zone", &add(update)[0], "zone_locality=local");
+    assert_eq!(short(&next(&mut stream).await), "-10.3.0.1:8080");
+}
+
+#[tokio::test]
+async fn an_external_workload_has_no_address_of_somebody_else() {
+    let workload = |ip: &str| {
+        format!(
+            "---\napiVersion: workload.linkerd.io/v1beta1\nkind: ExternalWorkload\n\
+             metadata: {{name: vm, namespace: evil, labels: {{app: vm}}}}\n\
+             spec: {{meshTLS: {{identity: vm.evil, serverName: vm.evil}}, ports: [{{port: 80}}], workloadIPs: [{{ip: {ip}}}]}}\n\
+             ---\napiVersion: v1\nkind: Service\nmetadata: {{name: vm, namespace: evil}}\n\
+             spec: {{clusterIP: 10.247.0.66, selector: {{app: vm}}, ports: [{{port: 80}}]}}\n"
+        )
+    };
+    let others = format!(
+        "{}---\napiVersion: v1\nkind: Service\nmetadata: {{name: web, namespace: shop}}\n\
+         spec: {{clusterIP: 10.247.0.10, ports: [{{port: 80}}]}}\n{}",
+        pod("p", "10.1.0.1", MESHED, CONTAINER),
+        pod(
+            "host",
+            "10.9.0.1",
+            "labels: {}",
+            "hostNetwork: true, containers: [{name: a, ports: [{containerPort: 81}]}]"
+        ),
+    );
+    for (ip, is_served) in [
+        ("10.1.0.1", false),
+        ("10.247.0.10", false),
+        ("10.9.0.1", false),
+        ("10.2.0.1", true),
+    ] {
+        let mesh = mesh(&format!("{others}{}", workload(ip))).await;
+        let update = next(&mut mesh.get("vm.evil.svc.cluster.local:80").await.unwrap()).await;
+        let expected = if is_served { format!("+{ip}:80") } else { "1".to_owned() };
+        assert_eq!(short(&update), expected, "{ip}");
+        let identity = mesh
+            .profile(&format!("{ip}:80"))
+            .await
+            .endpoint
+            .and_then(|endpoint| endpoint.tls_identity);
+        let is_its = format!("{identity:?}").contains("vm.evil");
+        assert_eq!(is_its, is_served, "{ip}: {identity:?}");
+    }
+}
+
+#[tokio::test]
+async fn in_a_directory_ports_and_readiness_are_those_that_a_cluster_would_say() {
+    let service = |more: &str| {
+        format!(
+            "---\napiVersion: v1\nkind: Service\nmetadata: {{name: web, namespace: shop}}\n\
+             spec: {{clusterIP: 10.247.0.10, selector: {{app: web}}, ports: [{{port: 80, targetPort: http}}]{more}}}\n"
+        )
+    };
+    let port =
+        |container: &str, port: u16| format!("{{name: {container}, ports: [{{name: http, containerPort: {port}}}]}}");
+    let sidecar = |number: u16| format!("{{restartPolicy: Always, {}", port("s", number).trim_start_matches('{'));
+    let row = async |spec: String, service: String, ready: &str, expected: &str| {
+        let manifest = pod("p", "10.1.0.1", "labels: {app: web}", &spec).replace(
+            "phase: Running",
+            &format!("phase: Running, conditions: [{{type: Ready, status: '{ready}'}}]"),
+        );
+        let mesh = mesh(&format!("{manifest}{service}")).await;
+        let update = next(&mut mesh.get("web.shop.svc.cluster.local:80").await.unwrap()).await;
+        assert_eq!(short(&update), expected, "{spec}");
+    };
+    let containers = |all: &[String]| format!("containers: [{}]", all.join(", "));
+    row(
+        containers(&[port("a", 9000), port("b", 8000)]),
+        service(""),
+        "True",
+        "+10.1.0.1:9000",
+    )
+    .await;
+    let with_setup = format!(
+        "initContainers: [{}], {}",
+        port("i", 7000),
+        containers(&[port("a", 9000)])
+    );
+    row(with_setup, service(""), "True", "+10.1.0.1:9000").await;
+    let with_sidecar = format!(
+        "initContainers: [{}], {}",
+        sidecar(7000),
+        containers(&[port("a", 9000)])
+    );
+    row(with_sidecar, service(""), "True", "+10.1.0.1:9000").await;
+    let only_sidecar = format!(
+        "initContainers: [{}, {}], containers: [{{name: a}}]",
+        port("i", 6000),
+        sidecar(7000)
+    );
+    row(only_sidecar, service(""), "True", "+10.1.0.1:7000").await;
+    let one = containers(&[port("a", 9000)]);
+    row(one.clone(), service(""), "False", "1").await;
+    row(
+        one,
+        service(", publishNotReadyAddresses: true"),
+        "False",
+        "+10.1.0.1:9000",
+    )
+    .await;
 }

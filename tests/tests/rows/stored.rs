@@ -194,6 +194,7 @@ impl Stored {
             slices: None,
             statuses: Some(writeback::Statuses {
                 cluster_networks: tulle_control::cluster::Config::default().cluster_networks,
+                global_egress_namespace: tulle_control::cluster::Config::default().global_egress_namespace,
                 patch_timeout: Duration::from_secs(5),
             }),
         };

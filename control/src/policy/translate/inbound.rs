@@ -17,10 +17,10 @@ use crate::model::inbound::{
     Authorization, AuthorizationReference, Clients, Identities, Protocol, RateLimit, Route, Routes, Server as Model,
     ServerReference,
 };
-use crate::model::reference::ObjectRef;
+use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch};
 use crate::policy::translate::{
-    default_metadata, grpc_failure, grpc_match, host, http_failure, http_match, metadata, object_metadata, redirect,
+    default_metadata, grpc_failure, grpc_match, host, http_failure, http_match, object_metadata, redirect,
     request_headers,
 };
 use crate::resources::policy::reference::POLICY_GROUP;
@@ -83,7 +83,13 @@ fn authorization(authorization: &Authorization) -> Authz {
         AuthorizationReference::Default(name) => (labels("", "default", name), default_metadata(name)),
         AuthorizationReference::Object { kind, namespace, name } => (
             labels(POLICY_GROUP, kind, name),
-            authorization_metadata(kind, namespace, name),
+            object(&ObjectRef {
+                group: POLICY_GROUP,
+                kind,
+                namespace: namespace.clone(),
+                name: name.clone(),
+                port: None,
+            }),
         ),
     };
     Authz {
@@ -96,14 +102,18 @@ fn authorization(authorization: &Authorization) -> Authz {
     }
 }
 
-fn authorization_metadata(kind: &'static str, namespace: &std::sync::Arc<str>, name: &std::sync::Arc<str>) -> Metadata {
-    let (namespace, name) = (namespace.clone(), name.clone());
+fn metadata(reference: &Reference) -> Metadata {
+    match reference {
+        Reference::Default(name) => default_metadata(name),
+        Reference::Object(reference) => object(reference),
+    }
+}
+
+/// As Linkerd's control plane tells it: without the namespace, which is that of the workload.
+fn object(reference: &ObjectRef) -> Metadata {
     object_metadata(&ObjectRef {
-        group: POLICY_GROUP,
-        kind,
-        namespace,
-        name,
-        port: None,
+        namespace: "".into(),
+        ..reference.clone()
     })
 }
 
@@ -197,7 +207,7 @@ fn grpc_filter(filter: &Filter) -> Option<grpc_route::Filter> {
 fn rate_limit(limit: &RateLimit) -> HttpLocalRateLimit {
     let rate = |requests_per_second| Limit { requests_per_second };
     HttpLocalRateLimit {
-        metadata: Some(object_metadata(&limit.reference)),
+        metadata: Some(object(&limit.reference)),
         total: limit.total.map(rate),
         identity: limit.identity.map(rate),
         overrides: limit

@@ -43,6 +43,20 @@ pub enum ProxyProtocol {
     Tls,
 }
 
+impl fmt::Display for ProxyProtocol {
+    /// As manifests spell it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Unknown => "unknown",
+            Self::Http1 => "HTTP/1",
+            Self::Http2 => "HTTP/2",
+            Self::Grpc => "gRPC",
+            Self::Opaque => "opaque",
+            Self::Tls => "TLS",
+        })
+    }
+}
+
 /// Who may use a port that no authorization speaks of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DefaultPolicy {

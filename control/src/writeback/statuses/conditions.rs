@@ -1,8 +1,11 @@
 //! The conditions that we write, with the reasons that others look for.
 
+use std::net::IpAddr;
+
 use crate::resources::acceptance::Refusal;
 use crate::resources::meta::Name;
-use crate::resources::status::{ACCEPTED, Condition};
+use crate::resources::status::{ACCEPTED, Condition, UNSUPPORTED};
+use crate::writeback::statuses::inventory::Id;
 
 /// Why a rate limit does not hold.
 pub(super) enum LimitRefusal<'a> {
@@ -14,14 +17,24 @@ pub(super) enum LimitRefusal<'a> {
 pub(super) fn of_route(judged: Result<(), Refusal>, generation: Option<i64>) -> Condition {
     let (reason, message) = match judged {
         Ok(()) => return yes(ACCEPTED, generation),
-        Err(Refusal::NoParent) => ("NoMatchingParent", ""),
-        Err(Refusal::NoClusterIp) => ("NoMatchingParent", "parent service must have a ClusterIP"),
-        Err(Refusal::Conflict) => (
-            "RouteReasonConflicted",
-            "a route of a more specific protocol has the same parent and port",
+        Err(Refusal::NoParent) => (NO_PARENT, String::new()),
+        Err(Refusal::NoClusterIp) => (NO_PARENT, "parent service must have a ClusterIP".to_owned()),
+        Err(Refusal::OtherNamespace) => (
+            NO_PARENT,
+            "the parent is in another namespace; routes of that namespace only are served".to_owned(),
         ),
+        Err(Refusal::Protocol(protocol)) => (
+            NO_PARENT,
+            format!("the Server's proxyProtocol is {protocol}, which has no routes of this kind"),
+        ),
+        Err(Refusal::Conflict) => (
+            CONFLICTED,
+            "a route of a more specific protocol has the same parent and port".to_owned(),
+        ),
+        Err(Refusal::Older(name)) => (CONFLICTED, format!("{name} is older and takes the same connections")),
+        Err(Refusal::Unsupported(reason)) => (UNSUPPORTED, reason),
     };
-    no(ACCEPTED, reason, message.to_owned(), generation)
+    no(ACCEPTED, reason, message, generation)
 }
 
 /// Whether all backends of a route exist.
@@ -58,6 +71,19 @@ pub(super) fn of_limit(refused: Option<LimitRefusal<'_>>, generation: Option<i64
     }
 }
 
+/// What is said of an external workload: nothing, unless some of its addresses are somebody else's, or were.
+pub(super) fn of_workload(taken: &[(IpAddr, &Id)], was_judged: bool) -> Option<Condition> {
+    if taken.is_empty() {
+        // The definition of external workloads knows no generation that a condition is about.
+        return was_judged.then(|| yes(ACCEPTED, None));
+    }
+    let taken = taken
+        .iter()
+        .map(|(ip, (kind, name))| format!("{ip} is an address of {} {name}", kind.info().name));
+    let message = format!("{}; it is not served", taken.collect::<Vec<_>>().join(", "));
+    Some(no(ACCEPTED, "AddressTaken", message, None))
+}
+
 /// Takes over the time of conditions that have the status they had.
 pub(super) fn keep_times(wanted: &mut [Condition], current: &[Condition], now: &str) {
     for condition in wanted {
@@ -92,3 +118,7 @@ fn no(kind: &str, reason: &str, message: String, generation: Option<i64>) -> Con
 }
 
 const RESOLVED: &str = "ResolvedRefs";
+
+const NO_PARENT: &str = "NoMatchingParent";
+
+const CONFLICTED: &str = "RouteReasonConflicted";

@@ -1,19 +1,22 @@
 //! The objects whose status we write, the objects that it depends on, and what has to be written.
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 use std::sync::Arc;
 
-use ahash::{AHashMap, AHashSet};
+use ahash::AHashMap;
 use ipnet::IpNet;
 use serde_json::{Value, json};
 
-use crate::resources::acceptance::{self, Parents};
+use crate::resources::acceptance::{self, Parents, Settings};
 use crate::resources::meta::Name;
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::rate_limit::RateLimitPolicy;
+use crate::resources::policy::server::Server;
 use crate::resources::route::{Parent, ParentKind, Route};
 use crate::resources::service::Service;
-use crate::resources::status::{CONTROLLER_NAME, Condition, ParentRef, ParentStatus, PolicyStatus};
+use crate::resources::status::{ACCEPTED, CONTROLLER_NAME, Condition, ParentRef, ParentStatus, PolicyStatus};
+use crate::resources::workload::ExternalWorkload;
 use crate::resources::{Kind, Object};
 use crate::writeback::statuses::conditions;
 
@@ -23,11 +26,16 @@ pub(super) type Id = (Kind, Name);
 /// Shares its objects with whoever else heard of them.
 pub(super) struct Inventory {
     cluster_networks: Vec<IpNet>,
-    servers: AHashSet<Name>,
+    global_egress_namespace: String,
+    servers: AHashMap<Name, Arc<Server>>,
     services: AHashMap<Name, Arc<Service>>,
     networks: AHashMap<Name, Arc<EgressNetwork>>,
     routes: AHashMap<Id, Arc<Route>>,
     limits: AHashMap<Name, Arc<RateLimitPolicy>>,
+    workloads: AHashMap<Name, Arc<ExternalWorkload>>,
+    /// Services and pods by their addresses, which no external workload has, and external workloads by what they say.
+    addresses: AHashMap<IpAddr, BTreeSet<Id>>,
+    pods: AHashMap<Name, Vec<IpAddr>>,
     /// The objects whose status depends on an object.
     dependents: AHashMap<Id, BTreeSet<Id>>,
     /// What we wrote and have not heard of yet, with the version that it replaced.
@@ -39,6 +47,8 @@ pub(super) struct Inventory {
 pub(super) enum Status {
     Route(Vec<ParentStatus>),
     Policy(PolicyStatus),
+    /// The condition of an external workload that is ours, if there is one.
+    Workload(Option<Condition>),
 }
 
 /// A status to be written.
@@ -51,14 +61,18 @@ pub(super) struct Patch {
 }
 
 impl Inventory {
-    pub(super) fn new(cluster_networks: Vec<IpNet>) -> Self {
+    pub(super) fn new(cluster_networks: Vec<IpNet>, global_egress_namespace: String) -> Self {
         Self {
             cluster_networks,
-            servers: AHashSet::new(),
+            global_egress_namespace,
+            servers: AHashMap::new(),
             services: AHashMap::new(),
             networks: AHashMap::new(),
             routes: AHashMap::new(),
             limits: AHashMap::new(),
+            workloads: AHashMap::new(),
+            addresses: AHashMap::new(),
+            pods: AHashMap::new(),
             dependents: AHashMap::new(),
             written: AHashMap::new(),
         }
@@ -82,17 +96,35 @@ impl Inventory {
                 concerned.insert(id);
                 concerned
             }
-            Object::Server(_) => match self.servers.insert(id.1.clone()) {
-                true => self.dependents_of(&id),
-                false => BTreeSet::new(),
-            },
-            Object::Service(service) => {
-                let before = self.services.insert(id.1.clone(), service.clone());
-                // Nothing else of a service matters here.
-                match before.is_some_and(|before| before.kind == service.kind) {
+            Object::Server(server) => {
+                let before = self.servers.insert(id.1.clone(), server.clone());
+                match before.is_some_and(|before| before.protocol == server.protocol) {
                     true => BTreeSet::new(),
                     false => self.dependents_of(&id),
                 }
+            }
+            Object::Service(service) => {
+                let before = self.services.insert(id.1.clone(), service.clone());
+                let old = before
+                    .as_ref()
+                    .map(|before| before.cluster_ips.clone())
+                    .unwrap_or_default();
+                let mut concerned = self.readdress(&id, &old, &service.cluster_ips);
+                if before.is_none_or(|before| before.kind != service.kind) {
+                    concerned.extend(self.dependents_of(&id));
+                }
+                concerned
+            }
+            Object::Pod(pod) => {
+                let addresses: Vec<IpAddr> = pod.claims().collect();
+                let old = self.pods.insert(id.1.clone(), addresses.clone()).unwrap_or_default();
+                self.readdress(&id, &old, &addresses)
+            }
+            Object::ExternalWorkload(workload) => {
+                let before = self.workloads.insert(id.1.clone(), workload.clone());
+                let old = before.map(|before| before.ips.clone()).unwrap_or_default();
+                self.readdress(&id, &old, &workload.ips);
+                BTreeSet::from([id])
             }
             _ => BTreeSet::new(),
         }
@@ -106,8 +138,19 @@ impl Inventory {
                 self.dependents_of(id)
             }
             Kind::Service => {
-                self.services.remove(&id.1);
-                self.dependents_of(id)
+                let old = self.services.remove(&id.1);
+                let old = old.map(|old| old.cluster_ips.clone()).unwrap_or_default();
+                let mut concerned = self.readdress(id, &old, &[]);
+                concerned.extend(self.dependents_of(id));
+                concerned
+            }
+            Kind::Pod => {
+                let old = self.pods.remove(&id.1).unwrap_or_default();
+                self.readdress(id, &old, &[])
+            }
+            Kind::ExternalWorkload => {
+                let old = self.workloads.remove(&id.1);
+                self.readdress(id, &old.map(|old| old.ips.clone()).unwrap_or_default(), &[])
             }
             Kind::EgressNetwork => {
                 self.networks.remove(&id.1);
@@ -126,12 +169,37 @@ impl Inventory {
         concerned
     }
 
+    /// Notes other addresses of an object than before, and names the external workloads that say they have one of them.
+    fn readdress(&mut self, id: &Id, old: &[IpAddr], new: &[IpAddr]) -> BTreeSet<Id> {
+        if old == new {
+            return BTreeSet::new();
+        }
+        for ip in old {
+            if let Some(ids) = self.addresses.get_mut(ip) {
+                ids.remove(id);
+                if ids.is_empty() {
+                    self.addresses.remove(ip);
+                }
+            }
+        }
+        for ip in new {
+            self.addresses.entry(*ip).or_default().insert(id.clone());
+        }
+        let at = old.iter().chain(new).filter_map(|ip| self.addresses.get(ip)).flatten();
+        at.filter(|(kind, _)| *kind == Kind::ExternalWorkload)
+            .cloned()
+            .collect()
+    }
+
     fn apply_route(&mut self, id: Id, route: &Arc<Route>) -> BTreeSet<Id> {
         let old = self.routes.insert(id.clone(), route.clone());
         let before = old.as_ref().map(|old| looks_at(old)).unwrap_or_default();
         let after = looks_at(route);
         let mut concerned = BTreeSet::from([id.clone()]);
-        let same_parents = |old: &Arc<Route>| old.parents.iter().map(place).eq(route.parents.iter().map(place));
+        let same_parents = |old: &Arc<Route>| {
+            old.parents.iter().map(place).eq(route.parents.iter().map(place))
+                && (&old.hostnames, old.meta.created_at) == (&route.hostnames, route.meta.created_at)
+        };
         // With the same parents as before it is no other rival than before.
         if !old.as_ref().is_some_and(same_parents) || before != after {
             concerned.extend(self.unlink(&id, before));
@@ -182,7 +250,8 @@ impl Inventory {
         let routes = self.routes.keys().cloned();
         let limits = self.limits.keys().map(|name| (Kind::RateLimitPolicy, name.clone()));
         let networks = self.networks.keys().map(|name| (Kind::EgressNetwork, name.clone()));
-        routes.chain(limits).chain(networks).collect()
+        let workloads = self.workloads.keys().map(|name| (Kind::ExternalWorkload, name.clone()));
+        routes.chain(limits).chain(networks).chain(workloads).collect()
     }
 
     /// What has to be written at `now`; nothing if the object is gone or says what it should.
@@ -196,14 +265,22 @@ impl Inventory {
         let mut body = json!({ "kind": id.0.info().name, "metadata": { "name": id.1.name } });
         body["status"] = match &wanted {
             Status::Route(ours) => {
-                if !foreign.is_empty() {
-                    // What others have written meanwhile must not be undone.
-                    body["metadata"]["resourceVersion"] = json!(version);
-                }
+                // The list is written whole, and what others have written meanwhile must not be undone.
+                body["metadata"]["resourceVersion"] = json!(version);
                 let parents: Vec<&ParentStatus> = foreign.iter().chain(ours).collect();
                 json!({ "parents": parents })
             }
             Status::Policy(status) => json!(status),
+            Status::Workload(ours) => {
+                body["metadata"]["resourceVersion"] = json!(version);
+                let conditions = self.workloads.get(&id.1).map(|workload| &*workload.conditions);
+                let foreign = conditions
+                    .unwrap_or_default()
+                    .iter()
+                    .filter(|condition| !is_ours(condition));
+                let all: Vec<Value> = foreign.cloned().chain(ours.iter().map(|ours| json!(ours))).collect();
+                json!({ "conditions": all })
+            }
         };
         Some(Patch {
             body,
@@ -227,6 +304,13 @@ impl Inventory {
             Kind::EgressNetwork => {
                 let network = self.networks.get(&id.1)?;
                 (&network.meta, Status::Policy(network.status.clone()), Vec::new())
+            }
+            Kind::ExternalWorkload => {
+                let workload = self.workloads.get(&id.1)?;
+                let ours = workload.conditions.iter().find(|condition| is_ours(condition));
+                // One that cannot be read is written anew.
+                let ours = ours.and_then(|ours| serde_json::from_value(ours.clone()).ok());
+                (&workload.meta, Status::Workload(ours), Vec::new())
             }
             _ => {
                 let route = self.routes.get(id)?;
@@ -254,8 +338,24 @@ impl Inventory {
                     target_ref: None,
                 }))
             }
+            Kind::ExternalWorkload => {
+                let workload = self.workloads.get(&id.1)?;
+                let was_judged = workload.conditions.iter().any(is_ours);
+                let taken: Vec<_> = workload
+                    .ips
+                    .iter()
+                    .filter_map(|ip| Some((*ip, self.owner_of(*ip)?)))
+                    .collect();
+                Some(Status::Workload(conditions::of_workload(&taken, was_judged)))
+            }
             _ => Some(Status::Route(self.route_status(self.routes.get(id)?))),
         }
+    }
+
+    /// The Service or pod that has an address.
+    fn owner_of(&self, ip: IpAddr) -> Option<&Id> {
+        let mut ids = self.addresses.get(&ip)?.iter();
+        ids.find(|(kind, _)| *kind != Kind::ExternalWorkload)
     }
 
     fn route_status(&self, route: &Route) -> Vec<ParentStatus> {
@@ -265,7 +365,11 @@ impl Inventory {
                 continue;
             };
             let rivals = self.routes_of(parent);
-            let judged = acceptance::of_route(self, &self.cluster_networks, route.kind, parent, rivals);
+            let settings = Settings {
+                cluster_networks: &self.cluster_networks,
+                global_egress_namespace: &self.global_egress_namespace,
+            };
+            let judged = acceptance::of_route(self, settings, route, parent, rivals);
             let mut found = vec![conditions::of_route(judged, route.generation)];
             if parent.kind != ParentKind::Server {
                 found.push(self.references(route));
@@ -326,7 +430,7 @@ impl Inventory {
             .filter_map(|(_, name)| self.limits.get(name))
             .min_by(|a, b| a.meta.seniority().cmp(&b.meta.seniority()));
         let holder = oldest.map_or(&limit.meta.name, |oldest| &oldest.meta.name);
-        let refused = if !self.servers.contains(&server.1) {
+        let refused = if !self.servers.contains_key(&server.1) {
             Some(conditions::LimitRefusal::NoServer)
         } else if *holder != limit.meta.name {
             Some(conditions::LimitRefusal::Older(holder))
@@ -341,8 +445,8 @@ impl Inventory {
 }
 
 impl Parents for Inventory {
-    fn has_server(&self, name: &Name) -> bool {
-        self.servers.contains(name)
+    fn server(&self, name: &Name) -> Option<&Server> {
+        self.servers.get(name).map(|server| &**server)
     }
 
     fn service(&self, name: &Name) -> Option<&Service> {
@@ -368,10 +472,18 @@ impl Status {
             (Self::Policy(wanted), Self::Policy(current)) => {
                 conditions::keep_times(&mut wanted.conditions, &current.conditions, now);
             }
+            (Self::Workload(Some(wanted)), Self::Workload(current)) => {
+                conditions::keep_times(std::slice::from_mut(wanted), current.as_slice(), now);
+            }
             _ => {}
         }
         self
     }
+}
+
+/// Whether a condition of an external workload is the one that we write.
+fn is_ours(condition: &Value) -> bool {
+    condition["type"] == ACCEPTED
 }
 
 /// What the status of a route depends on.

@@ -1,4 +1,4 @@
-//! Writes the status of routes, rate limits and egress networks: who accepts them, and why not.
+//! Writes the status of routes, rate limits, egress networks and external workloads: who accepts them, and why not.
 //!
 //! Objects come from the watches that everybody shares. A change names the objects whose status it may have changed, and
 //! one worker patches what is not as it should be while this process leads; every 10 seconds all of them are looked at
@@ -6,7 +6,7 @@
 //!
 //! Needs `patch` on `httproutes/status`, `httplocalratelimitpolicies/status` and `egressnetworks/status` of
 //! `policy.linkerd.io` and on `httproutes/status`, `grpcroutes/status`, `tlsroutes/status` and `tcproutes/status` of
-//! `gateway.networking.k8s.io`, beside what the watches need.
+//! `gateway.networking.k8s.io`, and on `externalworkloads/status` of `workload.linkerd.io`, beside what the watches need.
 
 mod conditions;
 mod inventory;
@@ -19,7 +19,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ahash::AHashSet;
-use ipnet::IpNet;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{Api, ApiResource, DynamicObject, GroupVersionKind, Patch as Body, PatchParams};
 use kube::{Client, Error};
@@ -34,6 +33,7 @@ use crate::kubernetes::lease::{Leadership, Role};
 use crate::resources::Kind;
 use crate::resources::event::{Event, Writer};
 use crate::resources::status::CONTROLLER_NAME;
+use crate::writeback::Statuses;
 use crate::writeback::metrics::StatusMetrics;
 use crate::writeback::statuses::inventory::{Id, Inventory, Patch};
 
@@ -64,18 +64,13 @@ struct Queue {
 }
 
 impl Controller {
-    pub(super) fn new(
-        client: Client,
-        cluster_networks: Vec<IpNet>,
-        patch_timeout: Duration,
-        registry: &Registry,
-    ) -> Self {
+    pub(super) fn new(client: Client, settings: Statuses, registry: &Registry) -> Self {
         Self(Arc::new(Shared {
             client,
-            patch_timeout,
+            patch_timeout: settings.patch_timeout,
             metrics: StatusMetrics::new(registry),
             state: Mutex::new(State {
-                inventory: Inventory::new(cluster_networks),
+                inventory: Inventory::new(settings.cluster_networks, settings.global_egress_namespace),
                 queue: None,
             }),
             added: Notify::new(),
@@ -92,7 +87,12 @@ impl Controller {
         let wanted = |kind| {
             let on_its_own = matches!(
                 kind,
-                Kind::Service | Kind::Server | Kind::EgressNetwork | Kind::RateLimitPolicy
+                Kind::Service
+                    | Kind::Server
+                    | Kind::EgressNetwork
+                    | Kind::RateLimitPolicy
+                    | Kind::Pod
+                    | Kind::ExternalWorkload
             );
             on_its_own || kind.is_route()
         };

@@ -12,7 +12,10 @@ struct World(Inventory);
 
 impl World {
     fn new() -> Self {
-        Self(Inventory::new(vec!["10.0.0.0/8".parse().unwrap()]))
+        Self(Inventory::new(
+            vec!["10.0.0.0/8".parse().unwrap()],
+            "linkerd-egress".to_owned(),
+        ))
     }
 
     fn apply(&mut self, kind: Kind, manifest: Value) -> Vec<String> {
@@ -128,7 +131,8 @@ fn a_route_is_accepted_by_parents_that_exist() {
     let body = world.patch(Kind::PolicyHttpRoute, "r").unwrap();
     assert_eq!(
         (&body["kind"], &body["metadata"]),
-        (&json!("HTTPRoute"), &json!({"name": "r"}))
+        (&json!("HTTPRoute"), &json!({"name": "r", "resourceVersion": "1"})),
+        "what others write meanwhile is not overwritten"
     );
     let headless = &body["status"]["parents"][3];
     assert_eq!(
@@ -137,6 +141,217 @@ fn a_route_is_accepted_by_parents_that_exist() {
     );
     assert_eq!(headless["conditions"][0]["lastTransitionTime"], "2026-01-01T00:00:00Z");
     assert_eq!(headless["parentRef"]["namespace"], "shop");
+}
+
+/// Applies a route as it is.
+fn apply_route(world: &mut World, kind: Kind, metadata: Value, spec: Value) -> Vec<String> {
+    world.apply(kind, json!({"metadata": metadata, "spec": spec}))
+}
+
+/// The first condition of the first parent: `status reason: message`.
+fn first(world: &World, kind: Kind, namespace: &str, name: &str) -> String {
+    let patch = world
+        .0
+        .patch(&(kind, Name::new(namespace, name)), "2026-01-01T00:00:00Z")
+        .unwrap();
+    let condition = &patch.body["status"]["parents"][0]["conditions"][0];
+    let [status, reason, message] = ["status", "reason", "message"].map(|field| condition[field].as_str().unwrap());
+    format!("{status} {reason}: {message}")
+}
+
+#[test]
+fn of_routes_that_take_the_same_connections_the_oldest_is_accepted() {
+    let metadata = |namespace: &str, name: &str, day: u8| json!({"name": name, "namespace": namespace, "creationTimestamp": format!("2026-01-0{day}T00:00:00Z")});
+    let web = |port: Option<u16>| {
+        let mut parent = json!({"group": "", "kind": "Service", "name": "web", "namespace": "shop"});
+        if let Some(port) = port {
+            parent["port"] = json!(port);
+        }
+        parent
+    };
+    let spec = |port, hosts: &[&str]| json!({"parentRefs": [web(port)], "hostnames": hosts, "rules": [{}]});
+    let accepted = "True Accepted: ";
+    let older =
+        |name: &str| format!("False RouteReasonConflicted: shop/{name} is older and takes the same connections");
+    let tcp = Kind::TcpRoute;
+    let mut world = World::new();
+    world.service("web", "10.96.0.7");
+    apply_route(&mut world, tcp, metadata("shop", "b", 1), spec(Some(80), &[]));
+    let concerned = apply_route(&mut world, tcp, metadata("shop", "a", 2), spec(Some(80), &[]));
+    assert_eq!(concerned, ["a", "b"]);
+    apply_route(&mut world, tcp, metadata("shop", "c", 1), spec(None, &[]));
+    apply_route(&mut world, tcp, metadata("shop", "d", 3), spec(Some(81), &[]));
+    // Nobody sees this one beside those of the Service's namespace.
+    apply_route(&mut world, tcp, metadata("other", "z", 2), spec(Some(82), &[]));
+    let told = |name: &str| first(&world, tcp, "shop", name);
+    assert_eq!(told("b"), accepted);
+    assert_eq!(told("a"), older("b"));
+    assert_eq!(told("c"), older("b"));
+    assert_eq!(told("d"), older("c"));
+    assert_eq!(first(&world, tcp, "other", "z"), older("c"));
+    let tls = Kind::TlsRoute;
+    let mut world = World::new();
+    world.service("web", "10.96.0.7");
+    apply_route(&mut world, tls, metadata("shop", "a", 1), spec(Some(80), &["a.b"]));
+    apply_route(
+        &mut world,
+        tls,
+        metadata("shop", "b", 2),
+        spec(Some(80), &["c.d", "a.b"]),
+    );
+    apply_route(&mut world, tls, metadata("shop", "c", 3), spec(Some(80), &["e.f"]));
+    let told = |name: &str| first(&world, tls, "shop", name);
+    assert_eq!((told("a").as_str(), told("c").as_str()), (accepted, accepted));
+    assert_eq!(told("b"), older("a"));
+}
+
+#[test]
+fn a_route_that_nobody_would_see_is_not_accepted() {
+    let mut world = World::new();
+    world.server("srv");
+    let opaque = json!({"podSelector": {}, "port": 81, "proxyProtocol": "opaque"});
+    world.apply(
+        Kind::Server,
+        json!({"metadata": {"name": "opaque", "namespace": "shop"}, "spec": opaque}),
+    );
+    for namespace in ["shop", "linkerd-egress"] {
+        world.apply(
+            Kind::EgressNetwork,
+            json!({"metadata": {"name": "net", "namespace": namespace}, "spec": {"trafficPolicy": "Allow"}}),
+        );
+    }
+    let mut told = |kind: Kind, parent: Value| {
+        apply_route(
+            &mut world,
+            kind,
+            json!({"name": "r", "namespace": "shop"}),
+            json!({"parentRefs": [parent], "rules": [{}]}),
+        );
+        first(&world, kind, "shop", "r")
+    };
+    let other = json!({"group": POLICY, "kind": "Server", "name": "srv", "namespace": "other"});
+    assert_eq!(told(Kind::PolicyHttpRoute, other), "False NoMatchingParent: ");
+    assert!(told(Kind::PolicyHttpRoute, server_ref("srv")).starts_with("True"));
+    assert_eq!(
+        told(Kind::PolicyHttpRoute, server_ref("opaque")),
+        "False NoMatchingParent: the Server's proxyProtocol is opaque, which has no routes of this kind"
+    );
+    assert!(told(Kind::GrpcRoute, server_ref("srv")).starts_with("False NoMatchingParent: the Server's"));
+    let network = |namespace: &str| json!({"group": POLICY, "kind": "EgressNetwork", "name": "net", "namespace": namespace, "port": 443});
+    assert!(told(Kind::TcpRoute, network("shop")).starts_with("True"));
+    assert!(told(Kind::TcpRoute, network("linkerd-egress")).starts_with("True"));
+    world.apply(
+        Kind::EgressNetwork,
+        json!({"metadata": {"name": "net", "namespace": "third"}, "spec": {"trafficPolicy": "Allow"}}),
+    );
+    apply_route(
+        &mut world,
+        Kind::TcpRoute,
+        json!({"name": "r", "namespace": "shop"}),
+        json!({"parentRefs": [network("third")], "rules": [{}]}),
+    );
+    assert_eq!(
+        first(&world, Kind::TcpRoute, "shop", "r"),
+        "False NoMatchingParent: the parent is in another namespace; routes of that namespace only are served"
+    );
+    // A Server of another namespace is none for this route, although it exists.
+    world.apply(
+        Kind::Server,
+        json!({"metadata": {"name": "srv", "namespace": "other"}, "spec": {"podSelector": {}, "port": 80}}),
+    );
+    let other = json!({"group": POLICY, "kind": "Server", "name": "srv", "namespace": "other"});
+    apply_route(
+        &mut world,
+        Kind::PolicyHttpRoute,
+        json!({"name": "r", "namespace": "shop"}),
+        json!({"parentRefs": [other], "rules": [{}]}),
+    );
+    assert!(first(&world, Kind::PolicyHttpRoute, "shop", "r").contains("another namespace"));
+}
+
+#[test]
+fn a_route_that_asks_for_what_no_proxy_does_says_so() {
+    let told = |kind: Kind, parent: Value, rule: Value| {
+        let mut world = World::new();
+        world.service("web", "10.96.0.7");
+        world.server("srv");
+        apply_route(
+            &mut world,
+            kind,
+            json!({"name": "r", "namespace": "shop"}),
+            json!({"parentRefs": [parent], "rules": [rule]}),
+        );
+        first(&world, kind, "shop", "r")
+    };
+    let rewrite = json!({"filters": [{"type": "URLRewrite", "urlRewrite": {"hostname": "x"}}]});
+    assert_eq!(
+        told(Kind::GatewayHttpRoute, service_ref("web"), rewrite.clone()),
+        "False UnsupportedValue: filter URLRewrite is not supported by the mesh"
+    );
+    let of_backend = json!({"backendRefs": [{"name": "web", "port": 80, "filters": rewrite["filters"]}]});
+    assert!(told(Kind::GatewayHttpRoute, service_ref("web"), of_backend.clone()).starts_with("False UnsupportedValue"));
+    assert!(told(Kind::GatewayHttpRoute, server_ref("srv"), of_backend).starts_with("True"));
+    let response =
+        json!({"filters": [{"type": "ResponseHeaderModifier", "responseHeaderModifier": {"remove": ["x"]}}]});
+    assert!(told(Kind::GatewayHttpRoute, service_ref("web"), response.clone()).starts_with("True"));
+    for (kind, parent) in [
+        (Kind::GatewayHttpRoute, server_ref("srv")),
+        (Kind::PolicyHttpRoute, server_ref("srv")),
+        (Kind::GrpcRoute, service_ref("web")),
+    ] {
+        assert!(
+            told(kind, parent, response.clone()).starts_with("False UnsupportedValue"),
+            "{kind:?}"
+        );
+    }
+    let regex = json!({"matches": [{"path": {"type": "RegularExpression", "value": "("}}]});
+    assert!(told(Kind::GatewayHttpRoute, service_ref("web"), regex).starts_with("False UnsupportedValue: regular"));
+}
+
+#[test]
+fn an_external_workload_that_claims_an_address_of_somebody_else_is_refused() {
+    let mut world = World::new();
+    let kind = Kind::ExternalWorkload;
+    let ready = json!({"type": "Ready", "status": "True", "lastProbeTime": "2026-01-01T00:00:00Z"});
+    let workload = |version: &str, conditions: Value| {
+        json!({
+            "metadata": {"name": "vm", "namespace": "shop", "resourceVersion": version},
+            "spec": {"meshTLS": {"identity": "vm", "serverName": "vm"}, "workloadIPs": [{"ip": "10.1.0.1"}]},
+            "status": {"conditions": conditions},
+        })
+    };
+    world.apply(kind, workload("7", json!([ready])));
+    assert_eq!(world.patch(kind, "vm"), None, "nothing is said of an honest one");
+    let pod = json!({
+        "metadata": {"name": "web", "namespace": "other"},
+        "spec": {"containers": []},
+        "status": {"podIP": "10.1.0.1", "phase": "Running"},
+    });
+    assert_eq!(world.apply(Kind::Pod, pod.clone()), ["vm"]);
+    let body = world.patch(kind, "vm").unwrap();
+    assert_eq!(
+        body["metadata"]["resourceVersion"], "7",
+        "what others write meanwhile is not overwritten"
+    );
+    let refused = json!({
+        "type": "Accepted", "status": "False", "reason": "AddressTaken",
+        "message": "10.1.0.1 is an address of Pod other/web; it is not served",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    });
+    assert_eq!(body["status"]["conditions"], json!([ready, refused]));
+    world.apply(kind, workload("8", json!([ready, refused])));
+    assert_eq!(world.patch(kind, "vm"), None);
+    let mut over = pod;
+    over["status"]["phase"] = json!("Succeeded");
+    assert_eq!(world.apply(Kind::Pod, over), ["vm"]);
+    assert_eq!(
+        world.patch(kind, "vm").unwrap()["status"]["conditions"][1]["status"],
+        "True"
+    );
+    assert_eq!(world.service("api", "10.1.0.1"), ["vm"]);
+    let told = world.patch(kind, "vm").unwrap();
+    let message = &told["status"]["conditions"][1]["message"];
+    assert_eq!(message, "10.1.0.1 is an address of Service shop/api; it is not served");
 }
 
 #[test]
@@ -354,7 +569,12 @@ fn unanswered() -> Controller {
         }),
         "default",
     );
-    Controller::new(client, Vec::new(), Duration::from_secs(5), &Registry::new())
+    let settings = Statuses {
+        cluster_networks: Vec::new(),
+        global_egress_namespace: "linkerd-egress".to_owned(),
+        patch_timeout: Duration::from_secs(5),
+    };
+    Controller::new(client, settings, &Registry::new())
 }
 
 /// A route of the Server of its name.

@@ -40,6 +40,7 @@ impl Replica {
             slices: Some(writeback::Slices),
             statuses: Some(writeback::Statuses {
                 cluster_networks: vec!["10.0.0.0/8".parse().unwrap()],
+                global_egress_namespace: "linkerd-egress".to_owned(),
                 patch_timeout: Duration::from_secs(5),
             }),
         };
