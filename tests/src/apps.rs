@@ -49,6 +49,7 @@ pub async fn echo(mesh: &Mesh, workload: &str) {
     serve(serve::Args {
         http: vec![mesh.app(workload, HTTP)],
         tcp: vec![(ip, TCP).into(), (ip, OPAQUE).into()],
+        https: Vec::new(),
         tcp_speaks_first: Vec::new(),
         delay: Duration::ZERO,
         name: workload.into(),
@@ -62,6 +63,7 @@ pub async fn echo_at(name: &str, addr: SocketAddr) {
     serve(serve::Args {
         http: vec![addr],
         tcp: Vec::new(),
+        https: Vec::new(),
         tcp_speaks_first: Vec::new(),
         delay: Duration::ZERO,
         name: name.into(),
@@ -75,6 +77,7 @@ pub async fn greeter(workload: &str, addr: SocketAddr) {
     serve(serve::Args {
         http: Vec::new(),
         tcp: Vec::new(),
+        https: Vec::new(),
         tcp_speaks_first: vec![addr],
         delay: Duration::ZERO,
         name: workload.into(),

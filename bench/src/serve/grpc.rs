@@ -1,4 +1,4 @@
-//! The gRPC service `tulle.bench.Echo`.
+//! The gRPC service `tulle.bench.Echo`, and gRPC's health checks, which all services pass.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -10,6 +10,9 @@ use hyper::body::Incoming;
 use tonic::body::Body;
 use tonic::codegen::Service as _;
 use tonic::{Status, Streaming};
+use tulle_proto::health::health_check_response::ServingStatus;
+use tulle_proto::health::health_server::{Health, HealthServer};
+use tulle_proto::health::{HealthCheckRequest, HealthCheckResponse};
 
 use crate::echo::echo_server::{Echo, EchoServer};
 use crate::echo::{EchoReply, EchoRequest};
@@ -20,6 +23,8 @@ pub(super) type Service = EchoServer<Replies>;
 
 /// Paths that belong to this service.
 pub(super) const PREFIX: &str = "/tulle.bench.Echo/";
+/// Paths of health checks.
+pub(super) const HEALTH_PREFIX: &str = "/grpc.health.v1.Health/";
 
 pub(super) fn service(app: Arc<App>) -> Service {
     EchoServer::new(Replies { app })
@@ -32,6 +37,27 @@ pub(super) async fn call(service: &Service, req: Request<Incoming>) -> Response<
     match service.clone().call(req).await {
         Ok(rsp) => rsp,
         Err(never) => match never {},
+    }
+}
+
+/// Answers a health check.
+pub(super) async fn health(req: Request<Incoming>) -> Response<Body> {
+    match HealthServer::new(Healthy).call(req).await {
+        Ok(rsp) => rsp,
+        Err(never) => match never {},
+    }
+}
+
+struct Healthy;
+
+#[tonic::async_trait]
+impl Health for Healthy {
+    async fn check(
+        &self,
+        _: tonic::Request<HealthCheckRequest>,
+    ) -> Result<tonic::Response<HealthCheckResponse>, Status> {
+        let status = ServingStatus::Serving.into();
+        Ok(tonic::Response::new(HealthCheckResponse { status }))
     }
 }
 

@@ -15,7 +15,7 @@ use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
-use tokio::net::TcpStream;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::handshake::derive_accept_key;
 use tokio_tungstenite::tungstenite::protocol::Role;
@@ -25,7 +25,10 @@ use tulle_core::drain::Watch;
 use super::{App, grpc};
 
 /// Serves one connection to its end, or to the end of its requests once the process drains.
-pub(super) async fn serve(stream: TcpStream, app: Arc<App>, watch: Watch) {
+pub(super) async fn serve<IO>(stream: IO, app: Arc<App>, watch: Watch)
+where
+    IO: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
     let Ok(replica) = HeaderValue::from_str(&app.name) else {
         return;
     };
@@ -90,6 +93,7 @@ impl Site {
             "/echo" => echo(req),
             "/headers" => headers(req.headers()),
             "/ws" => self.websocket(req),
+            _ if path.starts_with(grpc::HEALTH_PREFIX) => grpc::health(req).await,
             _ if path.starts_with(grpc::PREFIX) => grpc::call(&self.calls, req).await,
             _ => match argument(path) {
                 Some(("bytes", n)) => bytes(n),

@@ -15,8 +15,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use rustls::ServerConfig;
+use rustls::pki_types::PrivateKeyDer;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
+use tokio_rustls::TlsAcceptor;
 use tulle_core::drain::{self, Watch};
 
 /// Which servers to run, and how they answer.
@@ -25,6 +28,9 @@ pub struct Args {
     /// Serve HTTP/1.1, HTTP/2 by prior knowledge, gRPC and WebSocket here (repeatable; port 0 takes a free one).
     #[arg(long, value_name = "ADDR")]
     pub http: Vec<SocketAddr>,
+    /// The same over TLS, with a certificate that nobody has signed.
+    #[arg(long, value_name = "ADDR")]
+    pub https: Vec<SocketAddr>,
     /// Echo bytes here.
     #[arg(long, value_name = "ADDR")]
     pub tcp: Vec<SocketAddr>,
@@ -46,11 +52,14 @@ pub struct Args {
 struct App {
     name: String,
     delay: Duration,
+    /// Where something is served by TLS.
+    tls: Option<TlsAcceptor>,
 }
 
 #[derive(Clone, Copy)]
 enum Protocol {
     Http,
+    Https,
     Tcp,
     TcpSpeaksFirst,
 }
@@ -92,6 +101,7 @@ impl Server {
     /// Binds every listener of `args`.
     pub async fn bind(args: &Args) -> anyhow::Result<Self> {
         let wanted = (args.http.iter().map(|addr| (Protocol::Http, addr)))
+            .chain(args.https.iter().map(|addr| (Protocol::Https, addr)))
             .chain(args.tcp.iter().map(|addr| (Protocol::Tcp, addr)))
             .chain(
                 args.tcp_speaks_first
@@ -107,18 +117,19 @@ impl Server {
         }
         anyhow::ensure!(
             !listeners.is_empty(),
-            "nothing to serve: give --http, --tcp or --tcp-speaks-first"
+            "nothing to serve: give --http, --https, --tcp or --tcp-speaks-first"
         );
         Ok(Self {
             app: Arc::new(App {
                 name: args.name.clone(),
                 delay: args.delay,
+                tls: (!args.https.is_empty()).then(acceptor).transpose()?,
             }),
             listeners,
         })
     }
 
-    /// The bound addresses, in the order of `--http`, `--tcp`, `--tcp-speaks-first`.
+    /// The bound addresses, in the order of `--http`, `--https`, `--tcp`, `--tcp-speaks-first`.
     pub fn addrs(&self) -> anyhow::Result<Vec<SocketAddr>> {
         self.listeners
             .iter()
@@ -162,6 +173,7 @@ impl Protocol {
     fn name(self) -> &'static str {
         match self {
             Self::Http => "http",
+            Self::Https => "https",
             Self::Tcp => "tcp",
             Self::TcpSpeaksFirst => "tcp-speaks-first",
         }
@@ -189,9 +201,29 @@ async fn serve(protocol: Protocol, stream: TcpStream, app: Arc<App>, watch: Watc
     let _guard = watch.guard();
     match protocol {
         Protocol::Http => http::serve(stream, app, watch).await,
+        Protocol::Https => {
+            let Some(acceptor) = &app.tls else { return };
+            // A client that does not finish its handshake has nothing to be told.
+            let Ok(Ok(tls)) = tokio::time::timeout(GRACE, acceptor.accept(stream)).await else {
+                return;
+            };
+            http::serve(tls, app.clone(), watch).await;
+        }
         Protocol::Tcp => tcp::echo(stream, &app, watch).await,
         Protocol::TcpSpeaksFirst => tcp::greet_and_echo(stream, &app, watch).await,
     }
+}
+
+/// Ends TLS with a certificate of its own, which clients cannot verify.
+fn acceptor() -> anyhow::Result<TlsAcceptor> {
+    let made = rcgen::generate_simple_self_signed(["tulle-bench".to_owned()]).context("making a certificate")?;
+    let key = PrivateKeyDer::try_from(made.signing_key.serialize_der()).map_err(anyhow::Error::msg)?;
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let config = ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()?
+        .with_no_client_auth()
+        .with_single_cert(vec![made.cert.der().clone()], key)?;
+    Ok(TlsAcceptor::from(Arc::new(config)))
 }
 
 /// Waits the configured delay; nothing when there is none.

@@ -11,5 +11,6 @@ mod machine;
 mod meshed;
 mod metrics;
 mod permissions;
+mod probes;
 mod telemetry;
 mod traffic;

@@ -126,6 +126,26 @@ async fn pods_of_every_workload_are_injected_and_their_owners_told() {
         "3306"
     );
 
+    // What no sidecar can be in is left alone, and what one would not protect is refused; both are told.
+    let windows = json!({"os": {"name": "windows"}, "containers": [{"name": "app", "image": "app"}]});
+    scene.create_pod("shop", "windows", &json!({}), &windows).await.unwrap();
+    let note = scene.event("shop", "Pod", "windows", "InjectionSkipped").await;
+    assert!(note.contains("Windows"), "{note}");
+    let stored = scene.pods("shop").get("windows").await.unwrap();
+    assert!(stored.spec.unwrap().init_containers.is_none());
+    let as_proxy = json!({"containers": [{"name": "app", "image": "app", "securityContext": {"runAsUser": 2102}}]});
+    let refused = scene
+        .create_pod("shop", "as-proxy", &json!({}), &as_proxy)
+        .await
+        .unwrap_err();
+    let refused = refused.to_string();
+    assert!(
+        refused.contains("runs as user 2102") && refused.contains("config.linkerd.io/proxy-uid"),
+        "{refused}"
+    );
+    let note = scene.event("shop", "Pod", "as-proxy", "InjectionRefused").await;
+    assert!(note.contains("runs as user 2102"), "{note}");
+
     let ports = json!({"ports": [{"name": "http", "port": 80}, {"name": "db", "port": 33, "targetPort": 3306}]});
     scene.apply("v1", "Service", "db", &ports).await;
     let db = Api::<Service>::namespaced(scene.server.client(), "shop")
@@ -270,8 +290,15 @@ async fn every_shape_of_sidecar_is_a_pod_that_the_api_server_takes() {
             "config.linkerd.io/skip-subnets": "10.0.0.0/8",
         }},
         "spec": {
-            "initContainers": [{"name": "own", "image": "own"}],
-            "containers": [{"name": "app", "image": "app", "ports": [{"containerPort": 25}],
+            "initContainers": [
+                {"name": "own", "image": "own"},
+                {"name": "side", "image": "side", "restartPolicy": "Always", "startupProbe": {"tcpSocket": {"port": 1}}},
+            ],
+            "volumes": [{"name": "linkerd-identity-end-entity", "configMap": {"name": "a"}}],
+            "containers": [{"name": "app", "image": "app", "ports": [{"containerPort": 25, "name": "smtp"}],
+                "startupProbe": {"grpc": {"port": 26}, "failureThreshold": 9},
+                "readinessProbe": {"tcpSocket": {"port": "smtp"}},
+                "livenessProbe": {"httpGet": {"port": 443, "scheme": "HTTPS"}, "terminationGracePeriodSeconds": 5},
                 "securityContext": {"capabilities": {"drop": ["ALL"]}}}],
         },
     });
@@ -380,6 +407,16 @@ async fn reviews_that_make_no_sense_are_refused_and_disturb_nothing() {
         let answer = review(namespace, pod(enabled.clone(), json!(17))).await.unwrap();
         assert_eq!(answer.denied(), None);
         assert!(answer.warnings()[0].contains("spec cannot be read"), "{answer:?}");
+    }
+    let as_proxy = json!({"containers": [{"name": "app", "image": "app", "securityContext": {"runAsUser": 2102}}]});
+    for (namespace, is_refused) in [("shop", true), ("kube-system", false)] {
+        let answer = review(namespace, pod(enabled.clone(), as_proxy.clone())).await.unwrap();
+        assert_eq!(answer.denied().is_some(), is_refused, "{answer:?}");
+        let told = answer
+            .denied()
+            .or(answer.warnings().first().map(String::as_str))
+            .unwrap();
+        assert!(told.contains("runs as user 2102"), "{told}");
     }
     let huge = json!({"linkerd.io/inject": "enabled", "config.linkerd.io/proxy-log-level": "x".repeat(5 << 20)});
     let answer = review("shop", pod(huge, spec.clone())).await.unwrap();

@@ -370,7 +370,25 @@ const PATH_WITHOUT_ESCAPES: &[u8] = b"-._~!$&'()*+,;=:@/";
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+
+    proptest! {
+        #[test]
+        fn any_path_and_any_redirect_are_used_or_refused(path in ".{0,40}", location in "[ -~]{0,40}", text in any::<Vec<u8>>()) {
+            let target = target(&path).unwrap();
+            prop_assert!(target.as_str().starts_with('/'));
+            let place = Place { scheme: Scheme::HTTPS, port: 1, target, host: None };
+            for location in [location.as_bytes(), format!("https://{location}").as_bytes(), &text] {
+                let Ok(location) = HeaderValue::from_bytes(location) else { continue };
+                let rsp = Response::builder().status(302).header(LOCATION, location).body(()).unwrap();
+                if let Next::At(next) = place.follow(IpAddr::from([10, 0, 0, 1]), &rsp) {
+                    prop_assert!(next.target.as_str().starts_with('/'));
+                }
+            }
+        }
+    }
 
     #[test]
     fn a_probes_path_becomes_the_target_that_the_kubelet_asks_for() {
