@@ -117,6 +117,13 @@ pub const ALL: &[Cause] = &[
         "`l5d-proxy-error` says which rule. Compare what the client sends with RFC 9112; a client that gave up on an upload is seen like this, too.",
     ),
     cause(
+        "ambiguous_path",
+        Whose::Client,
+        "400, INVALID_ARGUMENT",
+        "Rules of the port differ by path, and applications could take the path of the request for another one: it has an encoded slash or backslash (`%2f`, `%5c`), a backslash, a semicolon, a dot segment (`.`, `..`, encoded or not), repeated slashes, or a percent sign that encodes nothing.",
+        "Send the path in its plain form. Other encoded characters do not matter: such rules see a path in which `%41` is `A` and `%c3` is `%C3`; the application gets it as it was sent. Ports without HTTPRoutes and GRPCRoutes that look at the path take any.",
+    ),
+    cause(
         "head-too-long",
         Whose::Client,
         "431, RESOURCE_EXHAUSTED",
@@ -304,6 +311,13 @@ pub const ALL: &[Cause] = &[
         "500, INTERNAL",
         "A policy or profile cannot be understood and none before it could, or it has a filter that nobody knows; until it is mended nothing passes.",
         "The proxy's log and `/debug/destinations` name the field; `tulle check` and the status of routes and policies help as well. Where an earlier one was understood, it stays in force; `tulle_unreadable_updates_total` counts those that are not.",
+    ),
+    cause(
+        "not-http",
+        Whose::Policy,
+        "",
+        "The policy of the port has rules for HTTP (routes, rate limits, or a Server whose `proxyProtocol` is HTTP or gRPC), and the connection is something else, or silent until the detection timeout, or became one of bytes before the policy had them.",
+        "If the port carries other protocols too, give them a port of their own; if none of it is HTTP, remove the routes and limits, or let the Server say `proxyProtocol: opaque`.",
     ),
     cause(
         "policy-denied",

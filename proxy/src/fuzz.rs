@@ -18,7 +18,7 @@ use crate::{
         detect::{self, Verdict},
         socks,
     },
-    policy::decode,
+    policy::{decode, matches::path},
     tls::{
         header::{Decoded, TransportHeader},
         server::{self, Hello},
@@ -67,6 +67,32 @@ pub fn socks(bytes: &[u8]) {
             part == Ok(None) || part == request,
             "{part:?} after {end} bytes, then {request:?}"
         );
+    }
+}
+
+/// A path that rules judge has no part that an application takes for something else, and its normal form is its own.
+pub fn paths(bytes: &[u8]) {
+    let Ok(path) = std::str::from_utf8(bytes) else { return };
+    let Some(normal) = path::normal(path) else { return };
+    assert_eq!(path::normal(&normal).as_deref(), Some(&*normal), "{path:?}");
+    let mut segments: Vec<_> = normal.split('/').collect();
+    assert!(normal.starts_with('/') || matches!(path, "" | "*"), "{path:?}");
+    if normal.starts_with('/') {
+        segments.remove(0);
+        segments.pop_if(|last| last.is_empty());
+        let is_plain = |segment: &&str| !segment.is_empty() && !matches!(*segment, "." | "..");
+        assert!(segments.iter().all(is_plain), "{path:?} is {normal:?}");
+        let lower = path.to_ascii_lowercase();
+        assert!(
+            !["%2f", "%5c", "\\", ";"].iter().any(|part| lower.contains(part)),
+            "{path:?}"
+        );
+    }
+    for length in 0..=normal.len() {
+        let original = path::original_len(path, length);
+        if let Some(start) = path.get(..original) {
+            assert_eq!(path::decode(start).len(), length, "{start:?} of {path:?}");
+        }
     }
 }
 
@@ -369,6 +395,11 @@ mod tests {
     #[test]
     fn detections_that_were_kept_hold() {
         replay("detection", super::detection);
+    }
+
+    #[test]
+    fn paths_that_were_kept_hold() {
+        replay("paths", super::paths);
     }
 
     #[test]

@@ -32,7 +32,7 @@ use crate::{
     },
     identity::Source,
     inbound::{
-        DialAs, Inbound,
+        DialAs, Inbound, Servers,
         gateway::Gateway,
         metrics as inbound_metrics,
         policy::{Current, Defaults, Ports, UnknownPolicy},
@@ -300,10 +300,10 @@ impl Parts<'_> {
             dial_as,
             http2_client: http2_client(direction),
             pool: pool(direction),
-            server: server::Config {
+            servers: Servers::new(server::Config {
                 http1: http1_server(direction),
                 http2: http2_server(direction),
-            },
+            }),
             wrappers: self.wrappers("inbound", direction, config.log.access_directions.inbound()),
             families: inbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone()),
             taps: self.taps.clone(),

@@ -83,6 +83,8 @@ pub(crate) enum Error {
     Miscounted,
     #[error("invalid request: {0}")]
     BadRequest(&'static str),
+    #[error("the path can be taken for another one, and what is permitted here depends on it")]
+    AmbiguousPath,
     #[error("the request's head has more than {limit} bytes, or more than {MAX_LINES} lines")]
     HeadTooLong { limit: usize },
     #[error("the request's head did not come within {0:?}")]
@@ -235,6 +237,7 @@ impl Error {
             Self::TooLargeToRetry(error) => error.side(),
             Self::RequestBody(_)
             | Self::BadRequest(_)
+            | Self::AmbiguousPath
             | Self::HeadTooLong { .. }
             | Self::HeadTimeout(_)
             | Self::BodyTimeout(_)
@@ -371,6 +374,7 @@ impl Error {
             Self::HeadTimeout(_) | Self::BodyTimeout(_) => {
                 answer(StatusCode::REQUEST_TIMEOUT, grpc::DEADLINE_EXCEEDED, true)
             }
+            Self::AmbiguousPath => answer(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, false),
             Self::NoStream { .. } => answer(StatusCode::NOT_IMPLEMENTED, grpc::UNIMPLEMENTED, false),
             Self::RouteNotFound | Self::GatewayDomain(_) => answer(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
             Self::GatewayLoop => answer(StatusCode::LOOP_DETECTED, grpc::ABORTED, true),
@@ -404,6 +408,7 @@ impl Error {
             Self::GatewayDomain(_) => "gateway domain invalid",
             Self::GatewayLoop => "gateway loop",
             Self::PolicyUnknown => "policy unknown",
+            Self::AmbiguousPath => "ambiguous path",
             Self::Late(_) => "response timeout",
             Self::ConnectTimeout(_)
             | Self::Connect(_)
@@ -503,6 +508,7 @@ impl Error {
             Self::H2(_) => "stream-reset",
             Self::Response(_) | Self::BadResponse(_) | Self::Miscounted => "bad-response",
             Self::RequestBody(_) | Self::BadRequest(_) => "bad-request",
+            Self::AmbiguousPath => "ambiguous_path",
             Self::NoStream { .. } => "no-extended-connect",
             Self::HeadTooLong { .. } => "head-too-long",
             Self::HeadTimeout(_) => "head-timeout",
@@ -586,6 +592,7 @@ mod tests {
             Error::Miscounted,
             Error::from_client("gone"),
             Error::BadRequest("its target"),
+            Error::AmbiguousPath,
             Error::HeadTooLong { limit: 1 },
             Error::HeadTimeout(limit),
             Error::NoStream { addr },

@@ -34,6 +34,23 @@ pub(crate) fn of_proxies(headers: &HeaderMap) -> bool {
     headers.keys().any(|name| name.as_str().starts_with("l5d-"))
 }
 
+/// Whether a name is one of those that only proxies say, to applications that take underscores for hyphens (CGI, WSGI).
+fn is_folded(name: &HeaderName) -> bool {
+    match name.as_str().as_bytes() {
+        [b'l', b'5', b'd', b'_', ..] => true,
+        [b'l', b'5', b'd', b'-', rest @ ..] => rest.contains(&b'_'),
+        _ => false,
+    }
+}
+
+/// Removes headers whose names become those of proxies where an application takes underscores for hyphens.
+pub(crate) fn strip_folded(headers: &mut HeaderMap) {
+    // Hardly any message has one.
+    while let Some(name) = headers.keys().find(|name| is_folded(name)).cloned() {
+        headers.remove(name);
+    }
+}
+
 /// Removes what concerns only the connection a message came on.
 pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
     // Most messages have none of them, and looking at each name once is less than looking for each of them.
@@ -97,7 +114,7 @@ pub(crate) fn is_trailer(name: &HeaderName) -> bool {
         KEEP_ALIVE,
         PROXY_CONNECTION,
     ];
-    !is_end_to_end(name) && !of_connection.contains(name)
+    !is_end_to_end(name) && !is_folded(name) && !of_connection.contains(name)
 }
 
 /// Whether an HTTP/1.1 request asks for another protocol. An upgrade to cleartext HTTP/2 is not one: it is answered

@@ -1,7 +1,5 @@
 //! Bytes to the application: authorized before it is dialled, cut when the policy turns.
 
-use std::sync::Arc;
-
 use bytes::Bytes;
 use tokio::io::AsyncWriteExt;
 use tulle_core::metrics::Labels;
@@ -89,7 +87,12 @@ impl Forward<'_> {
     /// Copies between `client` and the application until both are done or the policy refuses the client.
     ///
     /// `app` is the application's side where it was dialled before, `first` what the client said meanwhile.
-    pub(super) async fn run(&self, mut client: Io, app: Option<Io>, first: Bytes, mut current: Arc<Current>) {
+    pub(super) async fn run(&self, mut client: Io, app: Option<Io>, first: Bytes) {
+        // It may have changed while the protocol was found out.
+        let mut current = self.port.current();
+        if current.demands_http {
+            return self.inbound.families.not_http(self.peer.target);
+        }
         let mut app = match app {
             Some(app) => app,
             None => {
@@ -118,6 +121,10 @@ impl Forward<'_> {
                 }
                 changed = self.port.changed_from(&current) => {
                     current = changed;
+                    if current.demands_http {
+                        tracing::info!(client = %self.peer.client.0, "connection ended: by a changed policy it has to be HTTP");
+                        return self.inbound.families.not_http(self.peer.target);
+                    }
                     if let Err((labels, denied)) = self.authorize(&current) {
                         tracing::info!(client = %self.peer.client.0, %denied, "connection ended by a changed policy");
                         return self.inbound.families.tcp_terminated(&labels, denied);

@@ -187,6 +187,7 @@ impl HttpConnection {
         let started = Instant::now();
         headers::check_request(req)?;
         let restored = self.restore(req)?;
+        headers::strip_folded(req.headers_mut());
         let app = match &self.to {
             To::App(app) => app,
             To::Onward(gateway, onward) => {
@@ -379,7 +380,7 @@ impl HttpConnection {
             return Err(Error::InvalidPolicy("this port does not speak HTTP any more".into()));
         };
         let head = Head::of(req.method(), req.uri(), req.headers());
-        let found = route::find(&http.routes, &head).ok_or_else(|| {
+        let found = current.find(http, head)?.ok_or_else(|| {
             if current.is_unknown {
                 return Error::PolicyUnknown;
             }

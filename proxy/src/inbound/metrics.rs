@@ -192,6 +192,11 @@ impl Families {
         self.failures.count(cause);
     }
 
+    /// Counts a connection that is not the HTTP that its port demands.
+    pub(super) fn not_http(&self, target: SocketAddr) {
+        self.tcp_failed(target, "not http", "not-http");
+    }
+
     /// Counts a refused request.
     pub(super) fn http_denied(&self, labels: &Labels, denied: Denied) {
         self.http_deny.get(labels).inc();

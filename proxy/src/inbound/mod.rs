@@ -24,7 +24,7 @@ use ::http::HeaderValue;
 use bytes::{Bytes, BytesMut};
 use futures_util::FutureExt as _;
 use parking_lot::Mutex;
-use tokio::time::Instant;
+use tokio::{io::AsyncRead, time::Instant};
 use tulle_core::{
     addr::{Addr, ClientAddr, NameAddr, OrigDst},
     drain,
@@ -87,7 +87,7 @@ pub(crate) struct Inbound {
     pub(crate) dial_as: DialAs,
     pub(crate) http2_client: h2::Params,
     pub(crate) pool: PoolConfig,
-    pub(crate) server: server::Config,
+    pub(crate) servers: Servers,
     pub(crate) wrappers: Wrappers,
     pub(crate) families: Families,
     /// Our identity.
@@ -105,6 +105,47 @@ pub(crate) struct Inbound {
     /// Clients of the application, by worker and what is dialled.
     pub(crate) apps: Vec<Mutex<HashMap<App, Arc<Client>>>>,
 }
+
+/// How clients are served over HTTP.
+pub(crate) struct Servers {
+    /// Those with an identity.
+    pub(crate) peers: server::Config,
+    /// Those without, where the policy permits them something.
+    pub(crate) strangers: server::Config,
+    /// Those whom the policy permits nothing when they come.
+    pub(crate) unauthorized: server::Config,
+}
+
+impl Servers {
+    /// From what peers get.
+    pub(crate) fn new(peers: server::Config) -> Self {
+        let bounded = |bound: u32| Some(peers.http2.max_concurrent_streams.unwrap_or(bound).min(bound));
+        let mut strangers = peers;
+        strangers.http2.max_concurrent_streams = bounded(MAX_STRANGER_STREAMS);
+        let mut unauthorized = peers;
+        unauthorized.http2.max_concurrent_streams = bounded(MAX_UNAUTHORIZED_STREAMS);
+        unauthorized.http2.max_header_list = peers.http2.max_header_list.min(MAX_UNAUTHORIZED_HEADER_LIST);
+        unauthorized.http1.head_timeout = peers.http1.head_timeout.min(UNAUTHORIZED_IDLE_TIMEOUT);
+        unauthorized.http1.idle_timeout = peers.http1.idle_timeout.min(UNAUTHORIZED_IDLE_TIMEOUT);
+        Self {
+            peers,
+            strangers,
+            unauthorized,
+        }
+    }
+}
+
+/// Concurrent streams of an HTTP/2 connection without an identity. A peer's proxy needs more: it sends all requests of a worker on
+/// one connection.
+const MAX_STRANGER_STREAMS: u32 = 1024;
+
+/// Concurrent streams of an HTTP/2 connection that the policy permits nothing. With [`MAX_UNAUTHORIZED_HEADER_LIST`], of which
+/// twice as much is read before a stream is reset, its requests have no more than 1 MiB of headers.
+const MAX_UNAUTHORIZED_STREAMS: u32 = 16;
+const MAX_UNAUTHORIZED_HEADER_LIST: u32 = 32 << 10;
+
+/// Maximum time that a connection which the policy permits nothing is without a request, or with a part of one.
+const UNAUTHORIZED_IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Whom the application sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -261,7 +302,7 @@ enum Start {
 
 impl Start {
     /// Bytes of which none have been seen.
-    fn bytes(io: Io, peer: Peer, tls: ServerTls, port: Arc<Port>, current: Arc<Current>) -> Self {
+    fn bytes(io: Io, peer: Peer, tls: ServerTls, port: Arc<Port>) -> Self {
         Self::Bytes(BytesStart {
             io,
             app: None,
@@ -269,7 +310,6 @@ impl Start {
             peer,
             tls,
             port,
-            current,
         })
     }
 }
@@ -284,7 +324,6 @@ struct BytesStart {
     peer: Peer,
     tls: ServerTls,
     port: Arc<Port>,
-    current: Arc<Current>,
 }
 
 /// HTTP.
@@ -305,7 +344,7 @@ impl Connection {
         if current.policy.protocol == ServerProtocol::Opaque {
             let tls = ServerTls::Plain(WhyServerPlain::PortSkipped);
             let io = self.counted(stream, &peer, &tls, &current);
-            return Some(Start::bytes(io, peer, tls, port, current));
+            return Some(Start::bytes(io, peer, tls, port));
         }
         let plain = ServerTls::Plain(WhyServerPlain::NoTlsFromRemote);
         let began_at = Instant::now();
@@ -329,8 +368,12 @@ impl Connection {
             Opening::Foreign { seen, sni } => {
                 let sni = self.inbound.names.get(&sni, |_| ()).map_or_else(String::new, |()| sni);
                 let tls = ServerTls::PassedThrough { sni };
+                if current.demands_http {
+                    self.refuse_bytes(&peer, &tls, &port, &current);
+                    return None;
+                }
                 let io = self.counted(stream.unread(seen), &peer, &tls, &current);
-                Some(Start::bytes(io, peer, tls, port, current))
+                Some(Start::bytes(io, peer, tls, port))
             }
             Opening::Plain(first) if current.policy.protocol == ServerProtocol::Tls && is_plain(&first) => {
                 let labels = metrics::connection_labels(peer.target, &plain, &current.policy.meta);
@@ -392,6 +435,14 @@ impl Connection {
         let (port, current) = self.port(&peer).await?;
         let io = io.count(self.inbound.client_counts(&peer, &tls, &current));
         let protocol = match header.protocol {
+            // The client's proxy takes it for bytes; the policy of the port decides.
+            None if current.demands_http && header.name.is_none() => {
+                return self.terminated(io, peer, tls, port, current).await;
+            }
+            None if current.demands_http => {
+                self.refuse_bytes(&peer, &tls, &port, &current);
+                return None;
+            }
             None => {
                 let server = match &header.name {
                     Some(name) => Some(self.onward(name, &peer, &tls, &port, &current).await?),
@@ -404,7 +455,6 @@ impl Connection {
                     peer,
                     tls,
                     port,
-                    current,
                 }));
             }
             Some(SessionProtocol::Http1) => Protocol::Http1,
@@ -483,7 +533,8 @@ impl Connection {
         }
     }
 
-    /// Looks for TLS. Where the port's protocol is not known, silence may mean that the server speaks first.
+    /// Looks for TLS. Where the port's protocol is not known, silence may mean that the server speaks first, unless the policy has
+    /// rules for requests: those of HTTP come from clients, and nothing else may pass.
     async fn opening(
         &self,
         stream: Tcp,
@@ -496,9 +547,8 @@ impl Connection {
         let deadline = Instant::now() + limit;
         let mut stream = stream;
         let first = if let ServerProtocol::Detect { timeout, .. } = &current.policy.protocol {
-            let forward = self.forward(peer, plain, port);
-            let learned = &port.learned[usize::from(false)];
-            match first::words(&mut stream, learned, (*timeout).min(limit), || forward.open(current)).await {
+            let limit = (*timeout).min(limit);
+            match self.first(&mut stream, peer, plain, port, current, limit).await {
                 Ok(first) => first,
                 Err(_) => {
                     Io::tcp(stream).reset(); // whichever side broke
@@ -557,6 +607,33 @@ impl Connection {
         }
     }
 
+    /// How a connection to a port begins whose protocol has to be found out.
+    async fn first(
+        &self,
+        stream: &mut (impl AsyncRead + Unpin),
+        peer: &Peer,
+        tls: &ServerTls,
+        port: &Port,
+        current: &Current,
+        limit: Duration,
+    ) -> std::io::Result<First> {
+        let is_terminated = matches!(tls, ServerTls::Terminated { .. });
+        let learned = &port.learned[usize::from(is_terminated)];
+        if current.demands_http {
+            return first::of_client(stream, learned, limit).await;
+        }
+        let forward = self.forward(peer, tls, port);
+        first::words(stream, learned, limit, || forward.open(current)).await
+    }
+
+    /// Refuses a connection whose bytes are not the HTTP that its port demands.
+    fn refuse_bytes(&self, peer: &Peer, tls: &ServerTls, port: &Port, current: &Current) {
+        if self.forward(peer, tls, port).permit(current).is_some() {
+            self.inbound.families.not_http(peer.target);
+            tracing::debug!(client = %peer.client.0, target = %peer.target, "connection refused: it is not HTTP");
+        }
+    }
+
     /// Ends TLS here; the failure is counted by its reason.
     ///
     /// A connection of peers has to say by its ALPN that a transport header follows.
@@ -600,11 +677,7 @@ impl Connection {
         let protocol = match &current.policy.protocol {
             ServerProtocol::Detect { timeout, .. } => {
                 let began_at = Instant::now();
-                let first = {
-                    let forward = self.forward(&peer, &tls, &port);
-                    let learned = &port.learned[usize::from(true)];
-                    first::words(&mut io, learned, *timeout, || forward.open(&current)).await
-                };
+                let first = self.first(&mut io, &peer, &tls, &port, &current, *timeout).await;
                 self.detected(first.as_ref().ok(), &peer, &current, began_at);
                 return match first {
                     Ok(first) => self.begun(io, first, peer, tls, port, current).await,
@@ -628,7 +701,7 @@ impl Connection {
             }
             ServerProtocol::Http2(_) | ServerProtocol::Grpc(_) => Protocol::Http2,
             ServerProtocol::Opaque | ServerProtocol::Tls => {
-                return Some(Start::bytes(io, peer, tls, port, current));
+                return Some(Start::bytes(io, peer, tls, port));
             }
         };
         Some(Start::Http(HttpStart {
@@ -669,6 +742,10 @@ impl Connection {
             (ServerProtocol::Http1(_), _) | (ServerProtocol::Detect { .. }, Verdict::Http1) => Protocol::Http1,
             (ServerProtocol::Http2(_) | ServerProtocol::Grpc(_), _)
             | (ServerProtocol::Detect { .. }, Verdict::Http2) => Protocol::Http2,
+            _ if current.demands_http => {
+                self.refuse_bytes(&peer, &tls, &port, &current);
+                return None;
+            }
             _ => {
                 return Some(Start::Bytes(BytesStart {
                     io,
@@ -677,7 +754,6 @@ impl Connection {
                     peer,
                     tls,
                     port,
-                    current,
                 }));
             }
         };
@@ -701,9 +777,8 @@ impl Connection {
             peer,
             tls,
             port,
-            current,
         } = start;
-        self.forward(&peer, &tls, &port).run(io, app, first, current).await;
+        self.forward(&peer, &tls, &port).run(io, app, first).await;
     }
 
     /// Serves HTTP, request by request.
@@ -717,6 +792,15 @@ impl Connection {
             name,
         } = start;
         let inbound = &self.inbound;
+        let is_authorized = port
+            .current()
+            .policy
+            .permits_some_request(peer.client.0.ip(), tls.proven());
+        let config = match (is_authorized, tls.client_id()) {
+            (false, _) => &inbound.servers.unauthorized,
+            (true, None) => &inbound.servers.strangers,
+            (true, Some(_)) => &inbound.servers.peers,
+        };
         let closer = Closer::default();
         let client_id = tls.client_id().and_then(|id| HeaderValue::from_str(id.as_str()).ok());
         let reasons = if client_id.is_some() {
@@ -763,11 +847,55 @@ impl Connection {
             async move { connection.serve(&mut req).await }
         };
         let service = inbound.wrappers.around(serve, reasons, place, closer.clone());
-        let serving = server::serve(io, protocol, service, &inbound.server, closer, &self.drain);
+        let serving = server::serve(io, protocol, service, config, closer, &self.drain);
         cut::unless(refused, serving).map(move |served| {
             if let Some(Err(error)) = served {
                 tracing::debug!(client = %peer.client.0, %error, "HTTP connection ended");
             }
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::http::h1;
+
+    #[test]
+    fn who_is_permitted_nothing_gets_little_memory_and_time() {
+        let peers = server::Config {
+            http1: h1::server::Config {
+                max_head: 64 << 10,
+                head_timeout: Duration::from_secs(30),
+                idle_timeout: Duration::from_secs(3600),
+            },
+            http2: h2::Params {
+                max_concurrent_streams: Some(16_384),
+                ..h2::Params::default()
+            },
+        };
+        let servers = Servers::new(peers);
+        assert_eq!(servers.peers.http2, peers.http2);
+        assert_eq!(
+            servers.strangers.http2.max_concurrent_streams,
+            Some(MAX_STRANGER_STREAMS)
+        );
+        let server::Config { http1, http2 } = servers.unauthorized;
+        let n_streams = http2.max_concurrent_streams.unwrap_or(u32::MAX);
+        assert!(2 * n_streams * http2.max_header_list <= 1 << 20);
+        assert_eq!(
+            (http1.head_timeout, http1.idle_timeout),
+            (UNAUTHORIZED_IDLE_TIMEOUT, UNAUTHORIZED_IDLE_TIMEOUT)
+        );
+        let narrow = server::Config {
+            http2: h2::Params {
+                max_concurrent_streams: Some(4),
+                ..peers.http2
+            },
+            ..peers
+        };
+        let servers = Servers::new(narrow);
+        assert_eq!(servers.strangers.http2.max_concurrent_streams, Some(4));
+        assert_eq!(servers.unauthorized.http2.max_concurrent_streams, Some(4));
     }
 }

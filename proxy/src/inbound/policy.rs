@@ -19,11 +19,15 @@ use crate::{
         retry::{MIN_RETRY_DELAY, RetrySignal},
         watch::Watched,
     },
+    http::error::Error,
     net::first::Learned,
     policy::{
+        authz::Authorization,
         decode,
+        matches::{Head, path},
         rate_limit::Limiter,
-        server::{ServerHttp, ServerPolicy, ServerProtocol},
+        route::{self, Found},
+        server::{ServerHttp, ServerPolicy},
     },
 };
 
@@ -100,6 +104,10 @@ pub(super) enum FallbackOrigin {
 pub(crate) struct Current {
     pub(super) policy: ServerPolicy,
     pub(super) limiter: Option<Arc<Limiter>>,
+    /// Whether connections have to be HTTP.
+    pub(super) demands_http: bool,
+    /// Whether rules tell requests apart by their path.
+    pub(super) differs_by_path: bool,
     /// Whether it stands for a policy that the control plane has not told.
     pub(super) is_unknown: bool,
 }
@@ -112,9 +120,8 @@ impl Current {
     /// Refuses everybody, because the policy is not known.
     fn unknown() -> Arc<Self> {
         Arc::new(Self {
-            policy: ServerPolicy::unknown(),
-            limiter: None,
             is_unknown: true,
+            ..Self::of(ServerPolicy::unknown(), None)
         })
     }
 
@@ -129,21 +136,36 @@ impl Current {
             let kept = kept.and_then(|previous| previous.limiter.clone());
             kept.unwrap_or_else(|| Arc::new(Limiter::new(&new, Instant::now())))
         });
-        Arc::new(Self {
+        Arc::new(Self::of(policy, limiter))
+    }
+
+    fn of(policy: ServerPolicy, limiter: Option<Arc<Limiter>>) -> Self {
+        Self {
+            demands_http: policy.demands_http(),
+            differs_by_path: policy.protocol.http().is_some_and(ServerHttp::differs_by_path),
             policy,
             limiter,
             is_unknown: false,
-        })
+        }
     }
 }
 
-impl ServerProtocol {
-    /// The routes, for protocols that have them.
-    pub(super) fn http(&self) -> Option<&ServerHttp> {
-        match self {
-            Self::Detect { http, .. } | Self::Http1(http) | Self::Http2(http) | Self::Grpc(http) => Some(http),
-            Self::Opaque | Self::Tls => None,
+impl Current {
+    /// The rule of `http`, which is of this policy, that a request falls under.
+    ///
+    /// # Errors
+    /// Rules differ by path, and applications could take the path for another one.
+    pub(super) fn find<'a>(
+        &'a self,
+        http: &'a ServerHttp,
+        head: Head<'_>,
+    ) -> Result<Option<Found<'a, Arc<[Authorization]>>>, Error> {
+        if !self.differs_by_path {
+            return Ok(route::find(&http.routes, &head));
         }
+        let normal = path::normal(head.path).ok_or(Error::AmbiguousPath)?;
+        let found = route::find(&http.routes, &Head { path: &normal, ..head });
+        Ok(found.map(|found| found.with_prefix(|length| path::original_len(head.path, length))))
     }
 }
 
@@ -353,7 +375,7 @@ impl Port {
     fn eviction_rank(&self) -> u8 {
         match &*self.policy.borrow() {
             Watched::Pending | Watched::Refused(_) => 0,
-            Watched::Known(current) if current.policy.permits_everybody() => 1,
+            Watched::Known(current) if current.policy.permits_everybody() && !current.demands_http => 1,
             Watched::Known(_) => 2,
         }
     }
@@ -414,6 +436,7 @@ mod tests {
             authz::{ConnTls, authorize},
             meta::Meta,
             rate_limit::RateLimit,
+            server::ServerProtocol,
         },
         tls::tests::Authority,
     };
@@ -457,7 +480,11 @@ mod tests {
                 kind: Some(proxy_protocol::Kind::Opaque(proxy_protocol::Opaque {})),
             }),
             server_ips: Vec::new(),
-            authorizations: if port % 2 == 0 { vec![everybody] } else { vec![] },
+            authorizations: if port.is_multiple_of(2) {
+                vec![everybody]
+            } else {
+                vec![]
+            },
             labels: BTreeMap::from([("name".to_owned(), "default:as-told".to_owned())]),
         }
     }

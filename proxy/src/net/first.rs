@@ -94,6 +94,20 @@ where
     Box::pin(both(client, seen, learned, limit, dial)).await
 }
 
+/// Waits for the first bytes of the client alone, `limit` at most.
+///
+/// # Errors
+/// Reading from the client failed.
+pub(crate) async fn of_client<C: AsyncRead + Unpin>(
+    client: &mut C,
+    learned: &Learned,
+    limit: Duration,
+) -> io::Result<First> {
+    let mut seen = BytesMut::new();
+    let look = detect::look(client, &mut seen, limit).await?;
+    Ok(learned.client(look, seen, None))
+}
+
 async fn both<C, F>(
     client: &mut C,
     mut seen: BytesMut,

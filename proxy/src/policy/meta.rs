@@ -93,6 +93,11 @@ impl Meta {
         }
     }
 
+    /// Whether nobody wrote it down.
+    pub(crate) fn is_default(&self) -> bool {
+        matches!(self, Self::Default(_))
+    }
+
     /// Whether this authorization lets everybody in and only writes down who came.
     pub(crate) fn is_audit(&self) -> bool {
         matches!(self, Self::Default(name) if &**name == AUDIT)

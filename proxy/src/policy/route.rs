@@ -32,6 +32,16 @@ pub(crate) struct Found<'a, T> {
     rank: (Option<HostScore>, Score),
 }
 
+impl<T> Found<'_, T> {
+    /// The same, with another length of the prefix.
+    pub(crate) fn with_prefix(self, length: impl FnOnce(usize) -> usize) -> Self {
+        Self {
+            prefix: self.prefix.map(length),
+            ..self
+        }
+    }
+}
+
 /// The most specific rule for a request, or none (the request has no route).
 ///
 /// Order: exact host, longer host suffix, no host; then `Score`; then the order of the list.
@@ -79,6 +89,12 @@ impl<T> Route<T> {
                 payload,
             }],
         }
+    }
+
+    /// Whether every request may fall under it.
+    pub(crate) fn takes_all(&self) -> bool {
+        let is_for_all = |rule: &Rule<T>| rule.matches.is_empty() || rule.matches.iter().any(RequestMatch::takes_all);
+        self.hosts.is_empty() && self.rules.iter().any(is_for_all)
     }
 
     /// The same route with another payload behind each rule, such as compiled backends.

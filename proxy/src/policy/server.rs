@@ -1,13 +1,15 @@
 //! What a port of this workload speaks, and who may reach it.
 
+use std::net::IpAddr;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use ipnet::IpNet;
 
-use crate::policy::authz::{Authentication, Authorization};
+use crate::policy::authz::{self, Authentication, Authorization, ConnTls};
 use crate::policy::filter::Filter;
+use crate::policy::matches::RequestMatch;
 use crate::policy::meta::{self, Meta};
 use crate::policy::rate_limit::RateLimit;
 use crate::policy::route::{Route, Rule};
@@ -33,6 +35,16 @@ pub(crate) enum ServerProtocol {
     Grpc(ServerHttp),
     Opaque,
     Tls,
+}
+
+impl ServerProtocol {
+    /// The routes, for protocols that have them.
+    pub(crate) fn http(&self) -> Option<&ServerHttp> {
+        match self {
+            Self::Detect { http, .. } | Self::Http1(http) | Self::Http2(http) | Self::Grpc(http) => Some(http),
+            Self::Opaque | Self::Tls => None,
+        }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -109,6 +121,25 @@ impl ServerPolicy {
         }
     }
 
+    /// Whether connections have to be HTTP: the policy says so, or says of requests what bytes that are not parsed would evade.
+    pub(crate) fn demands_http(&self) -> bool {
+        match &self.protocol {
+            ServerProtocol::Detect { http, .. } => http.restricts_requests(),
+            ServerProtocol::Http1(_) | ServerProtocol::Http2(_) | ServerProtocol::Grpc(_) => true,
+            ServerProtocol::Opaque | ServerProtocol::Tls => false,
+        }
+    }
+
+    /// Whether there is any request that the client may make.
+    pub(crate) fn permits_some_request(&self, client: IpAddr, tls: ConnTls<'_>) -> bool {
+        let permits = |authorizations: &[Authorization]| authz::authorize(authorizations, client, tls).is_ok();
+        let routes = || self.protocol.http().into_iter().flat_map(|http| http.routes.iter());
+        permits(&self.authorizations)
+            || routes()
+                .flat_map(|route| &route.rules)
+                .any(|rule| permits(&rule.payload))
+    }
+
     /// Whether every client may connect, whoever and wherever it is.
     pub(crate) fn permits_everybody(&self) -> bool {
         self.authorizations.iter().any(Authorization::permits_everybody)
@@ -119,6 +150,27 @@ impl ServerPolicy {
 const UNKNOWN_DETECT_TIMEOUT: Duration = Duration::from_millis(100);
 
 impl ServerHttp {
+    /// Whether it restricts clients that the server authorizes: by a rate limit, by a route that somebody wrote, by a filter, or
+    /// because no route takes all requests.
+    ///
+    /// The routes of servers that have none, `default` and `probe`, do not: each route's authorizations end with the server's.
+    fn restricts_requests(&self) -> bool {
+        let is_written = |route: &Route<_>| !route.meta.is_default();
+        let has_filters = |route: &Route<_>| route.rules.iter().any(|rule| !rule.filters.is_empty());
+        self.rate_limit.is_some()
+            || self.routes.iter().any(|route| is_written(route) || has_filters(route))
+            || !self.routes.iter().any(Route::takes_all)
+    }
+
+    /// Whether rules that somebody wrote tell requests apart by their path.
+    pub(crate) fn differs_by_path(&self) -> bool {
+        let written = self.routes.iter().filter(|route| !route.meta.is_default());
+        written
+            .flat_map(|route| &route.rules)
+            .flat_map(|rule| &rule.matches)
+            .any(RequestMatch::looks_at_path)
+    }
+
     /// One route named `default` for all requests.
     pub(crate) fn catch_all(authorizations: Arc<[Authorization]>) -> Self {
         let route = Route::catch_all(Meta::default_named("default"), authorizations);
@@ -207,7 +259,107 @@ const DEFAULT_POLICIES: [DefaultPolicy; 6] = [
 
 #[cfg(test)]
 mod tests {
+    use http::Method;
+
     use super::*;
+    use crate::policy::matches::{HttpMatch, PathMatch};
+    use crate::policy::meta::Resource;
+
+    fn written(name: &str) -> Arc<Meta> {
+        Arc::new(Meta::Resource(Resource {
+            group: "policy.linkerd.io".into(),
+            kind: "httproute".into(),
+            namespace: "".into(),
+            name: name.into(),
+            section: "".into(),
+            port: None,
+        }))
+    }
+
+    fn route(meta: Arc<Meta>, path: PathMatch) -> Route<Arc<[Authorization]>> {
+        let matches = HttpMatch {
+            path: Some(path),
+            ..HttpMatch::default()
+        };
+        Route {
+            rules: vec![Rule {
+                matches: vec![RequestMatch::Http(matches)],
+                filters: Vec::new(),
+                payload: Arc::new([]),
+            }],
+            ..Route::catch_all(meta, Arc::new([]) as Arc<[_]>)
+        }
+    }
+
+    fn probe() -> Route<Arc<[Authorization]>> {
+        let mut probe = route(Meta::default_named("probe"), PathMatch::exact("/healthz"));
+        if let RequestMatch::Http(matches) = &mut probe.rules[0].matches[0] {
+            matches.method = Some(Method::GET);
+        }
+        probe
+    }
+
+    #[test]
+    fn only_rules_that_restrict_requests_make_a_port_one_of_http() {
+        let root = || route(Meta::default_named("default"), PathMatch::prefix("/"));
+        let mut redirected = root();
+        redirected.rules[0].filters = vec![Filter::Unknown];
+        let mut of_a_host = root();
+        of_a_host.hosts = vec![crate::policy::matches::HostMatch::exact("a.test")];
+        let limit = Arc::new(RateLimit {
+            meta: Meta::default_named("limit"),
+            total: Some(1),
+            identity: None,
+            overrides: Vec::new(),
+        });
+        for (what, routes, rate_limit, demands_http, differs_by_path) in [
+            ("the default route", vec![root()], None, false, false),
+            ("probes beside it", vec![probe(), root()], None, false, false),
+            ("in Linkerd's order", vec![root(), probe()], None, false, false),
+            ("probes alone", vec![probe()], None, true, false),
+            ("no routes", vec![], None, true, false),
+            ("a filter", vec![redirected], None, true, false),
+            ("one host", vec![of_a_host], None, true, false),
+            ("a rate limit", vec![root()], Some(limit), true, false),
+            (
+                "a route for all requests",
+                vec![route(written("all"), PathMatch::prefix("/"))],
+                None,
+                true,
+                false,
+            ),
+            (
+                "a route for some",
+                vec![root(), route(written("some"), PathMatch::prefix("/some"))],
+                None,
+                true,
+                true,
+            ),
+        ] {
+            let http = ServerHttp {
+                routes: routes.into(),
+                rate_limit,
+            };
+            assert_eq!(http.differs_by_path(), differs_by_path, "{what}");
+            let policy = |protocol| ServerPolicy {
+                meta: Meta::default_named("test"),
+                protocol,
+                authorizations: Arc::new([]),
+            };
+            let timeout = Duration::ZERO;
+            let detect = policy(ServerProtocol::Detect {
+                timeout,
+                http: http.clone(),
+            });
+            assert_eq!(detect.demands_http(), demands_http, "{what}");
+            assert!(policy(ServerProtocol::Http1(http)).demands_http());
+        }
+        assert!(ServerPolicy::invalid(Duration::ZERO).demands_http() && ServerPolicy::unknown().demands_http());
+        for default in DEFAULT_POLICIES {
+            assert!(!default.detect(Duration::ZERO, &[]).demands_http());
+            assert!(!default.opaque(&[]).demands_http());
+        }
+    }
 
     #[test]
     fn default_policies_are_known_by_name() {

@@ -19,6 +19,7 @@ mod explicit;
 mod failure;
 mod http1;
 mod http2;
+mod http_rules;
 mod identity;
 mod ingress;
 mod invalid_policy;

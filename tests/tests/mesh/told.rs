@@ -411,7 +411,7 @@ async fn says(addr: SocketAddr, who: u8) -> App {
 }
 
 /// What a client says first that wants to talk to this server.
-fn client_hello(name: &str) -> Bytes {
+pub(crate) fn client_hello(name: &str) -> Bytes {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let config = ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()

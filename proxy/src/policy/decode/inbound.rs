@@ -13,6 +13,7 @@ use tulle_proto::net::IpNetwork;
 use crate::policy::authz::{Authentication, Authorization, IdentitySuffix};
 use crate::policy::decode::{DecodeError, duration, meta, routes};
 use crate::policy::filter::Filter;
+use crate::policy::matches::RequestMatch;
 use crate::policy::meta::{Meta, Resource};
 use crate::policy::rate_limit::{RateLimit, RateLimitOverride};
 use crate::policy::route::{Route, Rule};
@@ -94,7 +95,7 @@ fn http(
             |payload| {
                 let rule = |rule: proto::http_route::Rule| {
                     Ok(Rule {
-                        matches: routes::http_matches(rule.matches)?,
+                        matches: of_normal_paths(routes::http_matches(rule.matches)?),
                         filters: rule.filters.into_iter().map(http_filter).collect::<Result<_, _>>()?,
                         payload: payload.clone(),
                     })
@@ -143,6 +144,11 @@ fn grpc(messages: Vec<proto::GrpcRoute>, server: &Authorizations) -> Result<Serv
         routes: routes.collect::<Result<_, _>>()?,
         rate_limit: None,
     })
+}
+
+/// Requests to ports with such rules are matched by the normal form of their path.
+fn of_normal_paths(matches: Vec<RequestMatch>) -> Vec<RequestMatch> {
+    matches.into_iter().map(RequestMatch::of_normal_paths).collect()
 }
 
 /// What routes of both kinds begin with.

@@ -3,6 +3,8 @@
 //! A match yields a score, so that the most specific rule wins.
 //! Nothing here allocates, except to decode a query parameter that a regular expression has to see.
 
+pub(crate) mod path;
+
 use std::str::Split;
 
 use http::header::{HOST, HeaderName};
@@ -151,6 +153,21 @@ impl PathMatch {
         Self::Prefix(path.trim_end_matches('/').into())
     }
 
+    /// Whether all paths match.
+    fn is_root(&self) -> bool {
+        matches!(self, Self::Prefix(prefix) if prefix.is_empty())
+    }
+
+    /// The same match for paths in normal form. Patterns stay as they are written.
+    fn of_normal_paths(self) -> Self {
+        let normal = |path: Box<str>| path::decode(&path).into();
+        match self {
+            Self::Exact(exact) => Self::Exact(normal(exact)),
+            Self::Prefix(prefix) => Self::Prefix(normal(prefix)),
+            Self::Regex(pattern) => Self::Regex(pattern),
+        }
+    }
+
     /// Scores a path; the length of a matched prefix comes with it.
     fn score(&self, path: &str) -> Option<(Score, Option<usize>)> {
         match self {
@@ -277,6 +294,30 @@ impl RequestMatch {
     }
 }
 
+impl RequestMatch {
+    /// Whether every request of HTTP matches.
+    pub(crate) fn takes_all(&self) -> bool {
+        matches!(self, Self::Http(HttpMatch { path, method: None, headers, query })
+            if headers.is_empty() && query.is_empty() && path.as_ref().is_none_or(PathMatch::is_root))
+    }
+
+    /// Whether it depends on more of the path than that there is one.
+    pub(crate) fn looks_at_path(&self) -> bool {
+        match self {
+            Self::Http(http) => http.path.as_ref().is_some_and(|path| !path.is_root()),
+            Self::Grpc(_) => true,
+        }
+    }
+
+    /// The same match for paths in normal form.
+    pub(crate) fn of_normal_paths(mut self) -> Self {
+        if let Self::Http(http) = &mut self {
+            http.path = http.path.take().map(PathMatch::of_normal_paths);
+        }
+        self
+    }
+}
+
 impl HttpMatch {
     fn score(&self, head: &Head<'_>) -> Option<(Score, Option<usize>)> {
         if self.method.as_ref().is_some_and(|method| method != head.method) {
@@ -377,7 +418,7 @@ impl Iterator for Decoded<'_> {
     }
 }
 
-fn nibble(digit: u8) -> Option<u8> {
+pub(super) fn nibble(digit: u8) -> Option<u8> {
     // At most 15, so it fits.
     char::from(digit).to_digit(16).map(|value| value as u8)
 }
