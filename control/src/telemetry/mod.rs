@@ -42,7 +42,7 @@ pub struct Parts {
 
 /// Opens the API over what there is in the cluster; sidecars take us for who the credentials say.
 pub fn open(cluster: Cluster, creds: Arc<ServerCreds>, askers: Askers, drain: &Watch) -> Parts {
-    let recorder = Arc::new(Recorder::new(cluster.clone()));
+    let recorder = Arc::new(Recorder::new(cluster.clone(), creds.clone()));
     let api = Api {
         recorder: recorder.clone(),
         tapper: Tapper { cluster, creds },

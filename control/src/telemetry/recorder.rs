@@ -18,11 +18,14 @@ use super::history::{History, NEAR_APART};
 use super::scrape::scrape;
 use crate::cluster::Cluster;
 use crate::cluster::members::Member;
+use crate::tls::creds::ServerCreds;
 use crate::webhook::with_causes;
 
 /// What sidecars have counted lately.
 pub(super) struct Recorder {
     cluster: Cluster,
+    /// Whom sidecars take us for.
+    creds: Arc<ServerCreds>,
     state: Mutex<State>,
 }
 
@@ -46,9 +49,10 @@ pub(super) struct Observed {
 }
 
 impl Recorder {
-    pub(super) fn new(cluster: Cluster) -> Self {
+    pub(super) fn new(cluster: Cluster, creds: Arc<ServerCreds>) -> Self {
         Self {
             cluster,
+            creds,
             state: Mutex::default(),
         }
     }
@@ -126,11 +130,12 @@ impl Recorder {
                 .iter()
                 .enumerate()
                 .filter_map(|(at, member)| Some((at, key(member)?)));
-            keys.filter(is_due).collect()
+            let sidecar_of = |(at, key): (usize, Key)| Some((at, key, members[at].sidecar.clone()?));
+            keys.filter(is_due).filter_map(sidecar_of).collect()
         };
         let mut pages = stream::iter(due)
-            .map(|(at, key)| async move {
-                let page = scrape(key.0).await;
+            .map(|(at, key, sidecar)| async move {
+                let page = scrape(&sidecar, &self.creds).await;
                 (at, key, page)
             })
             .buffer_unordered(AT_ONCE);

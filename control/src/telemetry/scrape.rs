@@ -1,18 +1,28 @@
-//! Reads the metrics page of a sidecar.
+//! Reads the metrics page of a sidecar: by mutual TLS where both sides have a certificate, so that policies can permit it by our
+//! identity, and in the clear otherwise.
 
 use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Request, StatusCode, header};
+use http::{Request, Response, StatusCode, header};
 use http_body_util::{BodyExt as _, Empty, Limited};
+use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
+use tonic::body::Body;
+use tower::Service as _;
+use tracing::debug;
+use tulle_core::addr::Addr;
 
 use super::counts::Counts;
+use crate::cluster::members::Sidecar;
+use crate::model::endpoints::TlsIdentity;
+use crate::tls::client::{self, Channel, Peer};
+use crate::tls::creds::ServerCreds;
 
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
@@ -32,15 +42,46 @@ pub(super) enum Error {
     Timeout,
 }
 
-/// What the sidecar with this admin port has counted.
+/// What a sidecar has counted.
 ///
 /// # Errors
 /// A sidecar that cannot be reached, or has no such page.
-pub(super) async fn scrape(admin: SocketAddr) -> Result<Counts, Error> {
-    timeout(LIMIT, page(admin)).await.map_err(|_| Error::Timeout)?
+pub(super) async fn scrape(sidecar: &Sidecar, creds: &ServerCreds) -> Result<Counts, Error> {
+    timeout(LIMIT, page(sidecar, creds)).await.map_err(|_| Error::Timeout)?
 }
 
-async fn page(admin: SocketAddr) -> Result<Counts, Error> {
+async fn page(sidecar: &Sidecar, creds: &ServerCreds) -> Result<Counts, Error> {
+    match connect(sidecar, creds).await {
+        Some(channel) => over_tls(channel).await,
+        None => in_the_clear(sidecar.admin).await,
+    }
+}
+
+/// A connection by mutual TLS; none where either side has no certificate, or the other one is not who it should be.
+async fn connect(sidecar: &Sidecar, creds: &ServerCreds) -> Option<Channel> {
+    let (TlsIdentity::Dns { server_name, .. } | TlsIdentity::Uri { server_name, .. }) = sidecar.identity.as_ref()?;
+    let (leaf, anchors) = creds.as_client()?;
+    let peer = Peer {
+        addr: &Addr::Socket(sidecar.admin),
+        name: server_name,
+        anchors: &anchors,
+    };
+    match client::connect(&peer, Some(leaf)).await {
+        Ok(channel) => Some(channel),
+        Err(error) => {
+            debug!(admin = %sidecar.admin, %error, "metrics are asked for in the clear");
+            None
+        }
+    }
+}
+
+async fn over_tls(mut channel: Channel) -> Result<Counts, Error> {
+    let request = Request::get("/metrics").body(Body::empty()).map_err(Error::Request)?;
+    let rsp = channel.call(request).await.map_err(Error::Http)?;
+    parse(read(rsp).await?).await
+}
+
+async fn in_the_clear(admin: SocketAddr) -> Result<Counts, Error> {
     let stream = TcpStream::connect(admin).await.map_err(Error::Dial)?;
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(Error::Http)?;
     let request = Request::get("/metrics")
@@ -49,17 +90,24 @@ async fn page(admin: SocketAddr) -> Result<Counts, Error> {
         .map_err(Error::Request)?;
     let asking = async move {
         let rsp = sender.send_request(request).await.map_err(Error::Http)?;
-        if rsp.status() != StatusCode::OK {
-            return Err(Error::Status(rsp.status()));
-        }
-        let body = Limited::new(rsp.into_body(), MAX_PAGE).collect();
-        Ok(body.await.map_err(Error::Read)?.to_bytes())
+        read(rsp).await
     };
     // The connection moves the bytes, and ends with the sender.
     let (bytes, _) = tokio::join!(asking, connection);
-    let bytes = bytes?;
+    parse(bytes?).await
+}
+
+async fn read(rsp: Response<Incoming>) -> Result<Bytes, Error> {
+    if rsp.status() != StatusCode::OK {
+        return Err(Error::Status(rsp.status()));
+    }
+    let body = Limited::new(rsp.into_body(), MAX_PAGE).collect();
+    Ok(body.await.map_err(Error::Read)?.to_bytes())
+}
+
+async fn parse(page: Bytes) -> Result<Counts, Error> {
     // Other services run on this thread.
-    let parsed = tokio::task::spawn_blocking(move || Counts::parse(&String::from_utf8_lossy(&bytes)));
+    let parsed = tokio::task::spawn_blocking(move || Counts::parse(&String::from_utf8_lossy(&page)));
     parsed.await.map_err(Error::Parse)
 }
 

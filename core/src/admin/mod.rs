@@ -3,8 +3,10 @@
 //! It speaks HTTP/1 and HTTP/2, in the clear and over TLS where a binary brings that; its requests and responses fit into
 //! memory.
 
+pub mod access;
+
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::convert::Infallible;
 use std::future::Future;
 use std::io::{self, Write};
@@ -28,6 +30,7 @@ use tokio::time::timeout;
 use tracing::debug;
 
 use crate::addr::canonical;
+use crate::admin::access::{Caller, Guard, Tls};
 use crate::descriptors;
 use crate::drain::Watch;
 use crate::listener::{Accepted, Listener};
@@ -60,24 +63,24 @@ pub enum Version {
     Http2,
 }
 
-/// The two addresses of a connection.
-#[derive(Clone, Copy)]
-struct Ends {
-    client: SocketAddr,
-    local: SocketAddr,
-}
-
 /// A connection whose bytes are HTTP.
 trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
 
 /// What is left of a connection once its TLS is off.
-type Opened = (Box<dyn Stream>, Version);
+type Opened = (Box<dyn Stream>, Version, Tls);
 type Terminate = Arc<dyn Fn(TcpStream) -> OpenedFuture + Send + Sync>;
 type OpenedFuture = Pin<Box<dyn Future<Output = io::Result<Opened>> + Send>>;
 
-type Routes = HashMap<Cow<'static, str>, Handler>;
+#[derive(Default)]
+struct Routes {
+    handlers: HashMap<Cow<'static, str>, Handler>,
+    /// Paths that are open to everybody, whatever the guard says.
+    open: HashSet<Cow<'static, str>>,
+    guard: Option<Guard>,
+}
+
 type Handler = Arc<dyn Fn(AdminRequest) -> HandlerFuture + Send + Sync>;
 type HandlerFuture = Pin<Box<dyn Future<Output = Response<Full<Bytes>>> + Send>>;
 
@@ -102,7 +105,7 @@ impl Admin {
     pub fn new(registry: Registry, readiness: Readiness) -> Self {
         let admin = Self {
             registry: registry.clone(),
-            routes: Routes::new(),
+            routes: Routes::default(),
             terminate: None,
         };
         admin
@@ -116,8 +119,8 @@ impl Admin {
                         .unwrap_or_else(|_| text(StatusCode::INTERNAL_SERVER_ERROR, ""))
                 }
             })
-            .route("/live", |_| std::future::ready(text(StatusCode::OK, "live\n")))
-            .route("/ready", move |_| std::future::ready(ready(&readiness)))
+            .probe("/live", |_| std::future::ready(text(StatusCode::OK, "live\n")))
+            .probe("/ready", move |_| std::future::ready(ready(&readiness)))
     }
 
     /// Serves this path, whatever the method, by this handler.
@@ -129,8 +132,28 @@ impl Admin {
     where
         F: Future<Output = Response<Full<Bytes>>> + Send + 'static,
     {
-        self.routes
-            .insert(path.into(), Arc::new(move |req| Box::pin(handler(req))));
+        let handler: Handler = Arc::new(move |req| Box::pin(handler(req)));
+        self.routes.handlers.insert(path.into(), handler);
+        self
+    }
+
+    /// Serves this path as [`Self::route`] does, to everybody: the kubelet proves nothing.
+    pub fn probe<F>(
+        mut self,
+        path: impl Into<Cow<'static, str>>,
+        handler: impl Fn(AdminRequest) -> F + Send + Sync + 'static,
+    ) -> Self
+    where
+        F: Future<Output = Response<Full<Bytes>>> + Send + 'static,
+    {
+        let path = path.into();
+        self.routes.open.insert(path.clone());
+        self.route(path, handler)
+    }
+
+    /// Has other requests than probes judged first.
+    pub fn guarded_by(mut self, guard: Guard) -> Self {
+        self.routes.guard = Some(guard);
         self
     }
 
@@ -139,15 +162,15 @@ impl Admin {
     /// It may take a minute, and is cut then; its client has said something within five seconds.
     pub fn tls<F, S>(mut self, terminate: impl Fn(TcpStream) -> F + Send + Sync + 'static) -> Self
     where
-        F: Future<Output = io::Result<(S, Version)>> + Send + 'static,
+        F: Future<Output = io::Result<(S, Version, Tls)>> + Send + 'static,
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
         self.terminate = Some(Arc::new(move |stream| {
             let terminating = terminate(stream);
             Box::pin(async move {
-                let (stream, version) = terminating.await?;
+                let (stream, version, tls) = terminating.await?;
                 let stream: Box<dyn Stream> = Box::new(stream);
-                Ok((stream, version))
+                Ok((stream, version, tls))
             })
         }));
         self
@@ -173,14 +196,14 @@ async fn serve_connection(accepted: Accepted, terminate: Option<Terminate>, rout
         Ok(local) => canonical(local),
         Err(err) => return debug!(%client, %err, "an admin connection has no address"),
     };
-    let ends = Ends { client, local };
+    let caller = |tls| Caller { client, local, tls };
     let opened = match terminate.filter(|_| is_tls) {
         Some(terminate) => timeout(HEAD_LIMIT, terminate(stream)).await,
         None => timeout(HEAD_LIMIT, open(stream)).await,
     };
     let served = match opened {
-        Ok(Ok((stream, Version::Http2))) => serve_http2(place.watch(stream), ends, routes, drain).await,
-        Ok(Ok((stream, Version::Http1))) => serve_http1(place.watch(stream), ends, routes, drain).await,
+        Ok(Ok((stream, Version::Http2, tls))) => serve_http2(place.watch(stream), caller(tls), routes, drain).await,
+        Ok(Ok((stream, Version::Http1, tls))) => serve_http1(place.watch(stream), caller(tls), routes, drain).await,
         Ok(Err(err)) => return debug!(%client, %err, "opening an admin connection failed"),
         Err(_) => return debug!(%client, "an admin connection was not opened in time"),
     };
@@ -199,16 +222,16 @@ async fn open(stream: TcpStream) -> io::Result<Opened> {
         true => Version::Http2,
         false => Version::Http1,
     };
-    Ok((Box::new(stream), version))
+    Ok((Box::new(stream), version, Tls::None))
 }
 
 async fn serve_http1(
     stream: impl Stream + 'static,
-    ends: Ends,
+    caller: Caller,
     routes: Arc<Routes>,
     drain: Watch,
 ) -> Result<(), hyper::Error> {
-    let service = service_fn(move |req| respond(req, ends, routes.clone()));
+    let service = service_fn(move |req| respond(req, caller.clone(), routes.clone()));
     let conn = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_LIMIT)
@@ -223,11 +246,11 @@ async fn serve_http1(
 
 async fn serve_http2(
     stream: impl Stream + 'static,
-    ends: Ends,
+    caller: Caller,
     routes: Arc<Routes>,
     drain: Watch,
 ) -> Result<(), hyper::Error> {
-    let service = service_fn(move |req| respond(req, ends, routes.clone()));
+    let service = service_fn(move |req| respond(req, caller.clone(), routes.clone()));
     let conn = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
         .keep_alive_interval(HEAD_LIMIT)
@@ -241,11 +264,22 @@ async fn serve_http2(
     conn.await
 }
 
-async fn respond(req: Request<Incoming>, ends: Ends, routes: Arc<Routes>) -> Result<Response<Full<Bytes>>, Infallible> {
+async fn respond(
+    req: Request<Incoming>,
+    caller: Caller,
+    routes: Arc<Routes>,
+) -> Result<Response<Full<Bytes>>, Infallible> {
     let (head, body) = req.into_parts();
-    let Some(handler) = routes.get(head.uri.path()) else {
+    let path = head.uri.path();
+    let Some(handler) = routes.handlers.get(path) else {
         return Ok(text(StatusCode::NOT_FOUND, "not found\n"));
     };
+    if let Some(guard) = &routes.guard
+        && !routes.open.contains(path)
+        && let Err(status) = guard(caller.clone(), head.clone()).await
+    {
+        return Ok(text(status, "refused by the policy of this port\n"));
+    }
     let body = match timeout(BODY_LIMIT, Limited::new(body, MAX_BODY).collect()).await {
         Ok(Ok(body)) => body.to_bytes(),
         Ok(Err(_)) => {
@@ -258,8 +292,8 @@ async fn respond(req: Request<Incoming>, ends: Ends, routes: Arc<Routes>) -> Res
     };
     let query = head.uri.query().map(str::to_owned);
     Ok(handler(AdminRequest {
-        client: ends.client,
-        local: ends.local,
+        client: caller.client,
+        local: caller.local,
         method: head.method,
         query,
         headers: head.headers,

@@ -132,13 +132,13 @@ async fn handlers_get_the_whole_request_and_long_bodies_are_refused() {
 #[tokio::test]
 async fn a_connection_that_begins_as_tls_does_is_opened_first() {
     // What opens it here takes one byte off, and believes the next.
-    async fn open(mut stream: TcpStream) -> io::Result<(TcpStream, Version)> {
+    async fn open(mut stream: TcpStream) -> io::Result<(TcpStream, Version, Tls)> {
         assert_eq!(stream.read_u8().await?, 22, "nothing was read before");
         let version = match stream.read_u8().await? {
             2 => Version::Http2,
             _ => Version::Http1,
         };
-        Ok((stream, version))
+        Ok((stream, version, Tls::Terminated { client_id: None }))
     }
     let running = start_with(|admin| admin.tls(open)).await;
     for begin in [b"\x16\x01", b"\x16\x02"] {
@@ -158,6 +158,27 @@ async fn a_connection_that_begins_as_tls_does_is_opened_first() {
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).await.unwrap();
     assert!(!answer.starts_with(b"HTTP/1.1 200"), "{answer:?}");
+}
+
+#[tokio::test]
+async fn a_guard_judges_all_but_probes() {
+    let guard: Guard = Arc::new(|caller, head| {
+        assert!(caller.client.ip().is_loopback() && caller.tls == Tls::None);
+        Box::pin(std::future::ready(match head.uri.path() {
+            "/echo" => Ok(()),
+            _ => Err(StatusCode::FORBIDDEN),
+        }))
+    });
+    let running = start_with(|admin| admin.guarded_by(guard)).await;
+    for (path, status) in [
+        ("/metrics", StatusCode::FORBIDDEN),
+        ("/echo", StatusCode::OK),
+        ("/live", StatusCode::OK),
+        ("/ready", StatusCode::OK),
+        ("/nowhere", StatusCode::NOT_FOUND),
+    ] {
+        assert_eq!(send(running.addr, get(path)).await.status(), status, "{path}");
+    }
 }
 
 #[tokio::test]

@@ -1,7 +1,8 @@
 //! The admin server: metrics and probes of the core, and what operators may ask of this process.
 //!
 //! Proxies of its clients reach it by mTLS, as they reach the application, and whoever wants to know this proxy's
-//! certificate learns it from a handshake here. TLS proves who we are; it opens no route that is closed in the clear.
+//! certificate learns it from a handshake here. TLS proves who we are, and who the client is: requests other than probes are
+//! judged by the inbound policy of this port. Routes for this machine alone are closed to others, whatever the policy says.
 
 mod pages;
 mod probes;
@@ -19,6 +20,7 @@ use http_body_util::Full;
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tracing::info;
+use tulle_core::admin::access::{Guard, Tls};
 use tulle_core::admin::{Admin, AdminRequest, Version, text};
 use tulle_core::metrics::Registry;
 use tulle_core::ready::Readiness;
@@ -58,6 +60,8 @@ pub(crate) struct Subjects {
     /// Notified when an operator asks for the end.
     pub shutdown: Arc<Notify>,
     pub creds: Credentials,
+    /// Judges requests by the policy of the port.
+    pub guard: Guard,
     /// What is below `/debug`.
     pub pages: Vec<Page>,
 }
@@ -71,6 +75,7 @@ pub(crate) fn server(config: &Config, subjects: Subjects) -> Admin {
         env,
         shutdown,
         creds,
+        guard,
         pages,
     } = subjects;
     let shutdown_endpoint = config.shutdown_endpoint;
@@ -85,11 +90,12 @@ pub(crate) fn server(config: &Config, subjects: Subjects) -> Admin {
             std::future::ready(shut_down(&req, shutdown_endpoint, &shutdown))
         })
         .tls(move |stream| terminate(stream, creds.clone()))
+        .guarded_by(guard)
 }
 
 /// Ends TLS; the server bounds the time this takes.
-async fn terminate(stream: TcpStream, creds: Credentials) -> io::Result<(Io, Version)> {
-    let (tls, _) = tls_server::accept(Tcp::new(stream), &creds, Alpn::Unset)
+async fn terminate(stream: TcpStream, creds: Credentials) -> io::Result<(Io, Version, Tls)> {
+    let (tls, facts) = tls_server::accept(Tcp::new(stream), &creds, Alpn::Unset)
         .await
         .map_err(io::Error::other)?;
     let (mut io, mut seen) = (Io::tls_server(tls), BytesMut::new());
@@ -98,7 +104,10 @@ async fn terminate(stream: TcpStream, creds: Credentials) -> io::Result<(Io, Ver
         Look::Closed => return Err(io::ErrorKind::UnexpectedEof.into()),
         Look::Seen(_) | Look::TimedOut => Version::Http1,
     };
-    Ok((io.unread(seen.freeze()), version))
+    let tls = Tls::Terminated {
+        client_id: facts.client_id,
+    };
+    Ok((io.unread(seen.freeze()), version, tls))
 }
 
 type Answer = Response<Full<Bytes>>;

@@ -40,7 +40,7 @@ use crate::{
     config::{Config, Direction, InboundMode},
     http::{access_log::AccessLog, layers::Admission},
     identity::{Source, certify::Certifier, key::Key, workload_api::Workload},
-    inbound::Inbound,
+    inbound::{self, Inbound},
     metrics::http as http_metrics,
     net::{
         connect::SocketOptions,
@@ -214,6 +214,7 @@ impl App {
             env: surroundings.env,
             shutdown: shutdown.clone(),
             creds: creds.clone(),
+            guard: inbound::admin::guard(&inbound),
             pages: pages(&outbound, &inbound, &tcp, &creds),
         };
         let server = admin::server(&config.admin, subjects);

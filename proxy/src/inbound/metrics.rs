@@ -203,6 +203,11 @@ impl Families {
         self.count_reason(labels, denied);
     }
 
+    /// Counts a request to the admin server that was refused.
+    pub(super) fn admin_refused(&self, cause: &'static str) {
+        self.failures.count(cause);
+    }
+
     /// Counts a refused connection.
     pub(super) fn tcp_denied(&self, labels: &Labels, denied: Denied) {
         self.tcp_deny.get(labels).inc();

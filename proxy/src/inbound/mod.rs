@@ -3,6 +3,7 @@
 //! A connection is accepted, its policy found, TLS terminated where it is meant for us, its protocol learned; HTTP goes
 //! on per request in [`http`], everything else as bytes in [`forward`].
 
+pub(crate) mod admin;
 mod cut;
 mod debug;
 mod direct;

@@ -4,6 +4,7 @@
 
 #![allow(clippy::unwrap_used)] // as in every test; clippy sees only the functions marked as such
 
+mod admin_policy;
 mod anchors;
 mod balancing;
 mod breakers;

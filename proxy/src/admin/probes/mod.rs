@@ -77,7 +77,7 @@ pub(super) fn routes(admin: Admin, probes: Vec<Probe>, registry: &Registry) -> A
             failed: made.get(&labels.with("outcome", "failure")),
             probe: Arc::new(probe),
         });
-        admin.route(served.probe.path.clone(), move |req| answer(served.clone(), req))
+        admin.probe(served.probe.path.clone(), move |req| answer(served.clone(), req))
     })
 }
 
