@@ -110,9 +110,9 @@ fn value(text: &str) -> anyhow::Result<&str> {
     let text = text.trim();
     // In lines of tap and heads of responses, in JSON, and in links.
     let marked =
-        Regex::new(r#"(?i)(?:l5d-proxy-cause|\bcause)"?\s*[:=,]\s*(?:"valueStr"\s*:\s*)?"?([a-z][a-z-]*[^"\r\n]*)"#)
+        Regex::new(r#"(?i)(?:l5d-proxy-cause|\bcause)"?\s*[:=,]\s*(?:"valueStr"\s*:\s*)?"?([a-z][a-z_-]*[^"\r\n]*)"#)
             .context("the pattern is none")?;
-    let link = Regex::new(r"^\S+://\S*#([a-z-]+)$").context("the pattern is none")?;
+    let link = Regex::new(r"^\S+://\S*#([a-z_-]+)$").context("the pattern is none")?;
     if let Some(found) = marked.captures(text).or_else(|| link.captures(text)) {
         return found
             .get(1)
@@ -120,7 +120,7 @@ fn value(text: &str) -> anyhow::Result<&str> {
             .context("the pattern has a group");
     }
     let code = text.split([';', ':']).next().unwrap_or_default();
-    let is_code = !code.is_empty() && code.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'-');
+    let is_code = !code.is_empty() && code.bytes().all(|byte| byte.is_ascii_lowercase() || b"-_".contains(&byte));
     match is_code {
         true => Ok(text),
         false => Err(anyhow!(
