@@ -32,11 +32,12 @@ use crate::{
     },
     identity::Source,
     inbound::{
-        DialAs, Inbound, Servers,
+        DialAs, Inbound,
         gateway::Gateway,
         metrics as inbound_metrics,
         policy::{Current, Defaults, Ports, UnknownPolicy},
         profiles::{self, Profiles},
+        servers::Servers,
     },
     metrics::{failures::Failures, hosts::Hosts, http as http_metrics, unreadable},
     net::{
@@ -269,6 +270,9 @@ impl Parts<'_> {
         let mut kept = config.inbound.ports.clone();
         if gateway.is_some() {
             kept.insert(own_port); // its policy says who may send what to others
+        }
+        if !config.admin.listen.ip().is_loopback() {
+            kept.insert(config.admin.listen.port()); // scrapes need not wait for it
         }
         let (orig_dst, dial_as) = match config.inbound.mode {
             InboundMode::Redirect => (self.surroundings.orig_dst.clone(), DialAs::Us),

@@ -24,6 +24,7 @@ use crate::{
         orig_proto::{self, Restored},
         replay::{self, Copy},
         respond::Labelled,
+        server::Closer,
         tunnel::{self, Leg},
         upload::Upload,
     },
@@ -65,6 +66,8 @@ pub(super) struct HttpConnection {
     pub(super) client_id: Option<HeaderValue>,
     pub(super) seen: Mutex<Seen>,
     pub(super) addressed: Mutex<Addressed>,
+    /// Ends a connection that was permitted nothing when it came: one that is permitted more has room for more.
+    pub(super) unauthorized: Option<Closer>,
     pub(super) drain: drain::Watch,
 }
 
@@ -496,6 +499,13 @@ impl HttpConnection {
     pub(super) async fn refused(self: Arc<Self>) {
         loop {
             let current = self.port.current();
+            if let Some(closer) = &self.unauthorized
+                && current
+                    .policy
+                    .permits_some_request(self.peer.client.0.ip(), self.tls.proven())
+            {
+                closer.notify_one();
+            }
             if let Some(denied) = self.denied(&current.policy) {
                 let labels = connection_labels(self.peer.target, &self.tls, &current.policy.meta);
                 self.inbound.families.tcp_terminated(&labels, denied);

@@ -8,6 +8,9 @@ use tokio::time::{Instant, timeout};
 use tulle_tests::client;
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, Mesh, STRANGER, mesh};
+use tulle_tests::policies::{self, Policies};
+
+use crate::invalid_policy::open;
 
 const PERMITTED: Ipv4Addr = Ipv4Addr::new(10, 66, 8, 1);
 
@@ -72,8 +75,8 @@ fn the_admin_port_is_judged_by_its_policy_and_probes_are_open() {
 
 #[test]
 fn the_admin_port_shows_nothing_to_others_before_its_policy_is_known() {
-    web().run(async |mesh: &Mesh| {
-        mesh.stop_control().await;
+    let mesh = web().its_env("POLICY_SVC_ADDR", policies::ADDR);
+    mesh.run(async |mesh: &Mesh| {
         let asked_at = Instant::now();
         let probed = timeout(Duration::from_secs(1), ask(mesh, STRANGER, "/live")).await;
         assert_eq!(probed, Ok(200), "probes wait for nobody");
@@ -81,7 +84,8 @@ fn the_admin_port_shows_nothing_to_others_before_its_policy_is_known() {
         assert!(asked_at.elapsed() >= Duration::from_secs(3), "{:?}", asked_at.elapsed());
         let cause = [r#"cause="policy_unknown""#, r#"direction="inbound""#];
         assert_eq!(mesh.metric("web", "tulle_failures_total", &cause).await, 1.);
-        mesh.start_control().await;
+        let policies = Policies::serve().await;
+        policies.say_of_ports(Ok(open()));
         let scraped = timeout(Duration::from_secs(1), ask(mesh, STRANGER, "/metrics")).await;
         assert_eq!(scraped, Ok(200));
     });

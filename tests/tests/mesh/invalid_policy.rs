@@ -12,7 +12,7 @@ use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, mesh};
 use tulle_tests::policies::{self, Policies};
 
 /// Everybody may.
-fn open() -> Server {
+pub(crate) fn open() -> Server {
     let authz = Authz {
         networks: vec![Network {
             net: Some(IpNetwork {
