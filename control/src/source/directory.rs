@@ -220,14 +220,22 @@ impl Walk {
             if entry.file_name().as_encoded_bytes().starts_with(b".") {
                 continue;
             }
-            // Links are followed; one that leads nowhere is a file being replaced.
-            let Ok(metadata) = std::fs::metadata(&path) else {
-                continue;
-            };
-            if metadata.is_dir() {
-                self.enter(&path);
-            } else if matches!(path.extension().and_then(OsStr::to_str), Some("yaml" | "yml")) {
-                self.files.insert(path);
+            let is_manifest = matches!(path.extension().and_then(OsStr::to_str), Some("yaml" | "yml"));
+            // Links are followed. One that leads nowhere is a file being replaced: its objects stay until it is gone itself.
+            match std::fs::metadata(&path) {
+                Ok(metadata) if metadata.is_dir() => self.enter(&path),
+                Ok(_) if is_manifest => drop(self.files.insert(path)),
+                Ok(_) => {}
+                Err(error) => {
+                    if is_manifest {
+                        self.errors.push(ManifestError {
+                            file: path.clone(),
+                            line: None,
+                            reason: format!("reading the file: {error}"),
+                        });
+                    }
+                    self.unreadable.push(path);
+                }
             }
         }
         self.above.pop();

@@ -109,6 +109,31 @@ async fn a_swapped_link_changes_everything_behind_it_at_once() {
 }
 
 #[tokio::test]
+async fn a_link_that_leads_nowhere_for_a_moment_keeps_its_objects() {
+    let mesh = mesh(&service("web", "web")).await;
+    let behind = tempfile::tempdir().unwrap();
+    let target = behind.path().join("pods.yaml");
+    std::fs::write(&target, pod("web-1", "10.1.0.1")).unwrap();
+    symlink(&target, mesh.path().join("pods.yaml")).unwrap();
+    let mut stream = mesh.get(WEB).await.unwrap();
+    if short(&next(&mut stream).await) == "1" {
+        assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:80");
+    }
+    std::fs::remove_file(&target).unwrap();
+    // What changes beside it is read meanwhile.
+    mesh.write("more.yaml", &pod("web-2", "10.1.0.2"));
+    assert_eq!(short(&next(&mut stream).await), "+10.1.0.2:80");
+    eventually(|| errors(&mesh).iter().any(|error| error.contains("pods.yaml"))).await;
+    std::fs::write(&target, pod("web-1", "10.1.0.3")).unwrap();
+    mesh.write("more.yaml", &pod("web-2", "10.1.0.4"));
+    assert_eq!(short(&next(&mut stream).await), "+10.1.0.3:80,10.1.0.4:80");
+    // The link itself goes, and its objects with it.
+    std::fs::remove_file(mesh.path().join("pods.yaml")).unwrap();
+    eventually(|| mesh.registry.render().contains("pod_cache_size{cluster=\"local\"} 1")).await;
+    assert!(mesh.errors().is_empty());
+}
+
+#[tokio::test]
 async fn of_two_objects_with_one_name_the_first_file_s_holds() {
     let mesh = mesh(&service("web", "web")).await;
     mesh.write("a.yaml", &pod("web-1", "10.1.0.1"));
