@@ -208,12 +208,18 @@ impl End {
 
 fn lines(headers: Option<http_types::Headers>) -> Vec<Header> {
     let headers = headers.unwrap_or_default().headers.into_iter();
-    let line = |header: http_types::headers::Header| Header {
-        value_str: match SECRETS.contains(&header.name.to_ascii_lowercase().as_str()) {
+    // Other proxies than ours show them.
+    let is_secret = |name: &str| {
+        header::CREDENTIALS
+            .iter()
+            .any(|secret| name.eq_ignore_ascii_case(secret.as_str()))
+    };
+    let line = |line: http_types::headers::Header| Header {
+        value_str: match is_secret(&line.name) {
             true => "(not shown)".to_owned(),
-            false => String::from_utf8_lossy(&header.value).into_owned(),
+            false => String::from_utf8_lossy(&line.value).into_owned(),
         },
-        name: header.name,
+        name: line.name,
     };
     headers.map(line).collect()
 }
@@ -242,9 +248,6 @@ fn scheme(scheme: Option<http_types::Scheme>) -> String {
         None => String::new(),
     }
 }
-
-/// Headers whose values let whoever knows them act for somebody else.
-const SECRETS: &[&str] = &["authorization", "proxy-authorization", "cookie", "set-cookie"];
 
 #[cfg(test)]
 mod tests {

@@ -15,10 +15,11 @@ use std::{
 };
 
 use arc_swap::ArcSwap;
-use http::{HeaderMap, HeaderName, Method, Request, Response, Uri, Version, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, Uri, Version, header};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use tokio::{sync::mpsc, time::Instant};
+use tulle_core::names;
 use tulle_proto::{
     convert::wire_duration,
     http_types::{self, headers::Header, http_method, scheme},
@@ -420,14 +421,47 @@ fn headers<const N: usize>(pseudo: [(&str, String); N], rest: &HeaderMap) -> htt
         name: name.to_owned(),
         value: value.to_vec(),
     };
-    let rest = rest
-        .iter()
-        .map(|(name, value): (&HeaderName, _)| line(name.as_str(), value.as_bytes()));
+    let rest = rest.iter().map(|(name, value): (&HeaderName, &HeaderValue)| {
+        // A client marks what it wants nobody on the way to keep.
+        let is_secret = names::header::CREDENTIALS.contains(name) || value.is_sensitive();
+        line(name.as_str(), if is_secret { NOT_SHOWN } else { value.as_bytes() })
+    });
     let pseudo = pseudo.iter().map(|(name, value)| line(name, value.as_bytes()));
     http_types::Headers {
         headers: pseudo.chain(rest).collect(),
     }
 }
 
+/// In place of a value that lets whoever knows it act for somebody else.
+const NOT_SHOWN: &[u8] = b"(not shown)";
 /// Events that wait for an observer at most.
 const MOST_WAITING: usize = 400;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn credentials_are_named_and_not_shown() {
+        let mut all = HeaderMap::new();
+        for name in ["Authorization", "proxy-authorization", "cookie", "set-cookie", "accept"] {
+            let name: HeaderName = name.parse().unwrap();
+            all.append(&name, HeaderValue::from_static("a value"));
+            all.append(&name, HeaderValue::from_static("a value"));
+        }
+        let mut marked = HeaderValue::from_static("a value");
+        marked.set_sensitive(true);
+        all.append("x-key", marked);
+        let shown = headers([(":path", "/a value".to_owned())], &all).headers;
+        let of = |name: &str| -> Vec<&[u8]> {
+            let of_name = shown.iter().filter(|header| header.name == name);
+            of_name.map(|header| &header.value[..]).collect()
+        };
+        for name in ["authorization", "proxy-authorization", "cookie", "set-cookie"] {
+            assert_eq!(of(name), [NOT_SHOWN; 2], "{name}");
+        }
+        assert_eq!(of("x-key"), [NOT_SHOWN]);
+        assert_eq!(of("accept"), [b"a value"; 2]);
+        assert_eq!(of(":path"), [b"/a value"]);
+    }
+}
