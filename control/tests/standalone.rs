@@ -123,6 +123,7 @@ impl Files {
         let peer = Peer {
             addr: &Addr::Socket(addr.unwrap()),
             name,
+            identity: None,
             anchors: &anchors,
         };
         // The certificate may still be on its way.

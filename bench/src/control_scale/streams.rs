@@ -163,6 +163,7 @@ async fn open_client(
     let peer = Peer {
         addr: &addr,
         name: "linkerd-destination.linkerd.serviceaccount.identity.linkerd.cluster.local",
+        identity: None,
         anchors,
     };
     let channel = client::connect(&peer, None)

@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
+use tulle_core::addr::is_local_or_multicast;
 use tulle_core::names::port;
 
 use crate::cluster::Config;
@@ -44,6 +45,18 @@ pub struct Sidecar {
     pub tap: SocketAddr,
     /// Who it is; nobody whose certificate comes from elsewhere.
     pub identity: Option<TlsIdentity>,
+}
+
+/// What members are computed from: whose addresses are, and whose pods are.
+pub(super) fn objects(store: &Store, namespace: Option<&str>) -> Vec<Object> {
+    let is_there = |object: &&Object| match object {
+        Object::Pod(_) | Object::ExternalWorkload(_) | Object::Service(_) => true,
+        Object::ReplicaSet(owner) | Object::Job(owner) => {
+            namespace.is_none_or(|namespace| *namespace == **owner.meta.namespace())
+        }
+        _ => false,
+    };
+    store.all().filter(is_there).cloned().collect()
 }
 
 /// The members in a namespace, or everywhere, in the order of their names.
@@ -108,12 +121,8 @@ fn holders(store: &Store) -> Holders<'_> {
 /// must not see the requests of others by it.
 fn is_its_own(workload: &ExternalWorkload, sidecar: &Sidecar, holders: &Holders<'_>) -> bool {
     let namespace = workload.meta.namespace();
-    let ip = sidecar.admin.ip();
-    let is_special = match ip {
-        IpAddr::V4(ip) => ip.is_link_local() || ip.is_broadcast(),
-        IpAddr::V6(ip) => ip.is_unicast_link_local(),
-    };
-    if is_special || ip.is_loopback() || ip.is_unspecified() || ip.is_multicast() {
+    let ip = sidecar.admin.ip().to_canonical();
+    if is_local_or_multicast(ip) {
         return false;
     }
     if holders
@@ -213,6 +222,9 @@ spec:
             ("169.254.169.254", own, false),
             ("0.0.0.0", own, false),
             ("fe80::1", own, false),
+            ("::ffff:127.0.0.1", own, false),
+            ("::ffff:169.254.169.254", own, false),
+            ("::ffff:10.0.0.2", own, false),
         ] {
             let workload = workload(ip, identity);
             let sidecar = Sidecar {

@@ -108,6 +108,16 @@ impl Store {
         self.objects.get(&(kind, name.clone()))
     }
 
+    /// One of these objects alone.
+    pub(super) fn of(objects: Vec<Object>) -> Self {
+        let mut store = Self::default();
+        let mut touched = HashSet::new();
+        for object in objects {
+            store.apply(Event::Applied(object), &mut touched);
+        }
+        store
+    }
+
     pub(super) fn all(&self) -> impl Iterator<Item = &Object> {
         self.objects.values()
     }

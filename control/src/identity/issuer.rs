@@ -13,6 +13,7 @@ use rustls::pki_types::{CertificateDer, InvalidDnsNameError, PrivateKeyDer, Serv
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 use x509_parser::error::X509Error;
+use zeroize::Zeroizing;
 
 use crate::tls;
 use crate::tls::anchors::TrustAnchors;
@@ -312,12 +313,14 @@ fn read_chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, IssuerError> 
 }
 
 fn read_key(path: &Path) -> Result<KeyPair, IssuerError> {
-    let der = PrivateKeyDer::from_pem_slice(&read(path)?).map_err(|source| IssuerError::Pem {
+    let pem = Zeroizing::new(read(path)?);
+    let der = PrivateKeyDer::from_pem_slice(&pem).map_err(|source| IssuerError::Pem {
         path: path.to_owned(),
         expected: "one private key",
         source,
     })?;
-    KeyPair::try_from(&der).map_err(|source| IssuerError::Key {
+    let der = Zeroizing::new(der);
+    KeyPair::try_from(&*der).map_err(|source| IssuerError::Key {
         path: path.to_owned(),
         source,
     })

@@ -233,6 +233,7 @@ async fn ask(
     let peer = Peer {
         addr: &remote.addr,
         name: &remote.name,
+        identity: None,
         anchors: &anchors,
     };
     let channel = client::connect(&peer, None).await.map_err(RenewError::Connect)?;

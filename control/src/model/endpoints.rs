@@ -91,6 +91,22 @@ pub enum TlsIdentity {
     Uri { uri: Arc<str>, server_name: Arc<str> },
 }
 
+impl TlsIdentity {
+    /// What its certificate says.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Dns { name, .. } | Self::Uri { uri: name, .. } => name,
+        }
+    }
+
+    /// Under which name it is reached.
+    pub fn server_name(&self) -> &str {
+        match self {
+            Self::Dns { server_name, .. } | Self::Uri { server_name, .. } => server_name,
+        }
+    }
+}
+
 /// Whether the configured HTTP/2 client parameters go along.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Http2Params {

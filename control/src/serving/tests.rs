@@ -95,6 +95,7 @@ impl Port {
         let peer = Peer {
             addr: &Addr::Socket(self.addr),
             name,
+            identity: None,
             anchors: &anchors,
         };
         client::connect(&peer, leaf).await
@@ -260,7 +261,7 @@ async fn a_new_certificate_is_shown_from_the_next_handshake_on() {
         assert_eq!(ask(channel).await.unwrap(), "hello");
     }
     let mut mixed = day(&port.ca, NAME);
-    mixed.key = day(&port.ca, NAME).key;
+    mixed.key = day(&port.ca, NAME).key.clone_key();
     assert!(port.creds.install(mixed, &anchors(&port.ca)).is_err());
     port.connect(NAME, None).await.unwrap();
 }

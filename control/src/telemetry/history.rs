@@ -35,6 +35,14 @@ impl History {
         self.0.back().map(|(at, _)| *at)
     }
 
+    /// Whether there are two pages, which is what a rate takes.
+    pub(super) fn shows_growth(&self) -> bool {
+        match (self.0.front(), self.0.back()) {
+            (Some((first, _)), Some((last, _))) => last > first,
+            _ => false,
+        }
+    }
+
     /// What happens in each second, and over how many seconds that was measured: over this window, or over what comes
     /// nearest to it. Nothing before there are two pages.
     pub(super) fn rates(&self, window: Duration) -> Option<(Counts, f64)> {

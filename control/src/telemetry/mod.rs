@@ -1,5 +1,7 @@
 //! The telemetry API: golden metrics of the last minutes, and requests as they pass.
 //!
+//! What it takes is bounded, as proxies depend on the process: sidecars, questions and taps are counted, a question has a
+//! deadline, and what is computed is computed beside the threads that serve proxies.
 //! Sidecars are asked only while somebody asks us, directly and not by way of a store of metrics: their pages become
 //! `counts`, two of them a `history`, and those of all that belong together the rows of an answer (`view`).
 //! `tap` joins the streams of sidecars. On Kubernetes the API server forwards what RBAC permits (`access`);
@@ -30,7 +32,7 @@ use crate::tls::creds::ServerCreds;
 use crate::webhook::creds::Creds;
 use recorder::Recorder;
 pub use server::Askers;
-use server::{Api, MOST_TAPS};
+use server::{Api, MOST_QUESTIONS, MOST_TAPS};
 use tap::Tapper;
 
 /// The API, and what has to run beside it.
@@ -42,12 +44,16 @@ pub struct Parts {
 
 /// Opens the API over what there is in the cluster; sidecars take us for who the credentials say.
 pub fn open(cluster: Cluster, creds: Arc<ServerCreds>, askers: Askers, drain: &Watch) -> Parts {
-    let recorder = Arc::new(Recorder::new(cluster.clone(), creds.clone()));
+    let recorder = Arc::new(Recorder::new(cluster, creds.clone()));
     let api = Api {
         recorder: recorder.clone(),
-        tapper: Tapper { cluster, creds },
+        tapper: Tapper {
+            recorder: recorder.clone(),
+            creds,
+        },
         drain: drain.clone(),
         taps: Arc::new(Semaphore::new(MOST_TAPS)),
+        questions: Arc::new(Semaphore::new(MOST_QUESTIONS)),
         askers,
     };
     let drain = drain.clone();

@@ -1,5 +1,8 @@
 //! Reads the metrics page of a sidecar: by mutual TLS where both sides have a certificate, so that policies can permit it by our
-//! identity, and in the clear otherwise.
+//! identity, and that of a pod in the clear otherwise.
+//!
+//! A pod has the address that the API server says. Where an external workload is, an editor of its namespace says: whoever
+//! answers there proves first to be that workload, so that nobody else is sent a request by us.
 
 use std::io;
 use std::net::SocketAddr;
@@ -19,8 +22,7 @@ use tracing::debug;
 use tulle_core::addr::Addr;
 
 use super::counts::Counts;
-use crate::cluster::members::Sidecar;
-use crate::model::endpoints::TlsIdentity;
+use crate::cluster::members::{MemberKind, Sidecar};
 use crate::tls::client::{self, Channel, Peer};
 use crate::tls::creds::ServerCreds;
 
@@ -28,6 +30,12 @@ use crate::tls::creds::ServerCreds;
 pub(super) enum Error {
     #[error("dialling its admin port")]
     Dial(#[source] io::Error),
+    #[error("we have no certificate yet")]
+    NoCertificate,
+    #[error("nobody knows who its sidecar is")]
+    NoIdentity,
+    #[error("connecting to its admin port by TLS")]
+    Connect(#[source] client::Error),
     #[error("asking for its metrics")]
     Http(#[source] hyper::Error),
     #[error("making a request")]
@@ -42,37 +50,38 @@ pub(super) enum Error {
     Timeout,
 }
 
-/// What a sidecar has counted.
+/// What this sidecar has counted.
 ///
 /// # Errors
-/// A sidecar that cannot be reached, or has no such page.
-pub(super) async fn scrape(sidecar: &Sidecar, creds: &ServerCreds) -> Result<Counts, Error> {
-    timeout(LIMIT, page(sidecar, creds)).await.map_err(|_| Error::Timeout)?
+/// A sidecar that cannot be reached, is somebody else, or has no such page.
+pub(super) async fn scrape(sidecar: &Sidecar, kind: MemberKind, creds: &ServerCreds) -> Result<Counts, Error> {
+    timeout(LIMIT, page(sidecar, kind, creds))
+        .await
+        .map_err(|_| Error::Timeout)?
 }
 
-async fn page(sidecar: &Sidecar, creds: &ServerCreds) -> Result<Counts, Error> {
-    match connect(sidecar, creds).await {
-        Some(channel) => over_tls(channel).await,
-        None => in_the_clear(sidecar.admin).await,
-    }
-}
-
-/// A connection by mutual TLS; none where either side has no certificate, or the other one is not who it should be.
-async fn connect(sidecar: &Sidecar, creds: &ServerCreds) -> Option<Channel> {
-    let (TlsIdentity::Dns { server_name, .. } | TlsIdentity::Uri { server_name, .. }) = sidecar.identity.as_ref()?;
-    let (leaf, anchors) = creds.as_client()?;
-    let peer = Peer {
-        addr: &Addr::Socket(sidecar.admin),
-        name: server_name,
-        anchors: &anchors,
-    };
-    match client::connect(&peer, Some(leaf)).await {
-        Ok(channel) => Some(channel),
-        Err(error) => {
-            debug!(admin = %sidecar.admin, %error, "metrics are asked for in the clear");
-            None
+async fn page(sidecar: &Sidecar, kind: MemberKind, creds: &ServerCreds) -> Result<Counts, Error> {
+    match (connect(sidecar, creds).await, kind) {
+        (Ok(channel), _) => over_tls(channel).await,
+        (Err(error), MemberKind::External) => Err(error),
+        (Err(error), MemberKind::Pod) => {
+            debug!(admin = %sidecar.admin, error = &error as &dyn std::error::Error, "metrics are asked for in the clear");
+            in_the_clear(sidecar.admin).await
         }
     }
+}
+
+/// A connection by mutual TLS to who the sidecar should be.
+async fn connect(sidecar: &Sidecar, creds: &ServerCreds) -> Result<Channel, Error> {
+    let identity = sidecar.identity.as_ref().ok_or(Error::NoIdentity)?;
+    let (leaf, anchors) = creds.as_client().ok_or(Error::NoCertificate)?;
+    let peer = Peer {
+        addr: &Addr::Socket(sidecar.admin),
+        name: identity.server_name(),
+        identity: Some(identity.name()),
+        anchors: &anchors,
+    };
+    client::connect(&peer, Some(leaf)).await.map_err(Error::Connect)
 }
 
 async fn over_tls(mut channel: Channel) -> Result<Counts, Error> {
@@ -114,3 +123,102 @@ async fn parse(page: Bytes) -> Result<Counts, Error> {
 /// A busy sidecar's page has a few MiB.
 const MAX_PAGE: usize = 8 << 20;
 const LIMIT: Duration = Duration::from_secs(3);
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+    use std::path::Path;
+
+    use http_body_util::Full;
+    use hyper::server::conn::http2;
+    use hyper::service::service_fn;
+    use hyper_util::rt::TokioExecutor;
+    use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpListener;
+    use tokio_rustls::TlsAcceptor;
+
+    use super::*;
+    use crate::model::endpoints::TlsIdentity;
+    use crate::tls::anchors::TrustAnchors;
+    use crate::tls::creds::{ClientCertificates, Leaf};
+    use crate::trust::{self, CertificateAuthority};
+
+    /// Credentials of a SPIFFE identity, under a server name.
+    fn creds(name: &str, uri: &str, anchor: &CertificateAuthority) -> ServerCreds {
+        let svid = trust::create_svid(uri, Duration::from_secs(3600), anchor).unwrap();
+        let leaf = Leaf {
+            chain: svid.chain.into_iter().map(CertificateDer::from).collect(),
+            key: PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(svid.key)),
+        };
+        let creds = ServerCreds::new(name.to_owned(), ClientCertificates::default());
+        let anchors = TrustAnchors::parse(anchor.certificate.as_bytes(), Path::new("ca.crt")).unwrap();
+        creds.install(leaf, &anchors).unwrap();
+        creds
+    }
+
+    fn sidecar(admin: SocketAddr, uri: &str) -> Sidecar {
+        Sidecar {
+            admin,
+            tap: admin,
+            identity: Some(TlsIdentity::Uri {
+                uri: uri.into(),
+                server_name: "vm.test".into(),
+            }),
+        }
+    }
+
+    #[tokio::test]
+    async fn an_address_that_is_no_sidecar_of_an_external_workload_is_sent_no_request() {
+        let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
+        let ours = creds("telemetry", "spiffe://root.test/telemetry", &anchor);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let sidecar = sidecar(listener.local_addr().unwrap(), "spiffe://root.test/vm");
+        let listening = async {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut sent = vec![0; 64 * 1024];
+            let n = stream.read(&mut sent).await.unwrap();
+            stream
+                .write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+                .await
+                .unwrap();
+            drop(stream);
+            sent.truncate(n);
+            sent
+        };
+        let (scraped, sent) = tokio::join!(scrape(&sidecar, MemberKind::External, &ours), listening);
+        assert!(matches!(scraped, Err(Error::Connect(_))), "{scraped:?}");
+        assert_eq!(sent[0], 22, "a handshake of TLS");
+        assert!(!sent.windows(8).any(|part| part == b"/metrics"));
+    }
+
+    #[tokio::test]
+    async fn an_external_workload_is_asked_once_it_has_proven_its_identity() {
+        let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
+        let ours = creds("telemetry", "spiffe://root.test/telemetry", &anchor);
+        let (vm, other) = ("spiffe://root.test/vm", "spiffe://root.test/other");
+        for (claimed, expected) in [(vm, true), (other, false)] {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let sidecar = sidecar(listener.local_addr().unwrap(), vm);
+            let theirs = creds("vm.test", claimed, &anchor);
+            let acceptor = TlsAcceptor::from(theirs.current().unwrap());
+            let serving = async {
+                let (stream, _) = listener.accept().await.unwrap();
+                let Ok(tls) = acceptor.accept(stream).await else { return };
+                let respond = service_fn(async |req: Request<Incoming>| {
+                    assert_eq!(req.uri().path(), "/metrics");
+                    let page = "tulle_failures_total{direction=\"inbound\",cause=\"loop\"} 3\n";
+                    Ok::<_, Infallible>(Response::new(Full::new(Bytes::from(page))))
+                });
+                let connection = http2::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(tls), respond);
+                // It ends with its client.
+                let _ = connection.await;
+            };
+            let (scraped, ()) = tokio::join!(scrape(&sidecar, MemberKind::External, &ours), serving);
+            match expected {
+                true => assert_eq!(scraped.unwrap().failures.len(), 1),
+                false => assert!(matches!(scraped, Err(Error::Connect(_))), "{scraped:?}"),
+            }
+        }
+    }
+}

@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::StreamExt as _;
@@ -16,11 +17,13 @@ use hyper::body::Incoming;
 use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::sync::{Semaphore, mpsc};
+use tokio::task::{JoinError, spawn_blocking};
+use tokio::time::timeout;
 use tracing::info;
 use tulle_core::drain::Watch;
 use tulle_core::names::telemetry::{EDGES, GROUP, ROUTES, TAPS, VERSION, WORKLOADS};
 
-use super::recorder::Recorder;
+use super::recorder::{self, Recorder};
 use super::request::{self, Of, Question, Rows};
 use super::tap::{Tapper, Wish};
 use super::view;
@@ -35,6 +38,8 @@ pub struct Api {
     pub(super) drain: Watch,
     /// Taps that may run at a time.
     pub(super) taps: Arc<Semaphore>,
+    /// Questions that may be answered at a time.
+    pub(super) questions: Arc<Semaphore>,
     pub(super) askers: Askers,
 }
 
@@ -57,6 +62,14 @@ enum Refusal {
     Method(Method),
     #[error("{MOST_TAPS} taps run already; end one of them")]
     TooMany,
+    #[error("{MOST_QUESTIONS} questions are being answered already; ask again later")]
+    Busy,
+    #[error("there is no answer within {QUESTION_LIMIT:?}; ask for one namespace")]
+    Slow,
+    #[error(transparent)]
+    Look(#[from] recorder::Error),
+    #[error("computing the answer")]
+    Compute(#[from] JoinError),
     #[error("writing the answer")]
     Write(#[from] serde_json::Error),
 }
@@ -83,7 +96,7 @@ impl Api {
         }
         match Question::parse(req.uri())? {
             Question::Resources => whole(StatusCode::OK, &resources()),
-            Question::Rows(rows) => self.rows(&rows).await,
+            Question::Rows(rows) => self.rows(rows).await,
             Question::Tap(wish) => {
                 let user = req.headers().get("x-remote-user").and_then(|user| user.to_str().ok());
                 info!(user, ?wish, "a tap begins");
@@ -92,14 +105,22 @@ impl Api {
         }
     }
 
-    async fn rows(&self, rows: &Rows) -> Result<Response<Body>, Refusal> {
-        let observed = self.recorder.observe(rows.namespace.as_deref(), rows.window).await;
-        let (ok, selection) = (StatusCode::OK, &rows.selection);
-        match rows.of {
-            Of::Workloads => whole(ok, &view::workloads(&observed, selection)),
-            Of::Edges => whole(ok, &view::edges(&observed, selection)),
-            Of::Routes => whole(ok, &view::routes(&observed, selection)),
-        }
+    async fn rows(&self, rows: Rows) -> Result<Response<Body>, Refusal> {
+        let _place = self.questions.try_acquire().map_err(|_| Refusal::Busy)?;
+        let answering = async {
+            let observed = self.recorder.observe(rows.namespace.as_deref(), rows.window).await?;
+            // Proxies are served on this thread.
+            let computed = spawn_blocking(move || {
+                let (ok, selection) = (StatusCode::OK, &rows.selection);
+                match rows.of {
+                    Of::Workloads => whole(ok, &view::workloads(&observed, selection)),
+                    Of::Edges => whole(ok, &view::edges(&observed, selection)),
+                    Of::Routes => whole(ok, &view::routes(&observed, selection)),
+                }
+            });
+            computed.await?
+        };
+        timeout(QUESTION_LIMIT, answering).await.map_err(|_| Refusal::Slow)?
     }
 
     /// Begins a tap, which ends when nobody reads it.
@@ -132,8 +153,12 @@ impl Refusal {
             Self::Request(request::Error::Bad(_)) => (StatusCode::BAD_REQUEST, "BadRequest"),
             Self::Host(_) => (StatusCode::FORBIDDEN, "Forbidden"),
             Self::Method(_) => (StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed"),
-            Self::TooMany => (StatusCode::TOO_MANY_REQUESTS, "TooManyRequests"),
-            Self::Write(_) => (StatusCode::INTERNAL_SERVER_ERROR, "InternalError"),
+            Self::TooMany | Self::Busy => (StatusCode::TOO_MANY_REQUESTS, "TooManyRequests"),
+            Self::Look(recorder::Error::TooMany { .. }) => (StatusCode::BAD_REQUEST, "BadRequest"),
+            Self::Slow => (StatusCode::GATEWAY_TIMEOUT, "Timeout"),
+            Self::Look(recorder::Error::Failed(_)) | Self::Compute(_) | Self::Write(_) => {
+                (StatusCode::INTERNAL_SERVER_ERROR, "InternalError")
+            }
         };
         let value = json!({
             "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
@@ -176,12 +201,61 @@ fn resources() -> Value {
 
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 pub(super) const MOST_TAPS: usize = 64;
+pub(super) const MOST_QUESTIONS: usize = 16;
+/// Less than the 60 seconds that the API server waits.
+const QUESTION_LIMIT: Duration = Duration::from_secs(30);
 /// Lines that wait for a reader; sidecars leave out what does not fit.
 const MOST_WAITING: usize = 400;
 
 #[cfg(test)]
 mod tests {
+    use tokio::net::TcpListener;
+    use tokio::task::JoinSet;
+    use tulle_core::drain;
+
     use super::*;
+    use crate::telemetry::recorder::tests::cluster;
+    use crate::telemetry::view::{By, Selection};
+    use crate::tls::creds::{ClientCertificates, ServerCreds};
+
+    #[tokio::test]
+    async fn questions_beyond_those_that_are_being_answered_are_refused() {
+        // It accepts, and says nothing.
+        let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let creds = Arc::new(ServerCreds::new("telemetry".to_owned(), ClientCertificates::default()));
+        let port = silent.local_addr().unwrap().port();
+        let recorder = Arc::new(Recorder::new(cluster(1, port), creds.clone()));
+        let (_signal, drain) = drain::channel();
+        let api = Arc::new(Api {
+            recorder: recorder.clone(),
+            tapper: Tapper { recorder, creds },
+            drain,
+            taps: Arc::new(Semaphore::new(1)),
+            questions: Arc::new(Semaphore::new(MOST_QUESTIONS)),
+            askers: Askers::ThisMachine,
+        });
+        let question = || Rows {
+            of: Of::Workloads,
+            namespace: None,
+            selection: Selection {
+                by: By::parse("workload").unwrap(),
+                name: None,
+            },
+            window: Duration::from_secs(10),
+        };
+        let mut waiting = JoinSet::new();
+        for _ in 0..MOST_QUESTIONS {
+            let (api, question) = (api.clone(), question());
+            waiting.spawn(async move { api.rows(question).await.map(drop) });
+        }
+        silent.accept().await.unwrap();
+        while api.questions.available_permits() > 0 {
+            tokio::task::yield_now().await;
+        }
+        let refused = api.rows(question()).await.err().unwrap();
+        assert_eq!(refused.response().status(), StatusCode::TOO_MANY_REQUESTS, "{refused}");
+        assert_eq!(Refusal::Slow.response().status(), StatusCode::GATEWAY_TIMEOUT);
+    }
 
     #[test]
     fn names_of_others_are_not_this_machine() {

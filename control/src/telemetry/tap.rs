@@ -9,6 +9,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tonic::Status;
+use tracing::warn;
 use tulle_core::addr::Addr;
 use tulle_core::backoff::{Backoff, Steps};
 use tulle_core::drain::Watch;
@@ -19,10 +20,9 @@ use tulle_proto::tap::tap_client::TapClient;
 
 use super::api::{Named, Silent};
 use super::events::{Headers, Line, TapEvent};
+use super::recorder::Recorder;
 use super::view::{self, Selection};
-use crate::cluster::Cluster;
 use crate::cluster::members::{Member, Sidecar};
-use crate::model::endpoints::TlsIdentity;
 use crate::resources::meta::Name;
 use crate::tls::client::{self, Peer};
 use crate::tls::creds::ServerCreds;
@@ -50,7 +50,7 @@ type Key = (SocketAddr, Name);
 /// Whom sidecars take us for.
 #[derive(Clone)]
 pub(super) struct Tapper {
-    pub(super) cluster: Cluster,
+    pub(super) recorder: Arc<Recorder>,
     pub(super) creds: Arc<ServerCreds>,
 }
 
@@ -104,16 +104,23 @@ impl Tapper {
                     }
                 }
                 _ = ticks.tick() => {
-                    for member in self.cluster.members(wish.namespace.as_deref()) {
+                    let members = match self.recorder.members(wish.namespace.as_deref()).await {
+                        Ok(members) => members,
+                        Err(err) => {
+                            warn!(error = &err as &dyn std::error::Error, "a tap cannot look for workloads");
+                            continue;
+                        }
+                    };
+                    for member in members.iter() {
                         let Some(sidecar) = member.sidecar.clone() else { continue };
                         let key = (sidecar.tap, member.name.clone());
                         let is_due = later.get(&key).is_none_or(|(_, at)| *at <= Instant::now());
                         let is_wanted = is_due && watched.len() < MOST_WATCHED;
-                        if !is_wanted || wish.selection.groups(&member).is_empty() || !watched.insert(key.clone()) {
+                        if !is_wanted || wish.selection.groups(member).is_empty() || !watched.insert(key.clone()) {
                             continue;
                         }
                         let number = numbers.next().unwrap_or_default();
-                        let stream = self.clone().watch(member, sidecar, wish.clone(), number, lines.clone());
+                        let stream = self.clone().watch(member.clone(), sidecar, wish.clone(), number, lines.clone());
                         streams.spawn(async move {
                             let (workload, result) = stream.await;
                             (key, workload, result)
@@ -158,10 +165,10 @@ impl Tapper {
     ) -> Result<tonic::Streaming<tulle_proto::tap::TapEvent>, Error> {
         let identity = sidecar.identity.as_ref().ok_or(Error::NoIdentity)?;
         let (leaf, anchors) = self.creds.as_client().ok_or(Error::NoCertificate)?;
-        let (TlsIdentity::Dns { server_name, .. } | TlsIdentity::Uri { server_name, .. }) = identity;
         let peer = Peer {
             addr: &Addr::Socket(sidecar.tap),
-            name: server_name,
+            name: identity.server_name(),
+            identity: Some(identity.name()),
             anchors: &anchors,
         };
         let channel = client::connect(&peer, Some(leaf)).await?;

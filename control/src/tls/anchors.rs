@@ -129,9 +129,19 @@ impl TrustAnchors {
     pub fn verify_chain(&self, chain: &[Vec<u8>]) -> Result<(), rustls::Error> {
         let chain: Vec<_> = chain.iter().map(|der| CertificateDer::from(&der[..])).collect();
         let (leaf, issuers) = chain.split_first().ok_or(rustls::Error::NoCertificatesPresented)?;
+        self.verify_issuers(leaf, issuers, UnixTime::now())
+    }
+
+    /// As [`verify_chain`](Self::verify_chain), at this time.
+    pub(super) fn verify_issuers(
+        &self,
+        leaf: &CertificateDer<'_>,
+        issuers: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<(), rustls::Error> {
         let algorithms = super::provider().signature_verification_algorithms.all;
         let parsed = ParsedCertificate::try_from(leaf)?;
-        verify_server_cert_signed_by_trust_anchor(&parsed, &self.roots, issuers, UnixTime::now(), algorithms)?;
+        verify_server_cert_signed_by_trust_anchor(&parsed, &self.roots, issuers, now, algorithms)?;
         super::may_sign(leaf, issuers)
     }
 }

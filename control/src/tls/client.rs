@@ -17,18 +17,24 @@ use http::{Request, Response, Uri};
 use hyper::body::Incoming;
 use hyper::client::conn::http2::{self, SendRequest};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use rustls::ClientConfig;
 use rustls::client::Resumption;
-use rustls::pki_types::{InvalidDnsNameError, ServerName};
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature};
+use rustls::pki_types::{CertificateDer, InvalidDnsNameError, ServerName, UnixTime};
+use rustls::sign::SingleCertAndKey;
 use rustls::version::TLS13;
+use rustls::{CertificateError, ClientConfig, DigitallySignedStruct, SignatureScheme};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 use tonic::body::Body;
 use tracing::debug;
 use tulle_core::addr::Addr;
+use x509_parser::extensions::GeneralName;
+use x509_parser::prelude::{FromDer, X509Certificate};
 
 use super::anchors::TrustAnchors;
 use super::creds::Leaf;
@@ -49,6 +55,8 @@ pub struct Peer<'a> {
     pub addr: &'a Addr,
     /// What its certificate must say, sent as SNI.
     pub name: &'a str,
+    /// The identity that its certificate must say instead of the name: a DNS name or a SPIFFE URI.
+    pub identity: Option<&'a str>,
     pub anchors: &'a TrustAnchors,
 }
 
@@ -105,19 +113,23 @@ pub enum Error {
 /// # Errors
 /// Everything that can go wrong on the way, within 10 seconds.
 pub async fn connect(peer: &Peer<'_>, leaf: Option<Leaf>) -> Result<Channel, Error> {
+    let tls = connect_tls(peer, leaf).await?;
+    within(peer.addr, Channel::start(tls, Scheme::HTTPS, peer.name)).await
+}
+
+async fn connect_tls(peer: &Peer<'_>, leaf: Option<Leaf>) -> Result<TlsStream<TcpStream>, Error> {
     let name = ServerName::try_from(peer.name.to_owned()).map_err(|source| Error::Name {
         name: peer.name.to_owned(),
         source,
     })?;
-    let connector = TlsConnector::from(Arc::new(client_config(peer.anchors, leaf)?));
+    let connector = TlsConnector::from(Arc::new(client_config(peer, leaf)?));
     within(peer.addr, async {
         let (tcp, addr) = dial(peer.addr).await?;
-        let tls = connector.connect(name, tcp).await.map_err(|source| Error::Handshake {
+        connector.connect(name, tcp).await.map_err(|source| Error::Handshake {
             name: peer.name.to_owned(),
             addr,
             source,
-        })?;
-        Channel::start(tls, Scheme::HTTPS, peer.name).await
+        })
     })
     .await
 }
@@ -207,19 +219,83 @@ impl Drop for Connection {
     }
 }
 
-fn client_config(anchors: &TrustAnchors, leaf: Option<Leaf>) -> Result<ClientConfig, Error> {
+fn client_config(peer: &Peer<'_>, leaf: Option<Leaf>) -> Result<ClientConfig, Error> {
     let builder = ClientConfig::builder_with_provider(super::provider())
         .with_protocol_versions(&[&TLS13])
-        .map_err(Error::Config)?
-        .with_root_certificates(anchors.roots());
+        .map_err(Error::Config)?;
+    let builder = match peer.identity {
+        None => builder.with_root_certificates(peer.anchors.roots()),
+        Some(identity) => builder.dangerous().with_custom_certificate_verifier(Arc::new(Workload {
+            anchors: peer.anchors.clone(),
+            identity: identity.to_owned(),
+            algorithms: super::provider().signature_verification_algorithms,
+        })),
+    };
     let mut config = match leaf {
-        Some(leaf) => builder
-            .with_client_auth_cert(leaf.chain, leaf.key)
-            .map_err(Error::Config)?,
+        Some(leaf) => {
+            let certified = leaf.certified().map_err(Error::Config)?;
+            builder.with_client_cert_resolver(Arc::new(SingleCertAndKey::from(certified)))
+        }
         None => builder.with_no_client_auth(),
     };
     config.resumption = Resumption::disabled();
     Ok(config)
+}
+
+/// Verifies that a server is the workload of an identity, whatever it is called by SNI.
+#[derive(Debug)]
+struct Workload {
+    anchors: TrustAnchors,
+    identity: String,
+    algorithms: WebPkiSupportedAlgorithms,
+}
+
+impl ServerCertVerifier for Workload {
+    fn verify_server_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        issuers: &[CertificateDer<'_>],
+        _server_name: &ServerName<'_>,
+        _ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        self.anchors.verify_issuers(leaf, issuers, now)?;
+        let (_, parsed) = X509Certificate::from_der(leaf).map_err(|_| CertificateError::BadEncoding)?;
+        let names = parsed
+            .subject_alternative_name()
+            .map_err(|_| CertificateError::BadEncoding)?;
+        let is_it = |name: &GeneralName<'_>| match name {
+            GeneralName::URI(uri) => *uri == self.identity,
+            GeneralName::DNSName(dns) => dns.eq_ignore_ascii_case(&self.identity),
+            _ => false,
+        };
+        match names.is_some_and(|names| names.value.general_names.iter().any(is_it)) {
+            true => Ok(ServerCertVerified::assertion()),
+            false => Err(CertificateError::NotValidForName.into()),
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls12_signature(message, cert, signed, &self.algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls13_signature(message, cert, signed, &self.algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.algorithms.supported_schemes()
+    }
 }
 
 async fn within<T>(addr: &Addr, connecting: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {

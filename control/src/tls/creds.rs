@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwapOption;
 use rustls::client::danger::HandshakeSignatureValid;
+use rustls::crypto::aws_lc_rs;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::server::{
@@ -12,17 +13,43 @@ use rustls::server::{
 };
 use rustls::sign::CertifiedKey;
 use rustls::version::TLS13;
-use rustls::{DigitallySignedStruct, DistinguishedName, ServerConfig, SignatureScheme};
+use rustls::{DigitallySignedStruct, DistinguishedName, InconsistentKeys, ServerConfig, SignatureScheme};
 use tulle_core::identity::Identity;
 use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
+use zeroize::Zeroize as _;
 
 use super::anchors::TrustAnchors;
 
-/// A certificate with its chain and private key.
+/// A certificate with its chain and private key, which is overwritten in the end.
 pub struct Leaf {
     /// The leaf first, then its issuers.
     pub chain: Vec<CertificateDer<'static>>,
     pub key: PrivateKeyDer<'static>,
+}
+
+impl Leaf {
+    /// The certificate with a key that signs. The key in DER is read and not copied: copies are not overwritten.
+    pub(super) fn certified(&self) -> Result<CertifiedKey, rustls::Error> {
+        certified(self.chain.clone(), &self.key)
+    }
+}
+
+/// A certificate with a key that signs, if they belong together.
+pub(crate) fn certified(
+    chain: Vec<CertificateDer<'static>>,
+    key: &PrivateKeyDer<'_>,
+) -> Result<CertifiedKey, rustls::Error> {
+    let certified = CertifiedKey::new(chain, aws_lc_rs::sign::any_supported_type(key)?);
+    match certified.keys_match() {
+        Ok(()) | Err(rustls::Error::InconsistentKeys(InconsistentKeys::Unknown)) => Ok(certified),
+        Err(err) => Err(err),
+    }
+}
+
+impl Drop for Leaf {
+    fn drop(&mut self) {
+        self.key.zeroize();
+    }
 }
 
 impl Clone for Leaf {
@@ -95,9 +122,7 @@ impl ServerCreds {
     /// A key that is not the certificate's; what was there before stays.
     pub fn install(&self, leaf: Leaf, anchors: &TrustAnchors) -> Result<(), Error> {
         let name = || self.name.clone();
-        let own = (leaf.clone(), anchors.clone());
-        let certified = CertifiedKey::from_der(leaf.chain, leaf.key, &super::provider())
-            .map_err(|source| Error::Key { name: name(), source })?;
+        let certified = leaf.certified().map_err(|source| Error::Key { name: name(), source })?;
         // Without hints every client sends what it has, and a foreign certificate is refused instead of withheld.
         let verifier = WebPkiClientVerifier::builder_with_provider(anchors.roots(), super::provider());
         let verifier = match self.clients {
@@ -120,7 +145,7 @@ impl ServerCreds {
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});
         self.current.store(Some(Arc::new(config)));
-        self.own.store(Some(Arc::new(own)));
+        self.own.store(Some(Arc::new((leaf, anchors.clone()))));
         Ok(())
     }
 

@@ -4,12 +4,15 @@ use std::fmt;
 use std::time::Duration;
 
 use rcgen::{CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, KeyPair, KeyUsagePurpose};
+use rustls::CertificateError;
 use rustls::pki_types::pem::{self, PemObject};
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::sign::CertifiedKey;
 use time::OffsetDateTime;
+use zeroize::Zeroize as _;
 
-use crate::tls;
+use crate::tls::anchors::TrustAnchors;
+use crate::tls::creds;
 
 /// A certificate with its chain, and its private key.
 #[derive(PartialEq)]
@@ -76,8 +79,7 @@ impl Pair {
         })?;
         let leaf = chain.first().ok_or(Error::Empty)?;
         let (not_before, not_after) = validity(leaf)?;
-        let certified = CertifiedKey::from_der(chain.clone(), key.clone_key(), &tls::provider()).map_err(Error::Key)?;
-        certified.keys_match().map_err(Error::Key)?;
+        creds::certified(chain.clone(), &key).map_err(Error::Key)?;
         Ok(Self {
             certificate_pem: text("certificate", certificate_pem)?,
             key_pem: text("private key", key_pem)?,
@@ -100,12 +102,36 @@ impl Pair {
         found.then_some(()).ok_or_else(wrong)
     }
 
+    /// Whether the API server would take this certificate for the name, by its bundle.
+    ///
+    /// # Errors
+    /// Why not. What its verifier takes and ours does not, such as an authority as a server, is no error.
+    pub(super) fn verify(&self, bundle: &TrustAnchors, name: &str) -> Result<(), rustls::Error> {
+        let (leaf, issuers) = self.chain.split_first().ok_or(rustls::Error::NoCertificatesPresented)?;
+        let server = ServerName::try_from(name).map_err(|_| rustls::Error::from(CertificateError::NotValidForName))?;
+        if bundle.certs().contains(leaf) {
+            let named = self.check_name(name);
+            return named.map_err(|_| CertificateError::NotValidForName.into());
+        }
+        match bundle.verify(leaf, issuers, &server, UnixTime::now()) {
+            Err(rustls::Error::InvalidCertificate(CertificateError::Other(_))) => Ok(()),
+            verified => verified,
+        }
+    }
+
     pub(super) fn chain(&self) -> Vec<CertificateDer<'static>> {
         self.chain.clone()
     }
 
-    pub(super) fn key(&self) -> PrivateKeyDer<'static> {
-        self.key.clone_key()
+    pub(super) fn certified(&self) -> Result<CertifiedKey, rustls::Error> {
+        creds::certified(self.chain.clone(), &self.key)
+    }
+}
+
+impl Drop for Pair {
+    fn drop(&mut self) {
+        self.key.zeroize();
+        self.key_pem.zeroize();
     }
 }
 

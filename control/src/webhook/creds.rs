@@ -5,9 +5,9 @@ use std::sync::Arc;
 use arc_swap::ArcSwapOption;
 use parking_lot::Mutex;
 use rustls::ServerConfig;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::server::NoServerSessionStorage;
 use rustls::server::danger::ClientCertVerifier;
+use rustls::server::{ClientHello, NoServerSessionStorage, ResolvesServerCert};
+use rustls::sign::CertifiedKey;
 use rustls::version::TLS13;
 
 use super::certificate::Pair;
@@ -22,8 +22,18 @@ pub struct Creds {
 
 #[derive(Default)]
 struct Parts {
-    shown: Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>,
+    shown: Option<Arc<CertifiedKey>>,
     clients: Clients,
+}
+
+/// Shows the one certificate to whoever asks.
+#[derive(Debug)]
+struct Shown(Arc<CertifiedKey>);
+
+impl ResolvesServerCert for Shown {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(self.0.clone())
+    }
 }
 
 /// Who may connect.
@@ -66,7 +76,8 @@ impl Creds {
     /// # Errors
     /// A key that is not the certificate's; what was there before stays.
     pub(super) fn install(&self, pair: &Pair) -> Result<(), rustls::Error> {
-        self.change(|parts| parts.shown = Some((pair.chain(), pair.key())))
+        let certified = Arc::new(pair.certified()?);
+        self.change(|parts| parts.shown = Some(certified))
     }
 
     pub(super) fn current(&self) -> Option<Arc<ServerConfig>> {
@@ -76,7 +87,7 @@ impl Creds {
     fn change(&self, change: impl FnOnce(&mut Parts)) -> Result<(), rustls::Error> {
         let mut parts = self.parts.lock();
         change(&mut parts);
-        let Some((chain, key)) = &parts.shown else {
+        let Some(shown) = parts.shown.clone() else {
             return Ok(());
         };
         let builder = ServerConfig::builder_with_provider(tls::provider()).with_protocol_versions(&[&TLS13])?;
@@ -85,7 +96,7 @@ impl Creds {
             Clients::Verified(None) => return Ok(()),
             Clients::Verified(Some(verifier)) => builder.with_client_cert_verifier(verifier.clone()),
         };
-        let mut config = builder.with_single_cert(chain.clone(), key.clone_key())?;
+        let mut config = builder.with_cert_resolver(Arc::new(Shown(shown)));
         // A session would outlive the certificate it was made with.
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});

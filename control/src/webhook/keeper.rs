@@ -6,11 +6,13 @@
 //! The Secret belongs to the webhook configuration, so that it goes with it; without a configuration nothing is
 //! written, because nobody calls.
 //! A Secret that does not belong to it is somebody else's: it is shown as it is, and so is one that cert-manager feeds;
-//! their bundles are not ours either.
+//! their bundles are not ours either, and the process is ready when the API server's bundle leads to what is shown.
 //!
-//! Permissions: Secrets in the namespace of the control plane `create`, and by name `list`, `watch`, `update`;
+//! Permissions: Secrets in the namespace of the control plane by name `create`, `patch`, `list`, `watch`, `update`: they
+//! are made by a server-side apply, as a POST that creates cannot be permitted by name;
 //! `mutatingwebhookconfigurations`, `validatingwebhookconfigurations` or `apiservices` by name `list`, `watch`, `patch`.
 
+use std::path::Path;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,6 +38,7 @@ use tulle_core::ready::Latch;
 use super::certificate::{self, Pair};
 use super::creds::Creds;
 use super::rotation::{Situation, State, Times};
+use crate::tls::anchors::{self, TrustAnchors};
 
 /// Whose certificate is kept, and where.
 #[derive(Clone, Debug)]
@@ -72,6 +75,38 @@ pub struct Keeper {
     shown: Option<Arc<Pair>>,
     /// Since when the API server has had which bundle.
     published: Option<(String, Instant)>,
+    /// Who makes the Secret, as the API server tells writers apart: no two replicas make it at once.
+    manager: String,
+    /// What was told last of a certificate that is given.
+    problem: Option<String>,
+}
+
+/// Why the API server would not take a certificate that is given.
+#[derive(Debug, thiserror::Error)]
+enum Untrusted {
+    #[error("{configuration} has no CA bundle, and Secret {secret} is not ours to publish")]
+    NoBundle {
+        configuration: &'static str,
+        secret: &'static str,
+    },
+    #[error("the CA bundle of {configuration} is not usable")]
+    Bundle {
+        configuration: &'static str,
+        #[source]
+        source: anchors::Error,
+    },
+    #[error("the certificate in Secret {secret} does not lead to the CA bundle of {configuration}")]
+    Chain {
+        configuration: &'static str,
+        secret: &'static str,
+        #[source]
+        source: rustls::Error,
+    },
+    #[error("Secret {secret} is not there, and is kept by whoever feeds {configuration}")]
+    NoSecret {
+        configuration: &'static str,
+        secret: &'static str,
+    },
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -169,6 +204,23 @@ impl Configuration {
         ApiResource::from_gvk(&GroupVersionKind::gvk(group, "v1", kind))
     }
 
+    /// The bundles by which the API server verifies us, one for each caller, as far as it does.
+    fn bundles(self, object: &DynamicObject) -> Vec<Vec<u8>> {
+        let bundle = |of: Option<&Value>| {
+            let bytes = of.and_then(|bundle| serde_json::from_value::<ByteString>(bundle.clone()).ok());
+            bytes.map(|bytes| bytes.0).unwrap_or_default()
+        };
+        match self {
+            Self::ApiService(_) if object.data.pointer("/spec/insecureSkipTLSVerify") == Some(&Value::Bool(true)) => {
+                Vec::new()
+            }
+            Self::ApiService(_) => vec![bundle(object.data.pointer("/spec/caBundle"))],
+            Self::Mutating(_) | Self::Validating(_) => webhooks(object)
+                .map(|webhook| bundle(webhook.pointer("/clientConfig/caBundle")))
+                .collect(),
+        }
+    }
+
     /// Whether the API server trusts exactly this bundle.
     fn has(self, object: &DynamicObject, bundle: &Value) -> bool {
         match self {
@@ -209,6 +261,8 @@ impl Keeper {
             held: None,
             shown: None,
             published: None,
+            manager: format!("tulle-control-{:016x}", fastrand::u64(..)),
+            problem: None,
         }
     }
 
@@ -238,6 +292,9 @@ impl Keeper {
                             "keeping a certificate failed"
                         ),
                     }
+                    if let Some(latch) = &latch {
+                        latch.explain(format!("{webhook}: {}", super::with_causes(&err)));
+                    }
                     retries.next_delay()
                 }
             };
@@ -263,7 +320,10 @@ impl Keeper {
         if self.is_given(secret.as_ref(), &configuration) {
             if let Some(secret) = &secret {
                 self.show_given(secret)?;
-                latch.take();
+            }
+            match self.check_given(secret.as_ref(), &configuration) {
+                Ok(()) => drop(latch.take()),
+                Err(err) => self.tell(&err, latch.as_ref()),
             }
             return Ok(IDLE);
         }
@@ -300,6 +360,48 @@ impl Keeper {
         info!(webhook = self.config.service, until = %pair.not_after, "showing a certificate that is given");
         self.shown = Some(Arc::new(pair));
         Ok(())
+    }
+
+    /// Whether the API server takes what is shown of a certificate that somebody else keeps.
+    fn check_given(&self, secret: Option<&Secret>, object: &DynamicObject) -> Result<(), Untrusted> {
+        let (configuration, name) = (self.config.configuration.name(), self.config.secret);
+        let (Some(_), Some(shown)) = (secret, &self.shown) else {
+            return Err(Untrusted::NoSecret {
+                configuration,
+                secret: name,
+            });
+        };
+        for bundle in self.config.configuration.bundles(object) {
+            if bundle.is_empty() {
+                return Err(Untrusted::NoBundle {
+                    configuration,
+                    secret: name,
+                });
+            }
+            let bundle = TrustAnchors::parse(&bundle, Path::new("caBundle"))
+                .map_err(|source| Untrusted::Bundle { configuration, source })?;
+            shown
+                .verify(&bundle, &self.config.server_name)
+                .map_err(|source| Untrusted::Chain {
+                    configuration,
+                    secret: name,
+                    source,
+                })?;
+        }
+        Ok(())
+    }
+
+    /// Says why the API server cannot call, in `/ready` and once in the log.
+    fn tell(&mut self, err: &Untrusted, latch: Option<&Latch>) {
+        let webhook = self.config.service;
+        let text = super::with_causes(err);
+        if let Some(latch) = latch {
+            latch.explain(format!("{webhook}: {text}"));
+        }
+        if self.problem.as_ref() != Some(&text) {
+            warn!(webhook, error = text, "the API server cannot call us");
+            self.problem = Some(text);
+        }
     }
 
     /// Decides what the Secret should hold, and writes it if it holds something else.
@@ -349,7 +451,10 @@ impl Keeper {
             }
             None => {
                 let secret = self.new_secret(&state, owner);
-                self.secrets.create(&PostParams::default(), &secret).await
+                let params = PatchParams::apply(&self.manager);
+                self.secrets
+                    .patch(self.config.secret, &params, &Patch::Apply(&secret))
+                    .await
             }
         };
         let written = written.map_err(|source| Error::Secret {

@@ -340,6 +340,72 @@ async fn an_api_server_stores_what_is_good_and_tells_why_not() {
     asked.end().await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_certificate_that_is_given_is_ready_once_the_api_server_has_its_authority() {
+    let server = ApiServer::start().await.unwrap();
+    server.create_namespace("linkerd").await.unwrap();
+    let (signal, drain) = drain::channel();
+    let mut asked = Asked {
+        server,
+        signal: Some(signal),
+        drain,
+        registry: Registry::new(),
+        tasks: JoinSet::new(),
+        readiness: Readiness::new(),
+    };
+    let [(ca, signer), (other, _)] = [(); 2].map(|()| {
+        let mut params = rcgen::CertificateParams::default();
+        params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        let key = rcgen::KeyPair::generate().unwrap();
+        let certificate = params.self_signed(&key).unwrap();
+        (certificate, rcgen::Issuer::new(params, key))
+    });
+    let key = rcgen::KeyPair::generate().unwrap();
+    let leaf = rcgen::CertificateParams::new(["localhost".to_owned()])
+        .unwrap()
+        .signed_by(&key, &signer)
+        .unwrap();
+    let [pem, key] = [leaf.pem(), key.serialize_pem()].map(|text| ByteString(text.into_bytes()));
+    let given = json!({"metadata": {"name": SECRET}, "data": {"tls.crt": pem, "tls.key": key}});
+    let given = serde_json::from_value(given).unwrap();
+    asked.secrets().create(&PostParams::default(), &given).await.unwrap();
+    asked.register(POLICIES, &["policy.linkerd.io"], 1).await;
+    let at = Config {
+        server_name: "localhost".to_owned(),
+        ..Config::policy_validator("linkerd".to_owned())
+    };
+    asked.serve(PolicyValidator, at).await;
+    let publish = async |bundle: &rcgen::Certificate| {
+        let bundle = json!(ByteString(bundle.pem().into_bytes()));
+        let name = POLICIES.replace("-webhook-config", ".linkerd.io");
+        let patch = json!({"webhooks": [{"name": name, "clientConfig": {"caBundle": bundle}}]});
+        asked
+            .configurations()
+            .patch(POLICIES, &PatchParams::default(), &Patch::Strategic(patch))
+            .await
+            .unwrap();
+    };
+    let why = |part: &'static str| {
+        let readiness = &asked.readiness;
+        eventually(part, async move || {
+            readiness
+                .reasons()
+                .iter()
+                .any(|reason| reason.contains(part))
+                .then_some(())
+        })
+    };
+    why("has no CA bundle").await;
+    publish(&other).await;
+    why("does not lead to the CA bundle of linkerd-policy-validator-webhook-config").await;
+    publish(&ca).await;
+    eventually("readiness", async || asked.readiness.is_ready().then_some(())).await;
+    // It is shown as it was given, and so is the bundle.
+    assert_eq!(asked.data("tls.crt").await, Some(leaf.pem()));
+    assert_eq!(asked.bundle().await, json!(ByteString(ca.pem().into_bytes())));
+    asked.end().await;
+}
+
 /// Creates and deletes an object over and over, and counts the reviews that failed.
 fn load(asked: &Arc<Asked>) -> (JoinHandle<(usize, Vec<String>)>, drain::Signal) {
     let (signal, end) = drain::channel();

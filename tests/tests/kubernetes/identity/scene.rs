@@ -90,7 +90,12 @@ impl Scene {
         self.ready().await;
     }
 
-    async fn ready(&self) {
+    /// Another service in place of the one that runs.
+    pub(super) fn replace(&mut self, service: Service) {
+        self.service = service;
+    }
+
+    pub(super) async fn ready(&self) {
         eventually("the service is ready", async || {
             (self.admin("/ready").await.0 == 200).then_some(())
         })
@@ -110,6 +115,7 @@ impl Scene {
         let peer = Peer {
             addr: &Addr::Socket(self.service.addrs.identity.unwrap()),
             name: IDENTITY,
+            identity: None,
             anchors: &TrustAnchors::read(&path).unwrap(),
         };
         client::connect(&peer, None).await
