@@ -205,13 +205,20 @@ impl Parts {
         };
         let reviewer = match (tokens, &self.client) {
             (Tokens::Keys(dir), _) => Reviewer::StaticKeys(StaticKeys::open(dir.clone()).context("--token-keys")?),
-            (Tokens::TokenReview, Some(client)) => {
-                let reviews = TokenReviews::open(client.clone()).await;
-                Reviewer::TokenReview(Box::new(reviews.context("reviewing tokens without --token-keys")?))
-            }
+            (Tokens::TokenReview, Some(client)) => Reviewer::TokenReview(Box::new(TokenReviews::new(client.clone()))),
             (Tokens::TokenReview, None) => bail!("there is no client of the API server to review tokens with"),
         };
         let identity = identity.clone();
+        if let Reviewer::TokenReview(_) = reviewer {
+            let (client, drain) = (self.client()?, self.drain.clone());
+            let latch = self.readiness.latch("the right to review tokens");
+            self.start("asking for the right to review tokens", async move {
+                TokenReviews::until_permitted(client, latch, drain.clone()).await;
+                // Ending would be an early end.
+                drain.signaled().await;
+                Ok(())
+            });
+        }
         let recorder = self.recorder("linkerd-identity");
         let (service, reload) = IdentityService::new(&identity, reviewer, recorder, &self.registry)
             .context("opening --issuer, --trust-anchors and --token-keys")?;

@@ -279,7 +279,7 @@ async fn a_subject_that_is_no_service_account_is_refused() {
 }
 
 /// A reviewer whose API server gives each review this status; without one it does not answer.
-async fn reviewer(status: Option<Value>) -> Reviewer {
+fn reviewer(status: Option<Value>) -> Reviewer {
     let service = tower::service_fn(move |req: http::Request<Body>| {
         let status = status.clone();
         async move {
@@ -293,14 +293,13 @@ async fn reviewer(status: Option<Value>) -> Reviewer {
             Ok::<_, io::Error>(http::Response::new(Body::from(serde_json::to_vec(&answer).unwrap())))
         }
     });
-    let reviews = TokenReviews::open(Client::new(service, "default")).await.unwrap();
-    Reviewer::TokenReview(Box::new(reviews))
+    Reviewer::TokenReview(Box::new(TokenReviews::new(Client::new(service, "default"))))
 }
 
 #[tokio::test]
 async fn what_the_api_server_says_of_a_token_decides_the_code() {
     let check = async |status: Option<Value>, code: Code, message: &str| {
-        let reviewer = reviewer(status).await;
+        let reviewer = reviewer(status);
         let room = Room::build(|_| (), |_| reviewer);
         room.refused(|_| (), code, message).await;
     };

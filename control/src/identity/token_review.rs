@@ -11,9 +11,14 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Client;
 use kube::api::{Api, PostParams};
 use parking_lot::Mutex;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep, timeout};
+use tracing::warn;
+use tulle_core::backoff::Backoff;
+use tulle_core::drain::Watch;
 use tulle_core::names::TOKEN_AUDIENCE;
+use tulle_core::ready::Latch;
 
+use super::authority::with_causes;
 use super::claims::{Audience, Claims, ClaimsError, OWN_TOKEN};
 use super::tokens::{Review, ReviewError};
 use super::turns::{Busy, Turns};
@@ -49,8 +54,7 @@ struct Issuers {
 
 /// Why tokens cannot be reviewed at all.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum AccessError {
+enum AccessError {
     #[error("asking the API server whether this process may review tokens")]
     Ask(#[source] Box<kube::Error>),
     #[error("the API server did not say within {0:?} whether this process may review tokens")]
@@ -64,11 +68,44 @@ pub enum AccessError {
 }
 
 impl TokenReviews {
-    /// A reviewer that may review.
-    ///
+    pub fn new(client: Client) -> Self {
+        Self {
+            reviews: Api::all(client),
+            turns: Turns::new(REVIEWS_AT_ONCE),
+            refused: Mutex::default(),
+            issuers: Mutex::default(),
+            own_token: OWN_TOKEN.into(),
+        }
+    }
+
+    /// Asks until the API server says that this process may review tokens, or the drain; the latch says why not, and goes
+    /// then. Without reviews there are no certificates, and nothing is mended by an end of this process.
+    pub async fn until_permitted(client: Client, latch: Latch, drain: Watch) {
+        let mut retries = RETRIES.steps();
+        let mut told = None;
+        loop {
+            let asked = tokio::select! {
+                () = drain.signaled() => return,
+                asked = Self::ask_permission(&client) => asked,
+            };
+            let Err(err) = asked else { return };
+            let text = with_causes(&err);
+            if told.as_ref() != Some(&text) {
+                warn!(error = text, "not ready");
+            }
+            latch.explain(&text);
+            told = Some(text);
+            // Both only wait.
+            tokio::select! {
+                () = drain.signaled() => return,
+                () = sleep(retries.next_delay()) => {}
+            }
+        }
+    }
+
     /// # Errors
-    /// An API server that says no, or nothing: without reviews there are no certificates, and the pod should say so.
-    pub async fn open(client: Client) -> Result<Self, AccessError> {
+    /// An API server that says no, or nothing.
+    async fn ask_permission(client: &Client) -> Result<(), AccessError> {
         let question = SelfSubjectAccessReview {
             metadata: ObjectMeta::default(),
             spec: SelfSubjectAccessReviewSpec {
@@ -89,13 +126,7 @@ impl TokenReviews {
             .map_err(|_| AccessError::Timeout(LIMIT))?
             .map_err(|err| AccessError::Ask(Box::new(err)))?;
         match answer.status {
-            Some(status) if status.allowed => Ok(Self {
-                reviews: Api::all(client),
-                turns: Turns::new(REVIEWS_AT_ONCE),
-                refused: Mutex::default(),
-                issuers: Mutex::default(),
-                own_token: OWN_TOKEN.into(),
-            }),
+            Some(status) if status.allowed => Ok(()),
             status => Err(AccessError::Denied {
                 reason: status
                     .and_then(|status| status.reason)
@@ -229,6 +260,11 @@ fn judge(status: TokenReviewStatus) -> Review {
     }
 }
 
+const RETRIES: Backoff = Backoff {
+    min: Duration::from_millis(500),
+    max: Duration::from_secs(15),
+    jitter: 0.5,
+};
 /// Less than proxies wait for a certificate, so that they learn the reason.
 const LIMIT: Duration = Duration::from_secs(10);
 /// Reviews that the API server makes for us at a time.
@@ -280,7 +316,7 @@ mod tests {
                 Ok::<_, io::Error>(http::Response::new(Body::from(serde_json::to_vec(&answer).unwrap())))
             }
         });
-        let mut reviews = TokenReviews::open(Client::new(service, "default")).await.unwrap();
+        let mut reviews = TokenReviews::new(Client::new(service, "default"));
         reviews.own_token = "/does/not/exist".into();
         (reviews, reviewed)
     }

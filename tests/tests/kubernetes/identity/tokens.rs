@@ -3,6 +3,7 @@
 use rcgen::KeyPair;
 use tonic::Code;
 use tulle_tests::cluster::ApiServer;
+use tulle_tests::eventually::eventually;
 
 use super::scene::{AUDIENCE, Scene, Service, WEB, csr, dns};
 
@@ -63,15 +64,25 @@ async fn a_token_for_the_api_server_is_taken_as_well_and_one_for_somebody_else_i
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_the_right_to_review_tokens_the_service_does_not_start_and_names_the_rule() {
-    let scene = Scene::new().await;
+async fn without_the_right_to_review_tokens_the_service_is_not_ready_and_names_the_rule_until_it_has_it() {
+    let mut scene = Scene::new().await;
     let stranger = scene.api.kubeconfig_of("shop", "stranger").await.unwrap();
-    let error = format!("{:#}", Service::start(&scene.mounts, &stranger).await.err().unwrap());
-    assert!(error.contains("may not review tokens"), "{error}");
-    assert!(
-        error.contains("apiGroups: [authentication.k8s.io], resources: [tokenreviews], verbs: [create]"),
-        "{error}"
-    );
+    scene.replace(Service::start(&scene.mounts, &stranger).await.unwrap());
+    let rule = "apiGroups: [authentication.k8s.io], resources: [tokenreviews], verbs: [create]";
+    eventually("the reason", async || {
+        let (status, text) = scene.admin("/ready").await;
+        (status == 500 && text.contains("may not review tokens") && text.contains(rule)).then_some(())
+    })
+    .await;
+    let args = [
+        "create",
+        "clusterrolebinding",
+        "stranger",
+        "--clusterrole=system:auth-delegator",
+    ];
+    let account = "--serviceaccount=shop:stranger";
+    scene.api.kubectl(&[&args[..], &[account]].concat()).await.unwrap();
+    scene.ready().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -96,7 +107,7 @@ async fn without_an_api_server_requests_fail_and_the_service_lives() {
     api.kubectl(&["delete", "clusterrolebinding", "identity"])
         .await
         .unwrap();
-    tulle_tests::eventually::eventually("reviews are forbidden", async || {
+    eventually("reviews are forbidden", async || {
         let status = scene.certify(req.clone()).await.err()?;
         (status.code() == Code::Internal && status.message().contains("forbidden")).then_some(())
     })
