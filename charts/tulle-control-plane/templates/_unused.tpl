@@ -42,8 +42,6 @@ from values.yaml.
   (dict "value" "proxy.podInboundPorts" "because" $injector)
   (dict "value" "proxy.saMountPath" "because" $injector)
   (dict "value" "proxy.tracing.protocol" "because" "it is opentelemetry")
-  (dict "value" "proxy.isGateway" "default" false "because" $told)
-  (dict "value" "proxy.isIngress" "default" false "because" $told)
   (dict "value" "proxy.requireTLSOnInboundPorts" "default" "" "because" "no proxy reads it: a Server says who may connect")
   (dict "value" "proxy.inbound.server.http2.adaptiveFlowControl" "because" $told)
   (dict "value" "proxy.inbound.server.http2.maxPendingAcceptResetStreams" "because" $told)

@@ -115,6 +115,13 @@ pub fn pod(config: &Config, subject: &Subject<'_>) -> Outcome {
     let problems = overrides::apply(&mut values, subject.namespace_annotations, &annotations, subject.spec);
     warnings.extend(problems.ignored);
     warnings.extend(proxy_user::of_setup(&values, subject.spec));
+    if values.debug_container.enabled && values.debug_container.image.name.is_empty() {
+        warnings.push(format!(
+            "{} is ignored: there is no image; name one by {} or the value debugContainer.image.name",
+            annotation::ENABLE_DEBUG_SIDECAR,
+            annotation::DEBUG_IMAGE
+        ));
+    }
     let as_proxy = proxy_user::of_application(&values, subject.spec);
     let reasons = [
         (Reason::InvalidRestriction, problems.restricting),

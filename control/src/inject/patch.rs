@@ -60,7 +60,8 @@ pub(super) fn injection(
         .containers
         .iter()
         .any(|container| container.name == DEBUG_CONTAINER);
-    if values.debug_container.enabled && !has_debug {
+    let has_image = !values.debug_container.image.name.is_empty();
+    if values.debug_container.enabled && has_image && !has_debug {
         patch.add(["spec", "containers", "-"], &containers::debug(values));
     }
     for volume in containers::proxy_volumes(values) {

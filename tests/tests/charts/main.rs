@@ -7,5 +7,6 @@ mod gateway_crds;
 mod golden;
 mod install;
 mod objects;
+mod permissions;
 mod render;
 mod values;

@@ -2,10 +2,15 @@
 
 use std::fs;
 
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::{Value, json};
+use tulle_control::inject::values::Values;
+use tulle_control::inject::{self, Config, Decision, Origin, Subject};
+use tulle_control::resources::annotations::Annotations;
+use tulle_tests::charts::Helm;
 use tulle_tests::cluster::ApiServer;
 
 use crate::render;
-use tulle_tests::charts::Helm;
 
 #[tokio::test]
 async fn an_api_server_accepts_every_object_of_every_installation() {
@@ -43,6 +48,117 @@ async fn an_api_server_accepts_every_object_of_every_installation() {
             "{name}:\n{accepted}"
         );
     }
+}
+
+#[tokio::test]
+async fn pods_of_the_control_plane_are_admitted_where_the_restricted_standard_is_enforced() {
+    let server = ApiServer::start().await.unwrap();
+    server.create_namespace("linkerd").await.unwrap();
+    restrict(&server, "linkerd").await;
+    let helm = Helm::new().unwrap();
+    for (name, values) in render::installations() {
+        let values: Vec<&str> = values.iter().map(String::as_str).collect();
+        let rendered = render::objects(&helm.template("tulle-control-plane", &values).unwrap());
+        let deployments: Vec<_> = rendered
+            .iter()
+            .filter(|object| object["kind"] == "Deployment")
+            .collect();
+        assert_eq!(deployments.len(), 3, "{name}");
+        for deployment in deployments {
+            let mut pod = deployment["spec"]["template"].clone();
+            pod["apiVersion"] = "v1".into();
+            pod["kind"] = "Pod".into();
+            pod["metadata"]["name"] = deployment["metadata"]["name"].clone();
+            pod["metadata"]["namespace"] = "linkerd".into();
+            // These are other objects, which admission looks for.
+            for field in ["serviceAccountName", "priorityClassName", "runtimeClassName"] {
+                pod["spec"].as_object_mut().unwrap().remove(field);
+            }
+            let created = create(&server, &pod).await;
+            created.unwrap_or_else(|err| panic!("{name}: {err:#}"));
+        }
+    }
+    // The standard is enforced.
+    let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a", "namespace": "linkerd"},
+        "spec": {"containers": [{"name": "a", "image": "a"}]}});
+    let refused = format!("{:#}", create(&server, &pod).await.unwrap_err());
+    assert!(refused.contains("violates PodSecurity \"restricted"), "{refused}");
+}
+
+#[tokio::test]
+async fn an_injected_pod_is_admitted_by_the_restricted_standard_with_a_cni_plugin_and_not_with_an_init_container() {
+    let server = ApiServer::start().await.unwrap();
+    server.create_namespace("shop").await.unwrap();
+    restrict(&server, "shop").await;
+    let restricted = json!({"allowPrivilegeEscalation": false, "runAsNonRoot": true, "runAsUser": 1000,
+        "capabilities": {"drop": ["ALL"]}, "seccompProfile": {"type": "RuntimeDefault"}});
+    let pod = json!({"apiVersion": "v1", "kind": "Pod",
+        "metadata": {"name": "web", "namespace": "shop"},
+        "spec": {"containers": [{"name": "web", "image": "web", "securityContext": restricted}]}});
+    create(&server, &pod).await.unwrap();
+    for native in [true, false] {
+        for (cni, expected) in [(true, Ok(())), (false, Err("tulle-init"))] {
+            let injected = injected(&pod, cni, native);
+            let created = create(&server, &injected)
+                .await
+                .map(drop)
+                .map_err(|err| format!("{err:#}"));
+            match expected {
+                Ok(()) => created.unwrap_or_else(|err| panic!("native: {native}: {err}")),
+                // Only the container that writes the redirect needs what the standard refuses.
+                Err(_) => {
+                    let err = created.unwrap_err();
+                    assert!(err.contains("linkerd-init") && err.contains("NET_ADMIN"), "{err}");
+                    assert!(!err.contains("\"linkerd-proxy\""), "{err}");
+                }
+            }
+        }
+    }
+}
+
+/// The pod with a sidecar.
+fn injected(pod: &Value, cni_enabled: bool, native_sidecar: bool) -> Value {
+    let mut values = Values {
+        cni_enabled,
+        ..Values::default()
+    };
+    values.proxy.native_sidecar = native_sidecar;
+    let config = Config {
+        values,
+        control_plane_namespace: "linkerd".to_owned(),
+        origin: Origin::Webhook,
+    };
+    let typed: Pod = serde_json::from_value(pod.clone()).unwrap();
+    let enabled = Annotations::from([("linkerd.io/inject".to_owned(), "enabled".to_owned())]);
+    let outcome = inject::pod(
+        &config,
+        &Subject {
+            root: &[],
+            metadata: Some(&typed.metadata),
+            spec: typed.spec.as_ref().unwrap(),
+            namespace: "shop",
+            namespace_annotations: &enabled,
+            owner: None,
+        },
+    );
+    assert!(matches!(outcome.decision, Decision::Inject(_)), "{outcome:?}");
+    let mut injected = pod.clone();
+    json_patch::patch(&mut injected, &outcome.patch).unwrap();
+    injected
+}
+
+/// Enforces the Pod Security Standard `restricted` in a namespace.
+async fn restrict(server: &ApiServer, namespace: &str) {
+    let label = "pod-security.kubernetes.io/enforce=restricted";
+    server.kubectl(&["label", "namespace", namespace, label]).await.unwrap();
+}
+
+async fn create(server: &ApiServer, object: &Value) -> anyhow::Result<String> {
+    let file = server.dir().join("object.json");
+    fs::write(&file, object.to_string())?;
+    server
+        .kubectl(&["create", "--dry-run=server", "-f", file.to_str().unwrap()])
+        .await
 }
 
 const POD_MONITOR: &str = "

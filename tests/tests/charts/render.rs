@@ -55,6 +55,7 @@ pub(crate) fn installations() -> Vec<(&'static str, Vec<String>)> {
                 "--set=policyController.additionalEnv[0].name=A,policyController.additionalEnv[0].value=b",
                 "--set=enableEndpointSlices=false,proxyInit.iptablesMode=native,cniEnabled=true,commonLabels.e=f",
                 "--set=podMonitor.labels.release=prometheus,podMonitor.proxy.honorTimestamps=true",
+                "--set=networkPolicies.enabled=true,networkPolicies.apiServer[0].ipBlock.cidr=192.0.2.1/32",
                 "--set=kubeAPI.clientQPS=50,kubeAPI.clientBurst=60,identity.kubeAPI.clientQPS=70",
                 "--set=identity.externalCA=true,controllerLogLevel=debug,controllerLogFormat=json",
                 "--set=proxyInjector.crtPEM=certificate,proxyInjector.keyPEM=key,webhookFailurePolicy=Fail",
@@ -94,6 +95,64 @@ fn the_charts_are_without_fault_for_helm() {
             .run(&[&["lint", "--strict", &path_of(chart)], needed].concat())
             .unwrap();
         assert!(!report.contains("WARNING") && !report.contains("ERROR"), "{report}");
+    }
+}
+
+#[test]
+fn network_policies_name_every_port_of_every_component_once() {
+    assert!(
+        !render(&[])
+            .unwrap()
+            .iter()
+            .any(|object| object["kind"] == "NetworkPolicy")
+    );
+    for telemetry in [true, false] {
+        let telemetry = format!("--set=telemetry.enabled={telemetry}");
+        let from = [
+            "--set=networkPolicies.enabled=true,networkPolicies.apiServer[0].ipBlock.cidr=192.0.2.1/32",
+            "--set=networkPolicies.admin[0].ipBlock.cidr=192.0.2.2/32",
+            &telemetry,
+        ];
+        let objects = render(&from).unwrap();
+        let numbers = |list: &Value, field: &str| -> Vec<u64> {
+            let mut numbers: Vec<_> = list
+                .as_array()
+                .unwrap()
+                .iter()
+                .filter_map(|one| one[field].as_u64())
+                .collect();
+            numbers.sort_unstable();
+            numbers
+        };
+        for component in ["identity", "destination", "proxy-injector"] {
+            let name = format!("linkerd-{component}");
+            let policy = &find(&objects, "NetworkPolicy", &name)["spec"];
+            let template = &find(&objects, "Deployment", &name)["spec"]["template"];
+            let selected = policy["podSelector"]["matchLabels"].as_object().unwrap();
+            assert!(
+                selected
+                    .iter()
+                    .all(|(key, value)| template["metadata"]["labels"][key] == *value)
+            );
+            assert_eq!(policy["policyTypes"], json!(["Ingress"]));
+            let rules = policy["ingress"].as_array().unwrap();
+            let mut allowed: Vec<u64> = rules.iter().flat_map(|rule| numbers(&rule["ports"], "port")).collect();
+            allowed.sort_unstable();
+            let container = &template["spec"]["containers"][0];
+            assert_eq!(allowed, numbers(&container["ports"], "containerPort"), "{component}");
+            // Each port is for whom its number says.
+            for rule in rules {
+                let of = |cidr: &str| json!([{"ipBlock": {"cidr": cidr}}]);
+                for port in numbers(&rule["ports"], "port") {
+                    let expected = match port {
+                        8080 | 8086 | 8090 => json!([{"namespaceSelector": {}}]),
+                        8089 | 8443 | 9443 => of("192.0.2.1/32"),
+                        _ => of("192.0.2.2/32"),
+                    };
+                    assert_eq!(rule["from"], expected, "{component} {port}");
+                }
+            }
+        }
     }
 }
 

@@ -146,8 +146,8 @@ fn is_none(value: &Value) -> bool {
 const OURS: [&str; 10] = [
     "controllerImage",
     "proxy.image.name",
-    // That image is not ours: it has not our version.
-    "debugContainer.image.version",
+    // There is none of ours.
+    "debugContainer.image.name",
     // Nothing is reported.
     "disableHeartBeat",
     // kubeAPI is the default.
@@ -163,7 +163,7 @@ const OURS: [&str; 10] = [
 ];
 
 /// Every value without effect, set to something.
-const UNUSED: [(&str, &str); 39] = [
+const UNUSED: [(&str, &str); 37] = [
     ("configs", "{global: a}"),
     ("controller.tracing", "{enabled: true}"),
     ("controllerResources", "{cpu: {request: 100m}}"),
@@ -184,8 +184,6 @@ const UNUSED: [(&str, &str); 39] = [
     ("prometheusUrl", "http://prometheus"),
     ("proxy.inbound.server.http2.adaptiveFlowControl", "true"),
     ("proxy.inbound.server.http2.maxPendingAcceptResetStreams", "20"),
-    ("proxy.isGateway", "true"),
-    ("proxy.isIngress", "true"),
     ("proxy.loadTrustBundleFromConfigMap", "true"),
     ("proxy.outbound.server.http2.adaptiveFlowControl", "true"),
     ("proxy.outbound.server.http2.maxPendingAcceptResetStreams", "20"),

@@ -51,6 +51,18 @@ const EXCUSES: &[Excuse] = &[
         resource: "events",
         why: "only an event that repeats is counted",
     },
+    Excuse {
+        account: "linkerd-destination",
+        verb: "create",
+        resource: "secrets",
+        why: "a server-side apply that makes one is noted down as a patch",
+    },
+    Excuse {
+        account: "linkerd-proxy-injector",
+        verb: "create",
+        resource: "secrets",
+        why: "a server-side apply that makes one is noted down as a patch",
+    },
 ];
 
 #[tokio::test(flavor = "multi_thread")]

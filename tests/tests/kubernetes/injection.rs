@@ -288,6 +288,7 @@ async fn every_shape_of_sidecar_is_a_pod_that_the_api_server_takes() {
             "linkerd.io/inject": "ingress",
             "config.linkerd.io/proxy-additional-env": r#"[{"name": "A", "value": "b"}]"#,
             "config.linkerd.io/skip-subnets": "10.0.0.0/8",
+            "config.linkerd.io/debug-image": "debug",
         }},
         "spec": {
             "initContainers": [

@@ -11,7 +11,7 @@ use super::*;
 fn whole_patches_are_as_recorded() {
     let everything = Case::pod("metadata: {labels: {app: web}}")
         .values(
-            "{cniEnabled: true, disableIPv6: false, proxy: {nativeSidecar: false, waitBeforeExitSeconds: 5, gid: 2103, \
+            "{cniEnabled: true, disableIPv6: false, debugContainer: {image: {name: cr.l5d.io/linkerd/debug}}, proxy: {nativeSidecar: false, waitBeforeExitSeconds: 5, gid: 2103, \
              resources: {cpu: {request: 100m, limit: 1}, memory: {limit: 250Mi}}, \
              tracing: {enabled: true, collector: {endpoint: 'collector:4317', \
              meshIdentity: {serviceAccountName: collector, namespace: obs}}}}}",

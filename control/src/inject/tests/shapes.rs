@@ -3,6 +3,7 @@ use super::*;
 const CLASSIC: (&str, &str) = (annotation::PROXY_ENABLE_NATIVE_SIDECAR, "false");
 const NO_AWAIT: (&str, &str) = (annotation::PROXY_AWAIT, "disabled");
 const DEBUG: (&str, &str) = (annotation::ENABLE_DEBUG_SIDECAR, "true");
+const IMAGE: (&str, &str) = (annotation::DEBUG_IMAGE, "example.test/debug");
 const OWN_INIT: &str = "spec: {initContainers: [{name: own, image: own}]}";
 
 #[test]
@@ -19,7 +20,7 @@ fn containers_stand_where_the_mode_of_the_sidecar_wants_them() {
     };
     check(Case::pod(OWN_INIT), "linkerd-init linkerd-proxy own", "app");
     check(
-        Case::pod(OWN_INIT).annotate(&[DEBUG]),
+        Case::pod(OWN_INIT).annotate(&[DEBUG, IMAGE]),
         "linkerd-init linkerd-proxy own",
         "app linkerd-debug",
     );
@@ -29,7 +30,7 @@ fn containers_stand_where_the_mode_of_the_sidecar_wants_them() {
         "linkerd-proxy app",
     );
     check(
-        Case::pod(OWN_INIT).annotate(&[CLASSIC, NO_AWAIT, DEBUG]),
+        Case::pod(OWN_INIT).annotate(&[CLASSIC, NO_AWAIT, DEBUG, IMAGE]),
         "own linkerd-init",
         "app linkerd-debug linkerd-proxy",
     );
@@ -396,12 +397,29 @@ fn values_of_the_chart_shape_the_sidecar() {
 #[test]
 fn what_linkerd_s_chart_leaves_empty_takes_no_protection_away() {
     let empty = "{cniEnabled: true, proxy: {securityContext: {}, capabilities: {}}, networkValidator: {securityContext: {}}, \
-                 debugContainer: {image: {version: ''}}}";
+                 debugContainer: {image: {name: debug, version: ''}}}";
     let said = |values: &str| {
         let injected = Case::pod("").values(values).annotate(&[DEBUG]).injected();
         [PROXY_CONTAINER, VALIDATOR_CONTAINER, DEBUG_CONTAINER].map(|name| injected.container(name).clone())
     };
-    assert_eq!(said(empty), said("{cniEnabled: true}"));
+    assert_eq!(
+        said(empty),
+        said("{cniEnabled: true, debugContainer: {image: {name: debug}}}")
+    );
+}
+
+#[test]
+fn a_debug_container_without_an_image_is_left_out_and_told() {
+    let outcome = Case::pod("").annotate(&[DEBUG]).outcome();
+    assert!(
+        outcome.warnings[0].contains("debugContainer.image.name"),
+        "{:?}",
+        outcome.warnings
+    );
+    assert!(!serde_json::to_string(&outcome.patch).unwrap().contains(DEBUG_CONTAINER));
+    let named = Case::pod("").annotate(&[DEBUG, IMAGE]);
+    assert!(named.outcome().warnings.is_empty());
+    assert!(named.injected().container(DEBUG_CONTAINER)["image"].is_string());
 }
 
 #[test]

@@ -225,16 +225,15 @@ impl Default for NetworkValidator {
 impl Default for DebugContainer {
     fn default() -> Self {
         Self {
-            image: Image {
-                version: DEBUG_VERSION.to_owned(),
-                ..Image::named(DEBUG_IMAGE)
-            },
+            // We publish none: who wants such a container says which.
+            image: Image::named(""),
             enabled: false,
         }
     }
 }
 
 pub(super) const PROXY_IMAGE: &str = "ghcr.io/tulle-mesh/proxy";
+/// Linkerd's image, as values files written for Linkerd name it.
 pub(in crate::inject) const DEBUG_IMAGE: &str = "cr.l5d.io/linkerd/debug";
-/// The image is not ours, so that it does not have our versions.
+/// It is not ours, so that it does not have our versions.
 pub(in crate::inject) const DEBUG_VERSION: &str = "stable-2.14.10";

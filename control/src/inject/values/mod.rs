@@ -323,7 +323,7 @@ pub struct NetworkValidator {
 #[serde(default)]
 pub struct DebugContainer {
     pub image: Image,
-    /// Adds the container; set by an annotation.
+    /// Adds the container, if there is an image; set by an annotation.
     #[serde(skip)]
     pub enabled: bool,
 }
@@ -349,12 +349,9 @@ impl Values {
         }
         let mut values: Self = serde_json::from_value(value).map_err(ValuesError::Shape)?;
         // A file may set the version of an image alone.
-        let images = [
-            (&mut values.proxy.image, PROXY_IMAGE),
-            (&mut values.debug_container.image, DEBUG_IMAGE),
-        ];
-        for (image, name) in images.into_iter().filter(|(image, _)| image.name.is_empty()) {
-            name.clone_into(&mut image.name);
+        let image = &mut values.proxy.image;
+        if image.name.is_empty() {
+            PROXY_IMAGE.clone_into(&mut image.name);
         }
         Ok(values)
     }

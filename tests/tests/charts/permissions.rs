@@ -1,0 +1,379 @@
+//! What the service accounts of the control plane may do, asked of an API server as `kubectl auth can-i --as` asks.
+
+use std::fs;
+use std::sync::Arc;
+
+use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec};
+use k8s_openapi::api::core::v1::Secret;
+use kube::api::{Api, Patch, PatchParams, PostParams};
+use serde_json::json;
+use tulle_control::kubernetes;
+use tulle_control::webhook::creds::Creds;
+use tulle_control::webhook::keeper::{Config, Keeper};
+use tulle_core::drain;
+use tulle_core::metrics::Registry;
+use tulle_core::ready::Readiness;
+use tulle_tests::charts::Helm;
+use tulle_tests::cluster::ApiServer;
+use tulle_tests::eventually::eventually;
+
+use crate::render::{NEEDED, objects};
+
+/// An API server with the chart's permissions and webhook configurations, by these values.
+async fn installed(values: &[&str]) -> ApiServer {
+    let server = ApiServer::start().await.unwrap();
+    for namespace in ["linkerd", "shop"] {
+        server.create_namespace(namespace).await.unwrap();
+    }
+    let rendered = Helm::new()
+        .unwrap()
+        .template("tulle-control-plane", &[NEEDED, values].concat())
+        .unwrap();
+    let kinds = [
+        "ServiceAccount",
+        "Role",
+        "ClusterRole",
+        "Binding",
+        "WebhookConfiguration",
+    ];
+    let wanted = objects(&rendered).into_iter().filter(|object| {
+        object["kind"]
+            .as_str()
+            .is_some_and(|kind| kinds.iter().any(|end| kind.ends_with(end)))
+    });
+    let list = json!({"apiVersion": "v1", "kind": "List", "items": wanted.collect::<Vec<_>>()});
+    let file = server.dir().join("objects.json");
+    fs::write(&file, list.to_string()).unwrap();
+    server
+        .kubectl(&["apply", "--server-side", "-f", file.to_str().unwrap()])
+        .await
+        .unwrap();
+    server
+}
+
+/// One question; a name is empty for all objects, and a namespace for the whole cluster.
+#[derive(Clone, Copy, Debug)]
+struct Question {
+    account: &'static str,
+    verb: &'static str,
+    /// With its group: `leases.coordination.k8s.io`, and its subresource: `pods/exec`.
+    resource: &'static str,
+    namespace: &'static str,
+    name: &'static str,
+}
+
+impl Question {
+    async fn may(self, server: &ApiServer) -> bool {
+        let (resource, group) = self.resource.split_once('.').unwrap_or((self.resource, ""));
+        let (group, sub) = match group.split_once('/') {
+            Some((group, sub)) => (group, sub),
+            None => (group, ""),
+        };
+        let (resource, sub) = resource.split_once('/').unwrap_or((resource, sub));
+        let text = |text: &str| Some(text.to_owned());
+        let review = SubjectAccessReview {
+            spec: SubjectAccessReviewSpec {
+                user: Some(format!("system:serviceaccount:linkerd:{}", self.account)),
+                groups: Some(
+                    [
+                        "system:serviceaccounts",
+                        "system:serviceaccounts:linkerd",
+                        "system:authenticated",
+                    ]
+                    .map(str::to_owned)
+                    .to_vec(),
+                ),
+                resource_attributes: Some(ResourceAttributes {
+                    group: text(group),
+                    resource: text(resource),
+                    subresource: text(sub),
+                    verb: text(self.verb),
+                    namespace: text(self.namespace),
+                    name: text(self.name),
+                    ..ResourceAttributes::default()
+                }),
+                ..SubjectAccessReviewSpec::default()
+            },
+            ..SubjectAccessReview::default()
+        };
+        let reviews: Api<SubjectAccessReview> = Api::all(server.client());
+        let answer = reviews.create(&PostParams::default(), &review).await.unwrap();
+        answer.status.unwrap().allowed
+    }
+}
+
+const IDENTITY: &str = "linkerd-identity";
+const DESTINATION: &str = "linkerd-destination";
+const INJECTOR: &str = "linkerd-proxy-injector";
+const ACCOUNTS: [&str; 3] = [IDENTITY, DESTINATION, INJECTOR];
+const VERBS: [&str; 8] = [
+    "get",
+    "list",
+    "watch",
+    "create",
+    "update",
+    "patch",
+    "delete",
+    "deletecollection",
+];
+/// What a component may do with the Secrets that it keeps.
+const KEEPS: [&str; 5] = ["list", "watch", "create", "update", "patch"];
+const SECRETS: [(&str, &str); 4] = [
+    (DESTINATION, "linkerd-sp-validator-k8s-tls"),
+    (DESTINATION, "linkerd-policy-validator-k8s-tls"),
+    (DESTINATION, "linkerd-telemetry-k8s-tls"),
+    (INJECTOR, "linkerd-proxy-injector-k8s-tls"),
+];
+
+#[tokio::test(flavor = "multi_thread")]
+async fn service_accounts_may_what_the_table_says() {
+    let server = installed(&[]).await;
+    let rows: &[(&str, &[&str], &str, &str, &str, bool)] = &[
+        (
+            IDENTITY,
+            &["create"],
+            "tokenreviews.authentication.k8s.io",
+            "",
+            "",
+            true,
+        ),
+        (IDENTITY, &["create", "patch"], "events.events.k8s.io", "shop", "", true),
+        (IDENTITY, &["get", "list", "watch"], "pods", "", "", false),
+        (IDENTITY, &["get", "list"], "configmaps", "linkerd", "", false),
+        (DESTINATION, &["list", "watch"], "pods", "", "", true),
+        (
+            DESTINATION,
+            &["list", "watch"],
+            "servers.policy.linkerd.io",
+            "",
+            "",
+            true,
+        ),
+        (
+            DESTINATION,
+            &["patch"],
+            "httproutes.policy.linkerd.io/status",
+            "shop",
+            "",
+            true,
+        ),
+        (
+            DESTINATION,
+            &["patch", "update"],
+            "httproutes.policy.linkerd.io",
+            "shop",
+            "",
+            false,
+        ),
+        (
+            DESTINATION,
+            &["create", "update", "delete"],
+            "endpointslices.discovery.k8s.io",
+            "shop",
+            "",
+            true,
+        ),
+        (
+            DESTINATION,
+            &["create", "update", "patch", "delete"],
+            "pods",
+            "shop",
+            "",
+            false,
+        ),
+        (
+            DESTINATION,
+            &["create"],
+            "tokenreviews.authentication.k8s.io",
+            "",
+            "",
+            false,
+        ),
+        (
+            DESTINATION,
+            &["get", "update"],
+            "leases.coordination.k8s.io",
+            "linkerd",
+            "policy-controller-write",
+            true,
+        ),
+        (
+            DESTINATION,
+            &["get", "update"],
+            "leases.coordination.k8s.io",
+            "linkerd",
+            "another",
+            false,
+        ),
+        (
+            DESTINATION,
+            &["get", "list"],
+            "leases.coordination.k8s.io",
+            "kube-system",
+            "",
+            false,
+        ),
+        (INJECTOR, &["get", "list", "watch"], "namespaces", "", "", true),
+        (INJECTOR, &["list"], "pods", "", "", true),
+        (
+            INJECTOR,
+            &["create", "update", "patch", "delete"],
+            "pods",
+            "shop",
+            "",
+            false,
+        ),
+        (
+            INJECTOR,
+            &["patch"],
+            MUTATING,
+            "",
+            "linkerd-proxy-injector-webhook-config",
+            true,
+        ),
+        (INJECTOR, &["patch"], MUTATING, "", "another", false),
+        (INJECTOR, &["create", "update", "delete"], MUTATING, "", "", false),
+        (
+            DESTINATION,
+            &["patch"],
+            VALIDATING,
+            "",
+            "linkerd-sp-validator-webhook-config",
+            true,
+        ),
+        (DESTINATION, &["patch"], VALIDATING, "", "another", false),
+    ];
+    let mut wrong = Vec::new();
+    let mut ask = async |question: Question, expected: bool| {
+        if question.may(&server).await != expected {
+            wrong.push(format!("{question:?}: expected {expected}"));
+        }
+    };
+    for &(account, verbs, resource, namespace, name, expected) in rows {
+        for &verb in verbs {
+            let question = Question {
+                account,
+                verb,
+                resource,
+                namespace,
+                name,
+            };
+            ask(question, expected).await;
+        }
+    }
+    // Secrets: each keeps its own by name, nobody has another's, the issuer's or all of them.
+    let names = SECRETS.map(|(_, name)| name);
+    let others = ["", "linkerd-identity-issuer", "cluster-credentials-west"];
+    for account in ACCOUNTS {
+        for verb in VERBS {
+            for (namespace, name) in names.into_iter().chain(others).map(|name| ("linkerd", name)).chain([
+                ("", ""),
+                ("kube-system", ""),
+                ("shop", "linkerd-sp-validator-k8s-tls"),
+            ]) {
+                let question = Question {
+                    account,
+                    verb,
+                    resource: "secrets",
+                    namespace,
+                    name,
+                };
+                let keeps = namespace == "linkerd" && SECRETS.contains(&(account, name)) && KEEPS.contains(&verb);
+                ask(question, keeps).await;
+            }
+        }
+        // Ways to become somebody else.
+        for (verb, resource) in [
+            ("create", "pods/exec"),
+            ("create", "pods"),
+            ("create", "serviceaccounts/token"),
+            ("impersonate", "users"),
+            ("get", "nodes/proxy"),
+            ("escalate", "clusterroles.rbac.authorization.k8s.io"),
+            ("bind", "clusterroles.rbac.authorization.k8s.io"),
+            ("create", "clusterrolebindings.rbac.authorization.k8s.io"),
+            ("create", "rolebindings.rbac.authorization.k8s.io"),
+            ("create", "certificatesigningrequests.certificates.k8s.io"),
+            ("*", "*"),
+        ] {
+            let question = Question {
+                account,
+                verb,
+                resource,
+                namespace: "linkerd",
+                name: "",
+            };
+            ask(question, false).await;
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+const MUTATING: &str = "mutatingwebhookconfigurations.admissionregistration.k8s.io";
+const VALIDATING: &str = "validatingwebhookconfigurations.admissionregistration.k8s.io";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_is_given_certificates_of_webhooks_has_no_secret_to_keep() {
+    let pairs = ["proxyInjector", "policyValidator", "profileValidator"]
+        .map(|name| format!("--set={name}.crtPEM=certificate,{name}.keyPEM=key"));
+    let values: Vec<&str> = pairs
+        .iter()
+        .map(String::as_str)
+        .chain(["--set=telemetry.enabled=false"])
+        .collect();
+    let server = installed(&values).await;
+    for (account, name) in SECRETS {
+        for verb in KEEPS {
+            let question = Question {
+                account,
+                verb,
+                resource: "secrets",
+                namespace: "linkerd",
+                name,
+            };
+            assert!(!question.may(&server).await, "{question:?}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_component_makes_the_secrets_that_it_keeps_and_no_others() {
+    let server = installed(&[]).await;
+    let access = kubernetes::Config {
+        kubeconfig: Some(server.kubeconfig_of("linkerd", DESTINATION).await.unwrap()),
+        ..kubernetes::Config::default()
+    };
+    let client = kubernetes::client(&access, &Registry::new()).await.unwrap();
+    let secrets: Api<Secret> = Api::namespaced(client.clone(), "linkerd");
+    let secret = |name: &str| -> Secret { serde_json::from_value(json!({"metadata": {"name": name}})).unwrap() };
+    let forbidden = |result: Result<Secret, kube::Error>| match result {
+        Err(kube::Error::Api(status)) => assert_eq!(status.code, 403, "{status:?}"),
+        other => panic!("{other:?}"),
+    };
+    let (own, params) = ("linkerd-sp-validator-k8s-tls", PatchParams::apply("a-test"));
+    forbidden(secrets.create(&PostParams::default(), &secret(own)).await);
+    forbidden(secrets.create(&PostParams::default(), &secret("a-token")).await);
+    forbidden(
+        secrets
+            .patch("a-token", &params, &Patch::Apply(&secret("a-token")))
+            .await,
+    );
+    forbidden(secrets.get("linkerd-identity-issuer").await);
+
+    let (readiness, (signal, drain)) = (Readiness::new(), drain::channel());
+    let keepers = [Config::sp_validator, Config::policy_validator].map(|config| {
+        let config = config("linkerd".to_owned());
+        let latch = readiness.latch(config.service);
+        let keeper = Keeper::new(client.clone(), config, Arc::new(Creds::new()));
+        tokio::spawn(keeper.run(latch, drain.clone()))
+    });
+    eventually("certificates", async || readiness.is_ready().then_some(())).await;
+    let all: Api<Secret> = Api::namespaced(server.client(), "linkerd");
+    let made = all.get(own).await.unwrap();
+    assert_eq!(made.type_.as_deref(), Some("kubernetes.io/tls"));
+    drop(drain);
+    signal.drain().await;
+    for keeper in keepers {
+        keeper.await.unwrap();
+    }
+}
