@@ -386,7 +386,7 @@ pub const ALL: &[Cause] = &[
         "tls-handshake",
         Whose::Mesh,
         "502, UNAVAILABLE",
-        "The TLS handshake failed.",
+        "The TLS handshake failed, or the certificate of the peer cannot be used: as when the issuer of one workload outside of the cluster signed it for another.",
         "The proxy's log names the reason; `openssl s_client -connect` shows what listens there.",
     ),
     cause(

@@ -1,16 +1,20 @@
-//! The page on compatibility names tests that there are.
+//! The pages on compatibility and on security name tests that there are.
 
 use std::fs;
 
 use super::root;
 
-/// Tests of a row that the sections on the proxy name and that do not exist, and rows that claim something and name none.
-fn wrong_rows(page: &str, source_of: impl Fn(&str) -> Option<String>) -> Vec<String> {
+/// Tests of a row that these sections name and that do not exist, and rows that claim something and name none.
+fn wrong_rows(
+    page: &str,
+    is_section: impl Fn(&str) -> bool,
+    source_of: impl Fn(&str) -> Option<String>,
+) -> Vec<String> {
     let mut wrong = Vec::new();
     let mut is_checked = false;
     for line in page.lines() {
         if let Some(title) = line.strip_prefix("## ") {
-            is_checked = title.starts_with("Proxy: ");
+            is_checked = is_section(title);
         }
         let cells: Vec<&str> = line.split(" | ").collect();
         let (true, [row, verdict, tests]) = (is_checked, &cells[..]) else {
@@ -18,7 +22,10 @@ fn wrong_rows(page: &str, source_of: impl Fn(&str) -> Option<String>) -> Vec<Str
         };
         let (row, tests) = (row.trim_start_matches("| "), tests.trim_end_matches('|').trim());
         if matches!(tests, "Test" | "") {
-            if verdict.starts_with("kept") || verdict.starts_with("improved") {
+            if ["kept", "improved", "holds"]
+                .iter()
+                .any(|claim| verdict.starts_with(claim))
+            {
                 wrong.push(format!("{row}: neither a test, nor that there is none"));
             }
             continue;
@@ -60,12 +67,29 @@ fn wrong_rows(page: &str, source_of: impl Fn(&str) -> Option<String>) -> Vec<Str
 #[test]
 fn the_page_on_compatibility_names_tests_that_there_are() {
     let page = fs::read_to_string(root().join("docs/compatibility.md")).expect("the page is there");
-    let source_of = |file: &str| {
-        let places = [root().join("tests/tests").join(file), root().join(file)];
-        places.iter().find_map(|path| fs::read_to_string(path).ok())
-    };
-    let wrong = wrong_rows(&page, source_of);
+    let wrong = wrong_rows(&page, |title| title.starts_with("Proxy: "), source_of);
     assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn the_page_on_security_names_tests_that_there_are() {
+    let page = fs::read_to_string(root().join("docs/security.md")).expect("the page is there");
+    let wrong = wrong_rows(&page, |title| PROMISES.contains(&title), source_of);
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    let rows = |line: &&str| line.contains(" | holds");
+    assert!(page.lines().filter(rows).count() > 20);
+    for section in PROMISES {
+        assert!(page.contains(&format!("\n## {section}\n")), "{section}");
+    }
+}
+
+/// The sections whose rows are promises.
+const PROMISES: [&str; 3] = ["Identity and TLS", "Policy", "Control plane"];
+
+/// The text of a file that a page names.
+fn source_of(file: &str) -> Option<String> {
+    let places = [root().join("tests/tests").join(file), root().join(file)];
+    places.iter().find_map(|path| fs::read_to_string(path).ok())
 }
 
 #[test]
@@ -83,9 +107,10 @@ fn a_test_that_does_not_exist_is_found() {
 | nor | kept: as it was | |
 | said | kept | no test |
 | well | not yet | |
+| hold | holds | |
 ";
     assert_eq!(
-        wrong_rows(page, source_of),
+        wrong_rows(page, |title| title.starts_with("Proxy: "), source_of),
         [
             "y: there is no test one_and",
             "y: there is no test two_and…",
@@ -93,6 +118,7 @@ fn a_test_that_does_not_exist_is_found() {
             "z: there is no test one_and_two",
             "no: neither a test, nor that there is none",
             "nor: neither a test, nor that there is none",
+            "hold: neither a test, nor that there is none",
         ]
     );
 }
