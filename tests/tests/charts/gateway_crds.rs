@@ -1,26 +1,26 @@
-//! The Gateway API definitions of `tulle-crds` are generated from the types of the `gateway-api` crate.
+//! The Gateway API definitions of `tulle-crds` are those of the Gateway API itself, without its descriptions.
 //!
-//! Its types carry the fields; defaults and bounds, which types do not have, are in the table below.
+//! They are read from the Go module that `tools/gateway-api` pins, which generates them from its types.
 //! `TULLE_WRITE_CRDS=1 cargo nextest run -p tulle-tests --test charts gateway_crds` writes the files anew.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
-use gateway_api::experimental::grpcroutes::GrpcRoute;
-use gateway_api::experimental::httproutes::HttpRoute;
-use gateway_api::experimental::tcproutes::TcpRoute;
-use gateway_api::experimental::tlsroutes::TlsRoute;
-use gateway_kube::core::CustomResourceExt;
 use serde_json::{Value, json};
 
-/// A version of a kind, and what clients of a deprecated one are told to use.
+/// A version of a kind.
 struct Version {
     name: &'static str,
     storage: bool,
+    /// The version whose schema it has, which is mostly its own.
+    schema: &'static str,
+    /// What clients of a deprecated version are told to use.
     instead: Option<&'static str>,
 }
 
 struct Kind {
+    /// As the module has it.
     definition: Value,
     /// The value of the chart that installs it.
     value: &'static str,
@@ -28,7 +28,7 @@ struct Kind {
 }
 
 #[test]
-fn the_gateway_api_definitions_are_those_of_the_types() {
+fn the_gateway_api_definitions_are_those_of_the_pinned_module() {
     let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../charts/tulle-crds/templates/gateway");
     for kind in kinds() {
         let file = dir.join(format!("{}.yaml", kind.plural()));
@@ -39,7 +39,7 @@ fn the_gateway_api_definitions_are_those_of_the_types() {
         let found = fs::read_to_string(&file).unwrap_or_default();
         assert!(
             found == expected,
-            "{} is not what the types say; write it with \
+            "{} is not what the module says; write it with \
              TULLE_WRITE_CRDS=1 cargo nextest run -p tulle-tests --test charts gateway_crds",
             file.display()
         );
@@ -48,14 +48,34 @@ fn the_gateway_api_definitions_are_those_of_the_types() {
 
 fn kinds() -> [Kind; 4] {
     const HTTP: &[Version] = &[Version::stored("v1"), Version::served("v1beta1")];
+    // The module has no v1alpha2 of GRPCRoutes any more; objects of that version were valid as those of v1 are.
     const GRPC: &[Version] = &[Version::stored("v1"), Version::deprecated("v1alpha2", "v1")];
     const ALPHA: &[Version] = &[Version::stored("v1alpha2")];
+    let module = module();
     [
-        Kind::new::<HttpRoute>("enableHttpRoutes", HTTP),
-        Kind::new::<GrpcRoute>("enableHttpRoutes", GRPC),
-        Kind::new::<TlsRoute>("enableTlsRoutes", ALPHA),
-        Kind::new::<TcpRoute>("enableTcpRoutes", ALPHA),
+        Kind::read(&module, "httproutes", "enableHttpRoutes", HTTP),
+        Kind::read(&module, "grpcroutes", "enableHttpRoutes", GRPC),
+        Kind::read(&module, "tlsroutes", "enableTlsRoutes", ALPHA),
+        Kind::read(&module, "tcproutes", "enableTcpRoutes", ALPHA),
     ]
+}
+
+/// The directory of the pinned module, which Go downloads where it is missing, and checks.
+fn module() -> PathBuf {
+    let tool = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tools/gateway-api");
+    let ran = Command::new("go")
+        .arg("-C")
+        .arg(tool)
+        .args(["mod", "download", "-json", "sigs.k8s.io/gateway-api"])
+        .output()
+        .expect("go is there, as for the programs of a test's cluster");
+    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+    let told: Value = serde_json::from_slice(&ran.stdout).expect("go tells JSON");
+    assert_eq!(
+        told["Version"], BUNDLE_VERSION,
+        "tools/gateway-api/go.mod names another release"
+    );
+    told["Dir"].as_str().expect("a directory").into()
 }
 
 impl Version {
@@ -63,32 +83,33 @@ impl Version {
         Self {
             name,
             storage: true,
+            schema: name,
             instead: None,
         }
     }
 
     const fn served(name: &'static str) -> Self {
         Self {
-            name,
             storage: false,
-            instead: None,
+            ..Self::stored(name)
         }
     }
 
     const fn deprecated(name: &'static str, instead: &'static str) -> Self {
         Self {
-            name,
-            storage: false,
+            schema: instead,
             instead: Some(instead),
+            ..Self::served(name)
         }
     }
 }
 
 impl Kind {
-    fn new<K: CustomResourceExt>(value: &'static str, versions: &'static [Version]) -> Self {
-        let definition = serde_json::to_value(K::crd()).expect("a definition is JSON");
+    fn read(module: &Path, plural: &str, value: &'static str, versions: &'static [Version]) -> Self {
+        let file = format!("config/crd/experimental/gateway.networking.k8s.io_{plural}.yaml");
+        let text = fs::read_to_string(module.join(file)).expect("the module has the definition");
         Self {
-            definition,
+            definition: serde_yaml_ng::from_str(&text).expect("a definition is YAML"),
             value,
             versions,
         }
@@ -128,22 +149,18 @@ metadata:
         let kind = self.definition["spec"]["names"]["kind"]
             .as_str()
             .expect("every kind has one");
-        let mut schema = self.definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"].clone();
-        complete(&mut schema, "", kind);
-        let mut columns = vec![json!({ "name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp" })];
-        if schema["properties"]["spec"]["properties"].get("hostnames").is_some() {
-            columns.insert(
-                0,
-                json!({ "name": "Hostnames", "type": "string", "jsonPath": ".spec.hostnames" }),
-            );
-        }
         let versions = self.versions.iter().map(|version| {
+            let mut all = self.definition["spec"]["versions"].as_array().into_iter().flatten();
+            let found = all.find(|found| found["name"] == version.schema);
+            let found = found.expect("the module has the version");
+            let mut schema = found["schema"]["openAPIV3Schema"].clone();
+            without_descriptions(&mut schema);
             let mut entry = json!({
                 "name": version.name,
                 "served": true,
                 "storage": version.storage,
                 "subresources": { "status": {} },
-                "additionalPrinterColumns": columns,
+                "additionalPrinterColumns": found["additionalPrinterColumns"],
                 "schema": { "openAPIV3Schema": schema },
             });
             if let Some(instead) = version.instead {
@@ -170,199 +187,19 @@ metadata:
     }
 }
 
-/// Drops descriptions and what only Rust's types say, and adds defaults and bounds.
-fn complete(schema: &mut Value, name: &str, kind: &str) {
-    let Some(object) = schema.as_object_mut() else { return };
-    object.remove("description");
-    object.remove("title");
-    // An `Option` may be absent; the API takes no `null` for it.
-    object.remove("nullable");
-    if let Some(Value::Array(choices)) = object.get_mut("enum") {
-        choices.retain(|choice| !choice.is_null());
-    }
-    if let Some(Value::Object(properties)) = object.get_mut("properties") {
-        for (property, schema) in properties.iter_mut() {
-            complete(schema, property, kind);
-            let fitting = RULES.iter().filter(|rule| {
-                rule.property == property
-                    && (rule.within.is_empty() || rule.within.contains(&name))
-                    && (rule.kind.is_empty() || rule.kind == kind)
-            });
-            for rule in fitting {
-                merge(schema, serde_json::from_str(rule.add).expect("the table is JSON"));
+/// Drops what is for readers; of a property that is called so, the schema stays.
+fn without_descriptions(schema: &mut Value) {
+    match schema {
+        Value::Object(object) => {
+            if object.get("description").is_some_and(Value::is_string) {
+                object.remove("description");
             }
+            object.values_mut().for_each(without_descriptions);
         }
-    }
-    // TLSRoute requires names from v1 on only.
-    if kind == "TLSRoute"
-        && name == "spec"
-        && let Some(Value::Array(required)) = object.get_mut("required")
-    {
-        required.retain(|field| field != "hostnames");
-    }
-    if let Some(items) = object.get_mut("items") {
-        complete(items, name, kind);
-        if let Some((_, add)) = ITEMS.iter().find(|(property, _)| *property == name) {
-            merge(items, serde_json::from_str(add).expect("the table is JSON"));
-        }
+        Value::Array(all) => all.iter_mut().for_each(without_descriptions),
+        _ => {}
     }
 }
 
-fn merge(into: &mut Value, add: Value) {
-    let (Some(into), Value::Object(add)) = (into.as_object_mut(), add) else {
-        panic!("rules are about schemas");
-    };
-    // A `path` is matched in one place and replaced in another: their types differ.
-    if let (Some(Value::Array(choices)), Some(default)) = (into.get("enum"), add.get("default"))
-        && !choices.contains(default)
-    {
-        return;
-    }
-    into.extend(add);
-}
-
-/// What the API says about a property beyond its type.
-struct Rule {
-    property: &'static str,
-    /// The property that holds it; empty for any.
-    within: &'static [&'static str],
-    /// The kind of route; empty for any.
-    kind: &'static str,
-    /// JSON that is merged into its schema.
-    add: &'static str,
-}
-
-const fn rule(property: &'static str, within: &'static [&'static str], add: &'static str) -> Rule {
-    Rule {
-        property,
-        within,
-        kind: "",
-        add,
-    }
-}
-
-const fn of_kind(
-    kind: &'static str,
-    property: &'static str,
-    within: &'static [&'static str],
-    add: &'static str,
-) -> Rule {
-    Rule {
-        property,
-        within,
-        kind,
-        add,
-    }
-}
-
-const PARENT: &[&str] = &["parentRefs", "parentRef"];
-const BACKEND: &[&str] = &["backendRefs", "backendRef"];
-const REFERENCE: &[&str] = &["parentRefs", "parentRef", "backendRefs", "backendRef", "extensionRef"];
-const MATCH: &[&str] = &["headers", "queryParams"];
-const HEADER: &[&str] = &["set", "add"];
-
-/// Later rules win over earlier ones.
-const RULES: &[Rule] = &[
-    rule("group", REFERENCE, r#"{"maxLength": 253}"#),
-    rule("kind", REFERENCE, r#"{"minLength": 1, "maxLength": 63}"#),
-    rule("name", REFERENCE, r#"{"minLength": 1, "maxLength": 253}"#),
-    rule("namespace", REFERENCE, r#"{"minLength": 1, "maxLength": 63}"#),
-    rule("sectionName", REFERENCE, r#"{"minLength": 1, "maxLength": 253}"#),
-    rule("group", PARENT, r#"{"default": "gateway.networking.k8s.io"}"#),
-    rule("kind", PARENT, r#"{"default": "Gateway"}"#),
-    rule("group", BACKEND, r#"{"default": ""}"#),
-    rule("kind", BACKEND, r#"{"default": "Service"}"#),
-    rule("weight", BACKEND, r#"{"default": 1, "minimum": 0, "maximum": 1000000}"#),
-    rule("port", &[], r#"{"minimum": 1, "maximum": 65535}"#),
-    rule("controllerName", &[], r#"{"minLength": 1, "maxLength": 253}"#),
-    rule(
-        "conditions",
-        &[],
-        r#"{"maxItems": 8, "x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}"#,
-    ),
-    rule("parents", &[], r#"{"maxItems": 32}"#),
-    rule("parentRefs", &[], r#"{"maxItems": 32}"#),
-    rule("hostnames", &[], r#"{"maxItems": 16}"#),
-    rule("rules", &[], r#"{"minItems": 1, "maxItems": 16}"#),
-    of_kind(
-        "HTTPRoute",
-        "rules",
-        &["spec"],
-        r#"{"default": [{"matches": [{"path": {"type": "PathPrefix", "value": "/"}}]}]}"#,
-    ),
-    rule("matches", &["rules"], r#"{"maxItems": 64}"#),
-    of_kind(
-        "HTTPRoute",
-        "matches",
-        &["rules"],
-        r#"{"default": [{"path": {"type": "PathPrefix", "value": "/"}}]}"#,
-    ),
-    rule("filters", &[], r#"{"maxItems": 16}"#),
-    rule("backendRefs", &[], r#"{"maxItems": 16}"#),
-    of_kind(
-        "HTTPRoute",
-        "path",
-        &["matches"],
-        r#"{"default": {"type": "PathPrefix", "value": "/"}}"#,
-    ),
-    rule("type", &["path"], r#"{"default": "PathPrefix"}"#),
-    rule("value", &["path"], r#"{"default": "/", "maxLength": 1024}"#),
-    rule("type", &["method"], r#"{"default": "Exact"}"#),
-    rule("service", &["method"], r#"{"maxLength": 1024}"#),
-    rule("method", &["method"], r#"{"maxLength": 1024}"#),
-    rule(
-        "headers",
-        &["matches"],
-        r#"{"maxItems": 16, "x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}"#,
-    ),
-    rule(
-        "queryParams",
-        &["matches"],
-        r#"{"maxItems": 16, "x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}"#,
-    ),
-    rule("type", MATCH, r#"{"default": "Exact"}"#),
-    rule("name", MATCH, r#"{"minLength": 1, "maxLength": 256}"#),
-    rule("value", MATCH, r#"{"minLength": 1, "maxLength": 4096}"#),
-    rule("set", &["requestHeaderModifier", "responseHeaderModifier"], HEADERS),
-    rule("add", &["requestHeaderModifier", "responseHeaderModifier"], HEADERS),
-    rule(
-        "remove",
-        &["requestHeaderModifier", "responseHeaderModifier"],
-        r#"{"maxItems": 16, "x-kubernetes-list-type": "set"}"#,
-    ),
-    rule("name", HEADER, r#"{"minLength": 1, "maxLength": 256}"#),
-    rule("value", HEADER, r#"{"minLength": 1, "maxLength": 4096}"#),
-    rule(
-        "statusCode",
-        &["requestRedirect"],
-        r#"{"default": 302, "enum": [301, 302, 303, 307, 308]}"#,
-    ),
-    rule("replaceFullPath", &[], r#"{"maxLength": 1024}"#),
-    rule("replacePrefixMatch", &[], r#"{"maxLength": 1024}"#),
-    rule("hostname", &[], HOSTNAME),
-    rule("percent", &["requestMirror"], r#"{"minimum": 0, "maximum": 100}"#),
-    rule("numerator", &["fraction"], r#"{"minimum": 0}"#),
-    rule("denominator", &["fraction"], r#"{"default": 100, "minimum": 1}"#),
-    rule("request", &["timeouts"], DURATION),
-    rule("backendRequest", &["timeouts"], DURATION),
-    rule("backoff", &["retry"], DURATION),
-    rule("type", &["sessionPersistence"], r#"{"default": "Cookie"}"#),
-    rule("absoluteTimeout", &[], DURATION),
-    rule("idleTimeout", &[], DURATION),
-    rule("lifetimeType", &[], r#"{"default": "Session"}"#),
-    rule("sessionName", &[], r#"{"maxLength": 128}"#),
-    rule("maxAge", &["cors"], r#"{"default": 5, "minimum": 1}"#),
-];
-
-/// The same for the members of a list.
-const ITEMS: &[(&str, &str)] = &[(
-    "hostnames",
-    r#"{"minLength": 1, "maxLength": 253, "pattern": "^(\\*\\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"}"#,
-)];
-
-const HEADERS: &str = r#"{"maxItems": 16, "x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}"#;
-const HOSTNAME: &str = r#"{"minLength": 1, "maxLength": 253, "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"}"#;
-const DURATION: &str = r#"{"pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}"#;
-
-/// The release of the Gateway API that the crate's types are of.
+/// The release of the Gateway API.
 const BUNDLE_VERSION: &str = "v1.5.1";
