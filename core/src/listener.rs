@@ -63,6 +63,7 @@ impl Listener {
     {
         let (serve, mut connections) = (Arc::new(serve), JoinSet::new());
         let mut stop = std::pin::pin!(stop);
+        let mut n_accepted = 0_usize;
         loop {
             // All branches only wait; an accepted connection is never lost, because `accept` is cancel-safe.
             tokio::select! {
@@ -70,7 +71,14 @@ impl Listener {
                 () = &mut stop => break,
                 Some(_) = connections.join_next() => {}
                 accepted = self.tcp.accept() => match accepted {
-                    Ok((stream, client)) => self.start(&mut connections, stream, canonical(client), &serve),
+                    Ok((stream, client)) => {
+                        self.start(&mut connections, stream, canonical(client), &serve);
+                        n_accepted += 1;
+                        // Others are served while many come, before they lose their places to these.
+                        if n_accepted.is_multiple_of(ACCEPTED_AT_ONCE) {
+                            tokio::task::yield_now().await;
+                        }
+                    }
                     Err(err) => {
                         warn!(%err, server = self.name, "accepting a connection failed");
                         // Out of descriptors, most likely: trying again at once would only burn the CPU.
@@ -132,6 +140,8 @@ impl Listener {
 pub const FIRST_BYTE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The type of the first TLS record.
 const TLS_HANDSHAKE: u8 = 22;
+/// Connections that are accepted before those that are there have a turn.
+const ACCEPTED_AT_ONCE: usize = 16;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 

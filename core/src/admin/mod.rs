@@ -181,7 +181,7 @@ impl Admin {
     pub async fn serve(self, listener: TcpListener, drain: Watch) {
         let _guard = drain.guard();
         let (routes, terminate) = (Arc::new(self.routes), self.terminate);
-        let max = MAX_CONNECTIONS.min(descriptors::limit() / 20);
+        let max = MAX_CONNECTIONS.min(descriptors::limit() / 8);
         let listener = Listener::new("admin", listener, max, &self.registry);
         let watch = drain.clone();
         let serve = move |accepted| serve_connection(accepted, terminate.clone(), routes.clone(), watch.clone());
