@@ -7,5 +7,6 @@
 /// Names of tests begin with `security::`, so that the filter `security` selects them.
 #[path = "."]
 mod security {
+    mod floods;
     mod matrix;
 }

@@ -1,0 +1,219 @@
+//! Hosts on one bridge: the control plane, a server with a sidecar, a well-behaved client, and strangers with two hundred
+//! addresses.
+
+use std::fs::{self, Permissions};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use nix::unistd::Uid;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tempfile::TempDir;
+use tulle_bench::run::process::Process;
+use tulle_control::tls::anchors::TrustAnchors;
+use tulle_control::tls::creds::Leaf;
+use tulle_core::names::port;
+use tulle_core::netns::{self, Lab, Namespace};
+use tulle_tests::credentials::{Credentials, Validity};
+use tulle_tests::hosts::{admin, command};
+use tulle_tests::programs::{self, built};
+
+/// The mesh and its hosts; all of it vanishes with the value.
+pub(crate) struct Scene {
+    // Dropped in this order: processes before the namespaces they live in, and those before the files.
+    _processes: Vec<Process>,
+    pub(crate) control: Arc<Namespace>,
+    pub(crate) server: Arc<Namespace>,
+    pub(crate) good: Arc<Namespace>,
+    pub(crate) strangers: Arc<Namespace>,
+    pub(crate) anchors: TrustAnchors,
+    /// What the server's sidecar would show.
+    pub(crate) leaf: Leaf,
+    _lab: Lab,
+    _dir: TempDir,
+}
+
+/// Whether there are the rights to make a scene; a loud word where not. In CI nothing may be missing.
+pub(crate) fn can_run() -> bool {
+    if Uid::effective().is_root() {
+        return true;
+    }
+    assert!(std::env::var_os("CI").is_none(), "network namespaces need root");
+    eprintln!("\n*** SKIPPED: network namespaces need root; run this test as root ***\n");
+    false
+}
+
+impl Scene {
+    pub(crate) fn build() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        // The sidecar runs as a user of its own and has to read what is in it.
+        fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
+        let credentials = Credentials::create(dir.path());
+        fs::create_dir(dir.path().join("manifests")).unwrap();
+        fs::write(dir.path().join("manifests/mesh.yaml"), MESH).unwrap();
+        netns::sweep(PREFIX).unwrap();
+        let mut lab = Lab::new(PREFIX).unwrap();
+        let hosts = [
+            ("control", CONTROL),
+            ("server", SERVER),
+            ("good", GOOD),
+            ("strange", stranger(0)),
+        ];
+        let [control, server, good, strangers] =
+            hosts.map(|(name, ip)| lab.host(name, &format!("{ip}/16"), None).unwrap());
+        let others: String = (1..200)
+            .map(|n| format!("addr add {}/16 dev eth0\n", stranger(n)))
+            .collect();
+        strangers.ip(&others).unwrap();
+        let applications = [&server, &good].map(|host| application(host, dir.path()));
+        let mut processes = vec![control_plane(&control, &credentials, dir.path())];
+        processes.extend(applications);
+        redirect(&server);
+        processes.push(sidecar(&server, &credentials, dir.path()));
+        let leaf = credentials.leaf(&identity("server"), Validity::Current);
+        let certificates = [&leaf.certificate, &leaf.chain];
+        let leaf = Leaf {
+            chain: certificates
+                .iter()
+                .map(|path| CertificateDer::from_pem_file(path).unwrap())
+                .collect(),
+            key: PrivateKeyDer::from_pem_file(&leaf.key).unwrap(),
+        };
+        Self {
+            _processes: processes,
+            control,
+            server,
+            good,
+            strangers,
+            anchors: TrustAnchors::read(&credentials.anchors()).unwrap(),
+            leaf,
+            _lab: lab,
+            _dir: dir,
+        }
+    }
+}
+
+fn control_plane(host: &Arc<Namespace>, credentials: &Credentials, dir: &Path) -> Process {
+    let mut command = command(host, &[], &built("tulle-control").unwrap());
+    command.arg("all-in-one");
+    for (flag, path) in [
+        ("--manifests", dir.join("manifests")),
+        ("--trust-anchors", credentials.anchors()),
+        ("--issuer", credentials.issuer()),
+        ("--token-keys", credentials.token_keys()),
+    ] {
+        command.arg(flag).arg(path);
+    }
+    command.args(["-enable-ipv6=false", "--telemetry-addr=:8089"]);
+    let mut control = Process::start("tulle-control", command, dir).unwrap();
+    control.listening(&[8080, 8086, 8090, 8089, 9990, 9996]).unwrap();
+    control
+}
+
+fn application(host: &Arc<Namespace>, dir: &Path) -> Process {
+    let mut command = command(host, &[], &built("tulle-bench").unwrap());
+    let addr = SocketAddr::from((Ipv6Addr::UNSPECIFIED, HTTP)).to_string();
+    command.args(["serve", "--http", &addr]);
+    let mut application = Process::start(&format!("application-{}", host.name()), command, dir).unwrap();
+    application.listening(&[HTTP]).unwrap();
+    application
+}
+
+fn redirect(host: &Namespace) {
+    let mut command = host.command(built("tulle-init").unwrap());
+    let skipped = format!("{},{}", port::TAP, port::ADMIN);
+    command.args(["-p", &port::INBOUND.to_string(), "-o", &port::OUTBOUND.to_string()]);
+    command.args(["-u", &PROXY_UID.to_string(), "--inbound-ports-to-ignore", &skipped]);
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// A sidecar that may open so few files that a flood takes all of its places.
+fn sidecar(host: &Arc<Namespace>, credentials: &Credentials, dir: &Path) -> Process {
+    let user = [format!("--reuid={PROXY_UID}"), format!("--regid={PROXY_UID}")];
+    let mut command = command(host, &[&user[0], &user[1], "--clear-groups"], &PathBuf::from("prlimit"));
+    command.arg(format!("--nofile={FILES}"));
+    command.arg(programs::install("tulle-proxy", dir).unwrap());
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    command.env_clear().env("PATH", path);
+    let control = |account: &str| tulle_core::identity::service_account(account, "linkerd", "linkerd", "cluster.local");
+    let at = |port: u16| SocketAddr::from((CONTROL, port)).to_string();
+    let workload = r#"{"ns":"shop","external_workload":"server"}"#.to_owned();
+    for (variable, value) in [
+        ("LOG", "warn,tulle_proxy=info".to_owned()),
+        ("DESTINATION_SVC_ADDR", at(port::DESTINATION)),
+        ("DESTINATION_SVC_NAME", control("linkerd-destination")),
+        ("DESTINATION_CONTEXT", workload.clone()),
+        ("DESTINATION_PROFILE_NETWORKS", "10.0.0.0/8".into()),
+        ("INBOUND_LISTEN_ADDR", format!("0.0.0.0:{}", port::INBOUND)),
+        ("OUTBOUND_LISTEN_ADDR", format!("0.0.0.0:{}", port::OUTBOUND)),
+        ("ADMIN_LISTEN_ADDR", format!("0.0.0.0:{}", port::ADMIN)),
+        ("CONTROL_LISTEN_ADDR", format!("0.0.0.0:{}", port::TAP)),
+        (
+            "TAP_SVC_NAME",
+            "tap.linkerd.serviceaccount.identity.linkerd.cluster.local".into(),
+        ),
+        ("POLICY_SVC_ADDR", at(port::POLICY)),
+        ("POLICY_SVC_NAME", control("linkerd-destination")),
+        ("POLICY_WORKLOAD", workload),
+        ("POLICY_CLUSTER_NETWORKS", "10.0.0.0/8".into()),
+        ("INBOUND_PORTS", HTTP.to_string()),
+        ("IDENTITY_SVC_ADDR", at(port::IDENTITY)),
+        ("IDENTITY_SVC_NAME", control("linkerd-identity")),
+        ("IDENTITY_LOCAL_NAME", identity("server")),
+        ("IDENTITY_TRUST_ANCHORS", credentials.anchor.certificate.clone()),
+        ("IDENTITY_TOKEN_FILE", credentials.token("server").display().to_string()),
+    ] {
+        command.env(format!("LINKERD2_PROXY_{variable}"), value);
+    }
+    start_ready(host, command, dir)
+}
+
+fn start_ready(host: &Arc<Namespace>, command: Command, dir: &Path) -> Process {
+    let mut sidecar = Process::start("sidecar", command, dir).unwrap();
+    let ready = |_: &Process| Ok(admin(host, "/ready").is_ok());
+    sidecar.wait_for("certificate, by its /ready", ready).unwrap();
+    sidecar
+}
+
+fn identity(service_account: &str) -> String {
+    tulle_core::identity::service_account(service_account, "shop", "linkerd", "cluster.local")
+}
+
+/// The addresses of the strangers, from 0 to 199.
+pub(crate) fn stranger(n: u8) -> Ipv4Addr {
+    Ipv4Addr::new(10, 78, 1, n + 1)
+}
+
+const MESH: &str = "
+apiVersion: v1
+kind: Service
+metadata: {name: server, namespace: shop}
+spec:
+  clusterIP: 10.98.0.1
+  selector: {app: server}
+  ports: [{name: http, port: 8080}]
+---
+apiVersion: workload.linkerd.io/v1beta1
+kind: ExternalWorkload
+metadata: {name: server, namespace: shop, labels: {app: server}}
+spec:
+  meshTLS:
+    identity: server.shop.serviceaccount.identity.linkerd.cluster.local
+    serverName: server.shop.serviceaccount.identity.linkerd.cluster.local
+  workloadIPs: [{ip: 10.78.0.20}]
+  ports: [{name: http, port: 8080}]
+";
+pub(crate) const CONTROL: Ipv4Addr = Ipv4Addr::new(10, 78, 0, 30);
+pub(crate) const SERVER: Ipv4Addr = Ipv4Addr::new(10, 78, 0, 20);
+pub(crate) const GOOD: Ipv4Addr = Ipv4Addr::new(10, 78, 0, 40);
+/// Where applications listen.
+pub(crate) const HTTP: u16 = 8080;
+/// The user whose traffic is not redirected.
+const PROXY_UID: u32 = 2102;
+const PREFIX: &str = "fl-";
+/// A quarter of them is for connections of one direction.
+const FILES: usize = 1500;
