@@ -74,6 +74,7 @@ fn defaults_are_those_of_the_contract() {
         assert_eq!(direction.max_in_flight, 100_000);
         assert_eq!(direction.accept.detect_timeout, Duration::from_secs(10));
         assert_eq!(direction.http1_pool.idle_timeout, Duration::from_secs(3));
+        assert_eq!(direction.resend, Resend::Idempotent);
     }
     assert_eq!(
         (outbound.connect.timeout, inbound.connect.timeout),
@@ -330,6 +331,11 @@ fn bad_values_are_refused_with_value_reason_and_what_is_accepted() {
         ),
         ("TULLE_PROXY_BALANCER", "random", "expected peak-ewma or round-robin"),
         ("TULLE_PROXY_INBOUND_MODE", "transparent", "expected redirect or tproxy"),
+        (
+            "TULLE_PROXY_OUTBOUND_RESEND",
+            "always",
+            "expected never or safe or idempotent",
+        ),
         (
             "TULLE_PROXY_EXPLICIT_LISTEN_ADDR",
             "0.0.0.0:15001",
