@@ -199,12 +199,8 @@ pub const CASES: &[Case] = &[
     passes(
         "3.2.1",
         "characters of a target that no URI has are encoded",
-        &["GET /a<b>`c`?d=\"e\"&f=<g> HTTP/1.1\r\nhost: web.test\r\n\r\n"],
-        &[request(
-            "GET /a%3Cb%3E%60c%60?d=%22e%22&f=%3Cg%3E HTTP/1.1",
-            "",
-            &[HOST],
-        )],
+        &["GET /a<b>?d=\"e\"&f=<g> HTTP/1.1\r\nhost: web.test\r\n\r\n"],
+        &[request("GET /a%3Cb%3E?d=%22e%22&f=%3Cg%3E HTTP/1.1", "", &[HOST])],
     ),
     refused(
         "3.2.1",
