@@ -149,8 +149,6 @@ impl Shared {
 const SETTINGS_TIMEOUT: Duration = Duration::from_secs(1);
 /// What `h2` has for the streams that a peer permits until its settings come: more than any can say.
 const UNTOLD: usize = usize::MAX - 1;
-/// How many streams a peer permits as long as it has not said how many (RFC 9113, section 6.5.2: no less is recommended).
-const INITIAL_MAX_STREAMS: usize = 100;
 /// How long a request waits for a free stream, where its endpoint may have no more connections.
 pub(crate) const STREAM_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long a connection that is one too many is kept.
@@ -181,7 +179,8 @@ pub(crate) async fn connect(io: Io, params: &Params, waiters: &Arc<Waiters>) -> 
     let member = windows.member();
     let (tell, told) = watch::channel(false);
     let limit = Arc::new(Limit {
-        streams: AtomicUsize::new(INITIAL_MAX_STREAMS),
+        // What another connection was told spares requests a refusal. None at all may have been for that connection alone.
+        streams: AtomicUsize::new(waiters.permitted.load(Ordering::Relaxed).max(1)),
         is_told: AtomicBool::new(false),
     });
     let permitted = Permitted {
@@ -213,6 +212,7 @@ impl Permitted {
     fn are(&mut self, now: usize) {
         if std::mem::replace(&mut self.known, now) != now {
             self.limit.streams.store(now, Ordering::Relaxed);
+            self.waiters.permitted.store(now, Ordering::Relaxed);
             self.limit.is_told.store(true, Ordering::Relaxed);
             self.tell.send_replace(true);
             self.waiters.wake_all();

@@ -41,11 +41,25 @@ impl Drop for Member {
 }
 
 /// Requests that wait for a free stream on one of several connections.
-#[derive(Default)]
 pub(crate) struct Waiters {
     n: AtomicUsize,
     freed: Notify,
+    /// Streams that the peer permits on a connection, as it said last: a new connection begins with it.
+    pub(super) permitted: AtomicUsize,
 }
+
+impl Default for Waiters {
+    fn default() -> Self {
+        Self {
+            n: AtomicUsize::new(0),
+            freed: Notify::new(),
+            permitted: AtomicUsize::new(INITIAL_MAX_STREAMS),
+        }
+    }
+}
+
+/// How many streams a peer permits as long as it has not said how many (RFC 9113, section 6.5.2: no less is recommended).
+const INITIAL_MAX_STREAMS: usize = 100;
 
 /// One that waits.
 pub(crate) struct Waiting<'a>(&'a Waiters);
