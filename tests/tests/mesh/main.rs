@@ -20,6 +20,7 @@ mod explicit;
 mod failure;
 mod http1;
 mod http2;
+mod http2_servers;
 mod http_rules;
 mod identity;
 mod ingress;

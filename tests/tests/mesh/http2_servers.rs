@@ -1,0 +1,257 @@
+//! Servers of HTTP/2 that end connections, permit few streams, or refuse them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use bytes::Bytes;
+use futures_util::future::{BoxFuture, join_all};
+use h2::Reason;
+use http::Response;
+use tokio::net::TcpStream;
+use tokio::sync::Barrier;
+use tulle_tests::apps;
+use tulle_tests::client::{Http2, full, request2};
+use tulle_tests::mesh::{HTTP, Mesh, STRANGER, mesh};
+
+use crate::http2::{END_HEADERS, END_STREAM, Frame, Frames, GOAWAY, HEADERS, OK};
+
+/// Answers the first request of each connection, and ends the connection when the second one comes, which it has not processed.
+async fn answers_one(stream: TcpStream) {
+    let mut frames = Frames::serving(stream, b"").await;
+    let mut answered = None;
+    while let Some(frame) = frames.next().await {
+        match (frame.kind, answered) {
+            (HEADERS, None) => {
+                let head = Frame::new(HEADERS, END_HEADERS | END_STREAM, frame.stream, &[OK]);
+                frames.send([head]).await;
+                answered = Some(frame.stream);
+            }
+            (HEADERS, Some(last)) => {
+                let payload = [last.to_be_bytes(), [0; 4]].concat();
+                frames.send([Frame::new(GOAWAY, 0, 0, &payload)]).await;
+            }
+            _ => {}
+        }
+    }
+}
+
+#[test]
+fn streams_above_the_last_one_of_a_connection_are_sent_again() {
+    let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
+    mesh.run(async |mesh: &Mesh| {
+        let _web = apps::raw(mesh.listen("web", HTTP).await, answers_one);
+        let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, answers_one);
+        for stream in [
+            mesh.arrive(STRANGER, "web", HTTP).await,
+            mesh.dial("client", mesh.service("web", HTTP)).await,
+            mesh.dial("client", mesh.service("legacy", HTTP)).await,
+            // Of which nobody has said anything.
+            mesh.dial("client", (mesh.ip("legacy"), HTTP).into()).await,
+        ] {
+            let client = Http2::over(stream).await;
+            for _ in 0..10 {
+                // A call of gRPC is one as well.
+                let calls = (0..2).map(|_| {
+                    let mut client = client.clone();
+                    async move {
+                        let req = http::Request::post("http://web.test/").version(http::Version::HTTP_2);
+                        client.ask(req.body(full("hello")).unwrap()).await
+                    }
+                });
+                for answer in join_all(calls).await {
+                    let answer = answer.unwrap();
+                    assert_eq!((answer.status.as_u16(), answer.cause()), (200, ""));
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_stream_that_was_not_processed_and_cannot_be_sent_again_is_refused() {
+    let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
+    mesh.run(async |mesh: &Mesh| {
+        let _web = apps::raw(mesh.listen("web", HTTP).await, answers_one);
+        let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, answers_one);
+        for stream in [
+            mesh.arrive(STRANGER, "web", HTTP).await,
+            mesh.dial("client", mesh.service("web", HTTP)).await,
+            mesh.dial("client", mesh.service("legacy", HTTP)).await,
+        ] {
+            let (client, connection) = h2::client::handshake(stream).await.unwrap();
+            tokio::spawn(connection);
+            let mut client = client.ready().await.unwrap();
+            assert_eq!(
+                client
+                    .send_request(request2("/").map(drop), true)
+                    .unwrap()
+                    .0
+                    .await
+                    .unwrap()
+                    .status(),
+                200
+            );
+            // Its length says at once that it is too long to be kept.
+            let req = http::Request::post("http://web.test/").version(http::Version::HTTP_2);
+            let req = req.header("content-length", 100_000).body(()).unwrap();
+            let (rsp, mut body) = client.send_request(req, false).unwrap();
+            body.send_data(vec![0; 100_000].into(), true).unwrap();
+            let error = rsp.await.unwrap_err();
+            assert_eq!(
+                (error.is_reset(), error.reason()),
+                (true, Some(Reason::REFUSED_STREAM)),
+                "{error}"
+            );
+        }
+    });
+}
+
+/// Ends each connection when a request comes, which counts.
+fn ends_at_once(requests: &Arc<AtomicUsize>) -> impl Fn(TcpStream) -> BoxFuture<'static, ()> + Send + use<> {
+    let requests = requests.clone();
+    move |stream| {
+        let requests = requests.clone();
+        Box::pin(async move {
+            let mut frames = Frames::serving(stream, b"").await;
+            while let Some(frame) = frames.next().await {
+                if frame.kind == HEADERS {
+                    requests.fetch_add(1, Ordering::Relaxed);
+                    return;
+                }
+            }
+        })
+    }
+}
+
+#[test]
+fn an_endpoint_that_loses_connections_is_taken_out() {
+    let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
+        balancer.linkerd.io/failure-accrual-consecutive-max-failures: '3', \
+        balancer.linkerd.io/failure-accrual-consecutive-min-penalty: 60s, \
+        balancer.linkerd.io/failure-accrual-consecutive-max-penalty: 60s";
+    let mesh = mesh()
+        .workload("client")
+        .unmeshed("legacy")
+        .annotated("legacy", annotations);
+    mesh.run(async |mesh: &Mesh| {
+        let requests = Arc::default();
+        let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, ends_at_once(&requests));
+        for cause in [
+            "connection-closed",
+            "connection-closed",
+            "connection-closed",
+            "breaker-open",
+        ] {
+            let mut client = Http2::over(mesh.dial("client", mesh.service("legacy", HTTP)).await).await;
+            let req = http::Request::post("http://web.test/").version(http::Version::HTTP_2);
+            let answer = client.ask(req.body(full("hello")).unwrap()).await.unwrap();
+            assert_eq!(answer.cause(), cause);
+        }
+        assert_eq!(requests.load(Ordering::Relaxed), 3);
+    });
+}
+
+#[test]
+fn what_may_have_been_processed_is_sent_again_as_the_environment_says() {
+    for (value, sent) in [("idempotent", [3, 3, 1]), ("safe", [3, 1, 1]), ("never", [1, 1, 1])] {
+        let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
+        let mesh = mesh.env("TULLE_PROXY_OUTBOUND_RESEND", value);
+        mesh.env("TULLE_PROXY_INBOUND_RESEND", value).run(async |mesh: &Mesh| {
+            let requests = Arc::default();
+            let _web = apps::raw(mesh.listen("web", HTTP).await, ends_at_once(&requests));
+            let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, ends_at_once(&requests));
+            for is_inbound in [true, false] {
+                for (method, sent) in ["GET", "PUT", "POST"].into_iter().zip(sent) {
+                    let mut client = Http2::over(match is_inbound {
+                        true => mesh.arrive(STRANGER, "web", HTTP).await,
+                        false => mesh.dial("client", mesh.service("legacy", HTTP)).await,
+                    })
+                    .await;
+                    let before = requests.load(Ordering::Relaxed);
+                    let mut req = request2("/");
+                    *req.method_mut() = method.parse().unwrap();
+                    assert_eq!(client.ask(req).await.unwrap().status, 502);
+                    assert_eq!(
+                        requests.load(Ordering::Relaxed) - before,
+                        sent,
+                        "{method}, {value}, {is_inbound}"
+                    );
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn a_server_that_permits_few_streams_has_more_connections() {
+    const TOGETHER: usize = 10;
+    let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
+    mesh.run(async |mesh: &Mesh| {
+        let all = Arc::new(Barrier::new(TOGETHER));
+        // Three on each connection, and no more; answered once all have come.
+        let serve = |stream: TcpStream, all: Arc<Barrier>| async move {
+            let mut builder = h2::server::Builder::new();
+            let builder = builder.max_concurrent_streams(3);
+            let mut connection = builder.handshake::<_, Bytes>(stream).await.unwrap();
+            while let Some(Ok((_, mut respond))) = connection.accept().await {
+                let all = all.clone();
+                tokio::spawn(async move {
+                    all.wait().await;
+                    respond.send_response(Response::new(()), true).unwrap();
+                });
+            }
+        };
+        let (of_web, of_legacy) = (all.clone(), all.clone());
+        let _web = apps::raw(mesh.listen("web", HTTP).await, move |stream| {
+            serve(stream, of_web.clone())
+        });
+        let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, move |stream| {
+            serve(stream, of_legacy.clone())
+        });
+        for stream in [
+            mesh.arrive(STRANGER, "web", HTTP).await,
+            mesh.dial("client", mesh.service("web", HTTP)).await,
+            mesh.dial("client", mesh.service("legacy", HTTP)).await,
+        ] {
+            let client = Http2::over(stream).await;
+            for _ in 0..3 {
+                let calls = (0..TOGETHER).map(|_| {
+                    let mut client = client.clone();
+                    async move { client.ask(request2("/")).await }
+                });
+                for answer in join_all(calls).await {
+                    assert_eq!(answer.unwrap().status, 200);
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_server_that_permits_no_streams_is_waited_for_only_so_long() {
+    let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
+    mesh.run(async |mesh: &Mesh| {
+        let permit_none = |stream: TcpStream| async move {
+            let none = [0, 3, 0, 0, 0, 0];
+            let mut frames = Frames::serving(stream, &none).await;
+            while frames.next().await.is_some() {}
+        };
+        let _web = apps::raw(mesh.listen("web", HTTP).await, permit_none);
+        let _legacy = apps::raw(mesh.listen("legacy", HTTP).await, permit_none);
+        for (workload, stream) in [
+            ("web", mesh.arrive(STRANGER, "web", HTTP).await),
+            ("client", mesh.dial("client", mesh.service("legacy", HTTP)).await),
+        ] {
+            let client = Http2::over(stream).await;
+            let calls = (0..3).map(|_| {
+                let mut client = client.clone();
+                async move { client.ask(request2("/")).await }
+            });
+            for answer in join_all(calls).await {
+                assert_eq!(answer.unwrap().status, 503, "{workload}");
+            }
+            let failures = ["cause=\"no-free-stream\""];
+            assert_eq!(mesh.metric(workload, "tulle_failures_total", &failures).await, 3.0);
+        }
+    });
+}
