@@ -39,7 +39,11 @@ use crate::{
         profiles::{self, Profiles},
         servers::Servers,
     },
-    metrics::{failures::Failures, hosts::Hosts, http as http_metrics, unreadable},
+    metrics::{
+        failures::Failures,
+        hosts::{Hosts, SaidBy},
+        http as http_metrics, unreadable,
+    },
     net::{
         connect::{self, SocketOptions},
         counts,
@@ -158,12 +162,15 @@ impl Parts<'_> {
     pub(super) fn outbound(&self) -> Arc<Outbound> {
         let Self { config, registry, .. } = *self;
         let direction = &config.outbound.direction;
-        let by_name = config.outbound.hostname_labels == Visibility::Shown;
-        let families = outbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone(), by_name);
         let mode = match config.outbound.ingress {
             Ingress::Off => Mode::Sidecar,
             Ingress::On => Mode::Ingress,
         };
+        let by_name = (config.outbound.hostname_labels == Visibility::Shown).then_some(match mode {
+            Mode::Sidecar => SaidBy::Known,
+            Mode::Ingress => SaidBy::Stranger,
+        });
+        let families = outbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone(), by_name);
         let common = Common {
             creds: self.creds.clone(),
             connect: connect_config(direction, None),

@@ -36,6 +36,7 @@ use crate::{
         profiles::{By, Named, Routed},
     },
     metrics::{
+        hosts::SaidBy,
         http::{Outcome, Series},
         routes::Kind,
     },
@@ -469,7 +470,11 @@ impl HttpConnection {
     /// The series for the authority of a request, where requests are counted by it.
     fn named(&self, handles: &Handles, req: &Request<Body>) -> Option<Arc<Series>> {
         let authorities = self.inbound.authorities.as_ref()?;
-        let authority = authorities.get(&self.authority(req)?, |name| name.into())?;
+        let said_by = match self.client_id {
+            Some(_) => SaidBy::Known,
+            None => SaidBy::Stranger,
+        };
+        let authority = authorities.get(&self.authority(req)?, said_by, |name| name.into())?;
         let mut last = handles.last.lock();
         if let Some((of, series)) = &*last
             && Arc::ptr_eq(of, &authority)

@@ -52,7 +52,7 @@ use crate::{
         servers::Servers,
         start::{BytesStart, HttpStart, Start},
     },
-    metrics::hosts::Hosts,
+    metrics::hosts::{Hosts, SaidBy},
     net::{
         connect,
         copy::Carrying,
@@ -287,7 +287,11 @@ impl Connection {
                 self.terminated(io, peer, tls, port, current).await
             }
             Opening::Foreign { seen, sni } => {
-                let sni = self.inbound.names.get(&sni, |_| ()).map_or_else(String::new, |()| sni);
+                let sni = self
+                    .inbound
+                    .names
+                    .get(&sni, SaidBy::Stranger, |_| ())
+                    .map_or_else(String::new, |()| sni);
                 let tls = ServerTls::PassedThrough { sni };
                 if current.demands_http {
                     self.refuse_bytes(&peer, &tls, &port, &current);
@@ -342,7 +346,7 @@ impl Connection {
                     return None;
                 }
             };
-        let known = |name: &NameAddr| self.inbound.names.get(&name.name, |_| ()).is_some();
+        let known = |name: &NameAddr| self.inbound.names.get(&name.name, SaidBy::Known, |_| ()).is_some();
         let label = header.name.as_ref().filter(|name| known(name));
         direct::count(families, &header, label, &tls);
         let peer = match &header.name {

@@ -9,7 +9,7 @@ use tulle_core::{
 };
 
 use crate::{
-    metrics::hosts::Hosts,
+    metrics::hosts::{Hosts, SaidBy},
     net::{counts::Cost, detected},
     outbound::metrics::{with_meta, with_place, with_target},
     policy::{endpoint::Locality, meta::Meta},
@@ -23,7 +23,7 @@ pub(crate) struct Families {
     tcp_routes: RouteFamilies,
     tls_routes: RouteFamilies,
     /// Whether routes of TLS are counted by the name that clients ask for.
-    by_name: bool,
+    by_name: Option<SaidBy>,
 }
 
 /// Families of the routes of bytes.
@@ -48,7 +48,7 @@ pub(crate) struct RouteSeries {
     families: RouteFamilies,
     labels: Labels,
     /// Those for each name, where connections of TLS are counted by it.
-    hosts: Option<Hosts<Passages>>,
+    hosts: Option<(Hosts<Passages>, SaidBy)>,
     /// Connections without a name of their own.
     unnamed: Passages,
 }
@@ -64,7 +64,7 @@ pub(crate) struct Passages {
 }
 
 impl Families {
-    pub(crate) fn new(registry: &Registry, by_name: bool) -> Self {
+    pub(crate) fn new(registry: &Registry, by_name: Option<SaidBy>) -> Self {
         let routes = |protocol: &str| RouteFamilies {
             opened: registry.counter(
                 &format!("outbound_{protocol}_route_open_total"),
@@ -136,7 +136,7 @@ impl Families {
             unnamed: self.tls_routes.passages(labels.clone().with("hostname", "")),
             families: self.tls_routes.clone(),
             labels,
-            hosts: self.by_name.then(Hosts::default),
+            hosts: self.by_name.map(|said_by| (Hosts::default(), said_by)),
         }
     }
 }
@@ -167,8 +167,8 @@ impl RouteFamilies {
 impl RouteSeries {
     /// Counts a connection that came; `name` is what its TLS asks for.
     pub(in crate::outbound) fn open(&self, name: Option<&str>) -> Passages {
-        let named = self.hosts.as_ref().zip(name).and_then(|(hosts, name)| {
-            hosts.get(name, |name| {
+        let named = self.hosts.as_ref().zip(name).and_then(|((hosts, said_by), name)| {
+            hosts.get(name, *said_by, |name| {
                 self.families.passages(self.labels.clone().with("hostname", name))
             })
         });

@@ -16,7 +16,7 @@ use crate::{
     metrics::{
         balancers,
         failures::Failures,
-        hosts::Hosts,
+        hosts::{Hosts, SaidBy},
         http::{self as http_metrics, Outcome},
         routes::{self, Kind, StatusSeries, Statuses},
     },
@@ -44,8 +44,13 @@ pub(crate) struct Families {
 }
 
 impl Families {
-    /// `by_name` says whether requests and TLS are counted by the host that they are for.
-    pub(crate) fn new(registry: &Registry, http: http_metrics::Families, tcp: counts::Families, by_name: bool) -> Self {
+    /// `by_name` says whether requests and TLS are counted by the host that they are for, and who says it.
+    pub(crate) fn new(
+        registry: &Registry,
+        http: http_metrics::Families,
+        tcp: counts::Families,
+        by_name: Option<SaidBy>,
+    ) -> Self {
         Self {
             http,
             tcp,
@@ -86,7 +91,7 @@ struct RouteFamilies {
     backend_duration: Family<Histogram>,
     backend_statuses: Statuses,
     backend_frames: Family<Histogram>,
-    by_name: bool,
+    by_name: Option<SaidBy>,
 }
 
 /// The series of one route, or of its requests for one host.
@@ -115,7 +120,7 @@ pub(crate) struct BackendSeries {
 }
 
 impl RouteFamilies {
-    fn new(registry: &Registry, kind: Kind, by_name: bool) -> Self {
+    fn new(registry: &Registry, kind: Kind, by_name: Option<SaidBy>) -> Self {
         let name = |name: &str| format!("outbound_{}_route_{name}", kind.name());
         let counter = |of, help| registry.counter(&name(of), help);
         let seconds = |of, help, bounds| registry.histogram(&name(of), help, bounds);
@@ -201,7 +206,7 @@ impl Families {
             Kind::Grpc => &self.grpc_routes,
         };
         let labels = with_meta(with_place(Labels::new(), "parent", parent), "route", route);
-        let hosts = families.by_name.then(Hosts::default);
+        let hosts = families.by_name.map(|_| Hosts::default());
         Arc::new(families.series(labels, "", hosts))
     }
 }
@@ -209,9 +214,9 @@ impl Families {
 impl RouteSeries {
     /// What is counted of requests for the host of `req`, where hosts are told apart.
     pub(super) fn named(self: &Arc<Self>, req: &Request<Body>) -> Option<Arc<Self>> {
-        let hosts = self.hosts.as_ref()?;
+        let (hosts, said_by) = (self.hosts.as_ref()?, self.families.by_name?);
         let authority = headers::authority(req)?;
-        hosts.get(authority.host(), |host| {
+        hosts.get(authority.host(), said_by, |host| {
             Arc::new(self.families.series(self.labels.clone(), host, None))
         })
     }
