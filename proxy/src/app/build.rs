@@ -296,6 +296,7 @@ impl Parts<'_> {
                 detect_timeout,
                 kept,
                 direction.discovery_idle_timeout,
+                unreadable::Families::new(registry),
             )),
             profiles: Profiles::new(
                 registry,

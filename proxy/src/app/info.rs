@@ -1,4 +1,4 @@
-//! `proxy_build_info` and `rustls_info`: what this proxy is, as labels.
+//! `proxy_build_info`, `rustls_info` and `tulle_unsupported_variable`: what this proxy is, and is not, as labels.
 
 use std::sync::Arc;
 
@@ -6,8 +6,8 @@ use tulle_core::metrics::{Gauge, Labels, Registry};
 
 use crate::tls::creds;
 
-/// Series live as long as who holds them.
-pub(super) fn register(registry: &Registry) -> [Arc<Gauge>; 2] {
+/// Series live as long as who holds them. `unsupported` are variables that are set and have no effect.
+pub(super) fn register(registry: &Registry, unsupported: &[String]) -> Vec<Arc<Gauge>> {
     let profile = if cfg!(debug_assertions) { "debug" } else { "release" };
     let build = Labels::new()
         .with("version", env!("CARGO_PKG_VERSION"))
@@ -26,7 +26,14 @@ pub(super) fn register(registry: &Registry) -> [Arc<Gauge>; 2] {
         .with("tls_key_provider", "aws-lc-rs")
         .with("tls_fips", false);
     let with = registry.gauge("rustls_info", "What this proxy encrypts with");
-    let info = [is.get(&build), with.get(&tls)];
+    let no_effect = registry.gauge(
+        "tulle_unsupported_variable",
+        "Variables that are set and have no effect",
+    );
+    let no_effect = unsupported
+        .iter()
+        .map(|name| no_effect.get(&Labels::new().with("name", name)));
+    let info: Vec<_> = [is.get(&build), with.get(&tls)].into_iter().chain(no_effect).collect();
     for gauge in &info {
         gauge.set(1);
     }

@@ -112,7 +112,7 @@ pub struct App {
     shutdown: Arc<Notify>,
     access_log: Option<AccessLog>,
     /// Held so that it is always told.
-    _info: [Arc<metrics::Gauge>; 2],
+    _info: Vec<Arc<metrics::Gauge>>,
 }
 
 /// What runs beside the traffic, on a thread of its own.
@@ -155,7 +155,7 @@ impl App {
         let taps = Arc::new(Taps::default());
         let registry = Registry::new();
         metrics::process_metrics(&registry);
-        let info = info::register(&registry);
+        let info = info::register(&registry, &config.ignored);
         let readiness = Readiness::new();
         let runtime = Builder::new_current_thread()
             .enable_all()

@@ -19,6 +19,7 @@ use crate::api::channel::{Channel, ControlAddr, Security};
 use crate::identity::Anchors;
 use crate::identity::key::Key;
 use crate::identity::metrics::{Metrics, causes};
+use crate::metrics::unreadable::Reporter;
 use crate::tls::creds::{Credentials, CredentialsError, Leaf, TrustAnchors};
 
 /// How certificates are asked for.
@@ -43,8 +44,8 @@ pub(crate) struct Certifier {
     in_file: Option<TrustAnchors>,
     /// What a control plane sent last that our anchors had verified.
     sent: Option<TrustAnchors>,
-    /// Whether it is known that the file cannot be used as it is.
-    file_is_bad: bool,
+    /// Tells of a file that cannot be used as it is.
+    unreadable: Reporter,
     key: Key,
     /// The clock by which certificates expire.
     clock: Clock,
@@ -95,7 +96,7 @@ impl Certifier {
                 file @ Anchors::File(_) => file.read().ok(),
             },
             sent: None,
-            file_is_bad: false,
+            unreadable: anchors.reporter(registry),
             anchors,
             key,
             clock,
@@ -253,20 +254,17 @@ impl Certifier {
         let read = match self.anchors.read() {
             Ok(read) => read,
             Err(error) => {
-                if !std::mem::replace(&mut self.file_is_bad, true) {
-                    warn!(error = %causes(&error), "the trust anchors stay as they were");
-                }
+                self.unreadable.report(&error); // they stay as they were
                 return false;
             }
         };
-        self.file_is_bad = false;
         if self.in_file.as_ref() == Some(&read) {
             return false;
         }
         self.in_file = Some(read);
         match self.effective().and_then(|anchors| self.creds.replace_anchors(anchors)) {
             Ok(()) => info!("trust anchors have changed"),
-            Err(error) => warn!(error = %causes(&error), "the trust anchors stay as they were"),
+            Err(error) => drop(self.unreadable.report(&error)),
         }
         true
     }

@@ -6,7 +6,9 @@
 use std::path::PathBuf;
 
 use tulle_core::identity::Identity;
+use tulle_core::metrics::Registry;
 
+use crate::metrics::unreadable::{self, Message, Reporter};
 use crate::tls::creds::TrustAnchors;
 
 pub(crate) mod certify;
@@ -74,6 +76,15 @@ impl Source {
 }
 
 impl Anchors {
+    /// What tells of those that cannot be read.
+    fn reporter(&self, registry: &Registry) -> Reporter {
+        let source = match self {
+            Self::Fixed(_) => String::new(),
+            Self::File(path) => path.display().to_string(),
+        };
+        unreadable::Families::new(registry).reporter(Message::TrustAnchors, source)
+    }
+
     /// The bundle as it is now.
     pub fn read(&self) -> Result<TrustAnchors, AnchorsError> {
         let path = match self {

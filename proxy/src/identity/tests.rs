@@ -358,6 +358,13 @@ async fn the_file_of_anchors_is_followed_and_a_bad_one_is_not() {
     fs::write(&file, "no certificate").unwrap();
     skip(Duration::from_secs(11)).await;
     assert_eq!(bench.creds.anchors(), bench.authority.anchors());
+    bench
+        .until(|bench| {
+            let page = bench.registry.render();
+            page.contains("tulle_unreadable_updates_total{kind=\"trust_anchors\"} ")
+                && !page.contains("{kind=\"trust_anchors\"} 0")
+        })
+        .await;
     fs::write(&file, both).unwrap();
     skip(Duration::from_secs(11)).await;
     bench

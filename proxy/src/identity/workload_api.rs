@@ -33,6 +33,7 @@ use zeroize::Zeroizing;
 use crate::identity::certify::{ANCHORS_INTERVAL, REMINDER_INTERVAL, ticks};
 use crate::identity::metrics::{Metrics, causes};
 use crate::identity::{Anchors, AnchorsError};
+use crate::metrics::unreadable::Reporter;
 use crate::tls::creds::{Credentials, CredentialsError, Leaf, TrustAnchors};
 
 /// Keeps [`Credentials`] as a Workload API says.
@@ -40,6 +41,8 @@ pub(crate) struct Workload {
     socket: PathBuf,
     /// Trusted besides what the API says.
     added: Option<Anchors>,
+    /// Tells of a file of them that cannot be read.
+    unreadable: Option<Reporter>,
     creds: Credentials,
     metrics: Metrics,
     /// What the API said last, without what is added.
@@ -78,6 +81,7 @@ impl Workload {
     pub(crate) fn new(socket: PathBuf, added: Option<Anchors>, creds: Credentials, registry: &Registry) -> Self {
         Self {
             socket,
+            unreadable: added.as_ref().map(|added| added.reporter(registry)),
             added,
             creds,
             metrics: Metrics::new(registry),
@@ -174,7 +178,7 @@ impl Workload {
     }
 
     /// Takes over added trust anchors that have changed in their file.
-    fn follow_file(&self) {
+    fn follow_file(&mut self) {
         let (Some(Anchors::File(_)), Some(bundle)) = (&self.added, &self.bundle) else {
             return;
         };
@@ -191,7 +195,8 @@ impl Workload {
         match replaced {
             Ok(true) => info!("trust anchors have changed"),
             Ok(false) => {}
-            Err(error) => debug!(error = %causes(&error), "the trust anchors stay as they were"),
+            // They stay as they were.
+            Err(error) => drop(self.unreadable.as_mut().map(|unreadable| unreadable.report(&error))),
         }
     }
 }

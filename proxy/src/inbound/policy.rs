@@ -20,6 +20,7 @@ use crate::{
         watch::Watched,
     },
     http::error::Error,
+    metrics::unreadable::{self, Message},
     net::first::Learned,
     policy::{
         authz::Authorization,
@@ -34,6 +35,8 @@ use crate::{
 /// The policies of all ports that were asked for.
 pub(crate) struct Ports {
     policies: Policies,
+    /// Where policies are counted that cannot be read.
+    unreadable: unreadable::Families,
     /// What holds for a port before the control plane has spoken.
     unknown: UnknownPolicy,
     /// For policies that cannot be decoded.
@@ -176,8 +179,10 @@ impl Ports {
         detect_timeout: Duration,
         kept: PortSet,
         idle: Duration,
+        unreadable: unreadable::Families,
     ) -> Self {
         let ports = Self {
+            unreadable,
             policies,
             unknown,
             detect_timeout,
@@ -294,9 +299,10 @@ impl Ports {
         let timeout = self.detect_timeout;
         let last = Mutex::new(remembered.clone());
         let retry = RetrySignal::default();
+        let mut reporter = self.unreadable.reporter(Message::InboundPolicy, port.to_string());
         let policy = self.policies.inbound(port, retry.clone(), move |update| {
             let policy = decode::inbound::server_policy(update).unwrap_or_else(|error| {
-                tracing::warn!(port, %error, "policy cannot be understood, nobody may use the port until it can");
+                reporter.report(&error); // nobody may use the port until it can be read
                 ServerPolicy::invalid(timeout)
             });
             let mut last = last.lock();
@@ -526,7 +532,9 @@ mod tests {
                 outbound_backoff: backoff,
             },
         );
-        Ports::new(policies, unknown, Duration::from_secs(10), PortSet::default(), idle)
+        let unreadable = unreadable::Families::new(&Registry::new());
+        let limit = Duration::from_secs(10);
+        Ports::new(policies, unknown, limit, PortSet::default(), idle, unreadable)
     }
 
     /// What a connection to a port comes to: whether it is permitted, or nothing if nobody knows.

@@ -1,4 +1,5 @@
-//! Messages of the control plane that the proxy cannot read: counted, and logged once a minute at most for each watch.
+//! What the control plane or an operator says and the proxy cannot read: counted, and logged once a minute at most for each
+//! source.
 
 use std::{error::Error, sync::Arc, time::Duration};
 
@@ -9,16 +10,19 @@ use tulle_core::metrics::{Counter, Family, Labels, Registry};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Message {
     OutboundPolicy,
+    InboundPolicy,
     Profile,
     /// One endpoint of several.
     Endpoint,
+    /// A file, or a bundle that comes with a certificate.
+    TrustAnchors,
 }
 
 /// Counts messages by their kind.
 #[derive(Clone)]
 pub(crate) struct Families(Family<Counter>);
 
-/// Reports what cannot be read of one watch.
+/// Reports what cannot be read of one source.
 pub(crate) struct Reporter {
     message: Message,
     /// What is watched.
@@ -31,7 +35,7 @@ impl Families {
     pub(crate) fn new(registry: &Registry) -> Self {
         Self(registry.counter(
             "tulle_unreadable_updates_total",
-            "Updates of the control plane that the proxy cannot read, by what they are; the last good one stays",
+            "Updates that the proxy cannot read, of the control plane or of a file, by what they are: the last good one stays, but a port is closed",
         ))
     }
 
@@ -49,8 +53,10 @@ impl Message {
     fn label(self) -> &'static str {
         match self {
             Self::OutboundPolicy => "outbound_policy",
+            Self::InboundPolicy => "inbound_policy",
             Self::Profile => "profile",
             Self::Endpoint => "endpoint",
+            Self::TrustAnchors => "trust_anchors",
         }
     }
 }
