@@ -6,7 +6,6 @@
 
 use std::{
     cell::RefCell,
-    future::poll_fn,
     io,
     pin::Pin,
     task::{Context, Poll, ready},
@@ -57,36 +56,59 @@ enum State {
     Done,
 }
 
-/// Copies until both directions have ended. The connections stay with the caller; where one broke, the other ends with a reset
-/// when it is dropped, unless it has been told a clean end before.
+/// Copies until both directions have ended. The connections stay with the caller; where one breaks, or the copy is given up, they
+/// end with a reset when they are dropped, but for who has been told a clean end before.
 ///
 /// # Errors
 /// The first read or write that failed, in either direction.
-pub(crate) async fn both<A, B>(a: &mut A, b: &mut B) -> io::Result<()>
+pub(crate) fn both<'a, A, B>(a: &'a mut A, b: &'a mut B) -> impl Future<Output = io::Result<()>> + use<'a, A, B>
 where
     A: AsyncRead + AsyncWrite + Reset + Unpin,
     B: AsyncRead + AsyncWrite + Reset + Unpin,
 {
-    let (mut there, mut back) = (Half::default(), Half::default());
-    let copied = poll_fn(|cx| {
-        let one = there.poll(cx, a, b)?;
-        let other = back.poll(cx, b, a)?;
-        if one.is_ready() && other.is_ready() {
-            Poll::Ready(Ok(()))
-        } else {
-            Poll::Pending
-        }
-    })
-    .await;
-    if copied.is_err() {
-        if back.state != State::Done {
-            a.reset();
-        }
-        if there.state != State::Done {
-            b.reset();
+    Both {
+        a,
+        b,
+        there: Half::default(),
+        back: Half::default(),
+    }
+}
+
+struct Both<'a, A: Reset, B: Reset> {
+    a: &'a mut A,
+    b: &'a mut B,
+    /// From the first to the second.
+    there: Half,
+    back: Half,
+}
+
+impl<A, B> Future for Both<'_, A, B>
+where
+    A: AsyncRead + AsyncWrite + Reset + Unpin,
+    B: AsyncRead + AsyncWrite + Reset + Unpin,
+{
+    type Output = io::Result<()>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let Self { a, b, there, back } = &mut *self;
+        let one = there.poll(cx, *a, *b)?;
+        let other = back.poll(cx, *b, *a)?;
+        match one.is_ready() && other.is_ready() {
+            true => Poll::Ready(Ok(())),
+            false => Poll::Pending,
         }
     }
-    copied
+}
+
+impl<A: Reset, B: Reset> Drop for Both<'_, A, B> {
+    fn drop(&mut self) {
+        if self.back.state != State::Done {
+            self.a.reset();
+        }
+        if self.there.state != State::Done {
+            self.b.reset();
+        }
+    }
 }
 
 impl Half {
@@ -217,6 +239,18 @@ mod tests {
             let end = other.read(&mut [0; 1]).await.unwrap_err();
             assert_eq!(end.kind(), io::ErrorKind::ConnectionReset, "of the client: {of_client}");
             copying.await.unwrap().unwrap_err();
+        }
+    }
+
+    #[tokio::test]
+    async fn a_copy_that_is_given_up_is_a_reset_for_both() {
+        let (mut client, mut server, copying) = joined().await;
+        client.write_all(b"half of it").await.unwrap();
+        server.read_exact(&mut [0; 10]).await.unwrap();
+        copying.abort();
+        for side in [&mut client, &mut server] {
+            let end = side.read(&mut [0; 1]).await.unwrap_err();
+            assert_eq!(end.kind(), io::ErrorKind::ConnectionReset);
         }
     }
 
