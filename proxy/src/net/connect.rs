@@ -108,6 +108,7 @@ pub(crate) fn apply<'a>(socket: impl Into<SockRef<'a>>, options: SocketOptions) 
     let set = || -> io::Result<()> {
         socket.set_tcp_nodelay(true)?;
         if let Some(time) = options.keepalive {
+            let time = time.clamp(KEEPALIVE_LEAST, KEEPALIVE_MOST);
             socket.set_tcp_keepalive(&TcpKeepalive::new().with_time(time))?;
         }
         if options.user_timeout.is_some() {
@@ -119,6 +120,10 @@ pub(crate) fn apply<'a>(socket: impl Into<SockRef<'a>>, options: SocketOptions) 
         tracing::debug!(%error, "setting socket options failed");
     }
 }
+
+/// What the kernel takes for `TCP_KEEPIDLE`: what is told beyond it would count for nothing.
+const KEEPALIVE_LEAST: Duration = Duration::from_secs(1);
+const KEEPALIVE_MOST: Duration = Duration::from_secs(32_767);
 
 #[cfg(test)]
 mod tests {
@@ -143,6 +148,18 @@ mod tests {
         assert!(socket.tcp_nodelay().unwrap() && socket.keepalive().unwrap());
         assert_eq!(socket.tcp_keepalive_time().unwrap(), Duration::from_secs(11));
         assert_eq!(socket.tcp_user_timeout().unwrap(), Some(Duration::from_secs(12)));
+        for (told, expected) in [(0, 1), (36_000, 32_767)] {
+            let keepalive = Some(Duration::from_secs(told));
+            apply(
+                &stream,
+                SocketOptions {
+                    keepalive,
+                    ..config.options
+                },
+            );
+            let socket = SockRef::from(&stream);
+            assert_eq!(socket.tcp_keepalive_time().unwrap(), Duration::from_secs(expected));
+        }
         let own_port = Some(addr.port());
         let ourselves = dial(addr, &Config { own_port, ..config }).await;
         assert!(
