@@ -153,7 +153,7 @@ fn https(get: &HTTPGetAction) -> Option<Handler> {
     let is_sendable = |name: &str, value: &str| {
         let is_host = name.eq_ignore_ascii_case("host");
         name.parse::<HeaderName>().is_ok()
-            && HeaderValue::from_str(value).is_ok()
+            && HeaderValue::from_bytes(value.as_bytes()).is_ok()
             && (!is_host || value.parse::<Authority>().is_ok())
     };
     let is_short = get.path.as_ref().is_none_or(|path| path.len() <= MAX_PATH);

@@ -153,7 +153,7 @@ fn headers(path: &str, declared: Vec<Header>) -> Result<(HeaderMap, Option<Autho
             path: path.to_owned(),
             name: name.clone(),
         })?;
-        let mut value = HeaderValue::from_str(&value).map_err(|_| refused())?;
+        let mut value = HeaderValue::from_bytes(value.as_bytes()).map_err(|_| refused())?;
         match parsed {
             http::header::HOST if host.is_none() => {
                 let no_host = |_| ProbeRefused::Host { path: path.to_owned() };

@@ -97,7 +97,11 @@ where
     IO: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
     let exchange = async {
-        let (mut sender, connection) = http1::handshake(TokioIo::new(io)).await?;
+        let (mut sender, connection) = http1::Builder::new()
+            // As Go writes the names of headers.
+            .title_case_headers(true)
+            .handshake(TokioIo::new(io))
+            .await?;
         let mut req = place.request(get, user_agent, Uri::from(place.target.clone()));
         let host = place.authority(addr);
         let host = HeaderValue::from_str(host.as_str()).expect("an authority is visible ASCII");

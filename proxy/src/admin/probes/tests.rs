@@ -379,7 +379,12 @@ async fn an_https_probe_sends_what_the_kubelet_would_send() {
             ),
             (
                 "/a b",
-                &[("Host", "web.test"), ("X-Probe", "1"), ("x-probe", "2")],
+                &[
+                    ("Host", "web.test"),
+                    ("X-Probe", "1"),
+                    ("x-probe", "2"),
+                    ("X-Name", "é"),
+                ],
                 "GET /a%20b host=web.test agent=kube-probe/1.99 accept=*/* x=1|2".to_owned(),
             ),
             (
