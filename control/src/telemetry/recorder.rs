@@ -294,7 +294,10 @@ status:
     }
 
     fn recorder(n_pods: u32) -> Recorder {
-        Recorder::new(cluster(n_pods, 1), Arc::new(ServerCreds::new("telemetry".to_owned(), ClientCertificates::default())))
+        Recorder::new(
+            cluster(n_pods, 1),
+            Arc::new(ServerCreds::new("telemetry".to_owned(), ClientCertificates::default())),
+        )
     }
 
     #[tokio::test]

@@ -102,7 +102,7 @@ fn volumes_and_containers_that_have_our_names_are_not_added_twice() {
                 {name: linkerd-proxy-init-xtables-lock, configMap: {name: a}}], \
                 containers: [{name: app, image: a}, {name: linkerd-debug, image: own}]}";
     let plain = Case::pod("").values(TRACING).injected();
-    let injected = Case::pod(yaml).values(TRACING).annotate(&[DEBUG]).injected();
+    let injected = Case::pod(yaml).values(TRACING).annotate(&[DEBUG, IMAGE]).injected();
     let mut names = injected.names("volumes");
     names.sort_unstable();
     assert_eq!(
