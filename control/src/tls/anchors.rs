@@ -154,8 +154,55 @@ impl fmt::Debug for TrustAnchors {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, Issuer, KeyPair, SanType};
+
     use super::*;
-    use crate::trust;
+    use crate::trust::{self, CertificateAuthority};
+
+    /// A leaf with these names that an authority signs without asking whether it may, and the authority.
+    fn forged(names: &[&str], by: &CertificateAuthority) -> Vec<Vec<u8>> {
+        let authority = CertificateDer::from_pem_slice(by.certificate.as_bytes()).unwrap();
+        let issuer = Issuer::from_ca_cert_der(&authority, KeyPair::from_pem(&by.key).unwrap()).unwrap();
+        let mut params = CertificateParams::default();
+        params.subject_alt_names = names
+            .iter()
+            .map(|name| match name.contains("://") {
+                true => SanType::URI((*name).try_into().unwrap()),
+                false => SanType::DnsName((*name).try_into().unwrap()),
+            })
+            .collect();
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        let leaf = params.signed_by(&KeyPair::generate().unwrap(), &issuer).unwrap();
+        vec![leaf.der().to_vec(), authority.to_vec()]
+    }
+
+    #[test]
+    fn the_issuer_of_a_virtual_machine_makes_nobody_else() {
+        let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
+        let anchors = TrustAnchors::parse(anchor.certificate.as_bytes(), Path::new("ca.crt")).unwrap();
+        let (vm, hour) = ("spiffe://root.test/vm", Duration::from_secs(3600));
+        let issuer = trust::create_workload_issuer(vm, trust::ISSUER_LIFETIME, &anchor).unwrap();
+        anchors
+            .verify_chain(&trust::create_svid(vm, hour, &issuer).unwrap().chain)
+            .unwrap();
+        let (other, web) = (
+            "spiffe://root.test/other",
+            "web.shop.serviceaccount.identity.linkerd.cluster.local",
+        );
+        for names in [&[other][..], &[web], &[vm, web], &[vm, other], &[]] {
+            let err = anchors.verify_chain(&forged(names, &issuer)).unwrap_err();
+            assert!(matches!(err, rustls::Error::InvalidCertificate(_)), "{names:?}: {err}");
+        }
+        // DNS names are refused by the name constraints alone, which other proxies check, too.
+        let chain: Vec<_> = forged(&[web], &issuer).into_iter().map(CertificateDer::from).collect();
+        let algorithms = crate::tls::provider().signature_verification_algorithms.all;
+        let leaf = ParsedCertificate::try_from(&chain[0]).unwrap();
+        let (roots, now) = (anchors.roots(), UnixTime::now());
+        let err = verify_server_cert_signed_by_trust_anchor(&leaf, &roots, &chain[1..], now, algorithms).unwrap_err();
+        assert!(format!("{err:?}").contains("NameConstraintViolation"), "{err:?}");
+    }
 
     #[test]
     fn a_bundle_is_taken_whole_or_refused_with_the_reason() {
