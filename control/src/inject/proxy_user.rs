@@ -48,10 +48,10 @@ fn shared(values: &Values, spec: &PodSpec, container: &Container) -> Option<Shar
     let (own, of_pod) = (container.security_context.as_ref(), spec.security_context.as_ref());
     let user = own
         .and_then(|own| own.run_as_user)
-        .or(of_pod.and_then(|pod| pod.run_as_user));
+        .or_else(|| of_pod.and_then(|pod| pod.run_as_user));
     let group = own
         .and_then(|own| own.run_as_group)
-        .or(of_pod.and_then(|pod| pod.run_as_group));
+        .or_else(|| of_pod.and_then(|pod| pod.run_as_group));
     let (uid, gid) = (values.proxy.uid, values.proxy.gid);
     if user == Some(uid) {
         return Some(Shared {
