@@ -12,6 +12,7 @@ mod gateway;
 mod http;
 mod identity;
 mod inbound;
+pub mod messages;
 mod metrics;
 mod net;
 mod outbound;

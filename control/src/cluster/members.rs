@@ -219,11 +219,8 @@ spec:
                 false,
             ),
             ("127.0.0.1", own, false),
-            ("169.254.169.254", own, false),
             ("0.0.0.0", own, false),
-            ("fe80::1", own, false),
             ("::ffff:127.0.0.1", own, false),
-            ("::ffff:169.254.169.254", own, false),
             ("::ffff:10.0.0.2", own, false),
         ] {
             let workload = workload(ip, identity);

@@ -10,6 +10,8 @@ use k8s_openapi::api::core::v1::{
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Deserialize;
 use serde_json::Value;
+use tulle_core::addr;
+use tulle_core::identity::Identity;
 use tulle_core::names::label;
 
 use crate::resources::meta::Meta;
@@ -379,6 +381,15 @@ impl ExternalWorkload {
                 ));
             }
         }
+        // What no proxy could verify is never reached without.
+        identity
+            .parse::<Identity>()
+            .map_err(|error| format!("spec.meshTLS.identity: {error}"))?;
+        if !matches!(server_name.parse(), Ok(Identity::Dns(_))) {
+            return Err(format!(
+                "spec.meshTLS.serverName is {server_name:?}, which is no DNS name"
+            ));
+        }
         if raw.spec.workload_ips.len() > 2 {
             return Err(format!(
                 "spec.workloadIPs has {} entries; at most 2 are allowed",
@@ -387,7 +398,11 @@ impl ExternalWorkload {
         }
         let mut ips = Vec::new();
         for ip in &raw.spec.workload_ips {
-            ips.push(parse_ip(&ip.ip, "spec.workloadIPs[].ip")?);
+            let ip = parse_ip(&ip.ip, "spec.workloadIPs[].ip")?;
+            if addr::is_link_local(ip) {
+                return Err(format!("spec.workloadIPs[].ip is {ip}, an address of a link alone"));
+            }
+            ips.push(ip);
         }
         let mut ports = Vec::new();
         let mut other_ports = Vec::new();
@@ -489,5 +504,33 @@ mod tests {
         let both = json!({ "meshTls": named("old"), "meshTLS": named("new") });
         assert_eq!(read(both).unwrap(), "new");
         assert_eq!(read(json!({})).unwrap_err(), "spec.meshTLS is missing");
+    }
+
+    #[test]
+    fn an_external_workload_that_no_proxy_could_verify_or_may_reach_is_refused() {
+        let read = |identity: &str, server_name: &str, ip: &str| {
+            let raw = json!({
+                "metadata": { "name": "vm", "namespace": "shop" },
+                "spec": {
+                    "meshTLS": { "identity": identity, "serverName": server_name },
+                    "workloadIPs": [{ "ip": ip }],
+                },
+            });
+            ExternalWorkload::from_raw(serde_json::from_value(raw).unwrap())
+        };
+        for (identity, server_name, ip, is_taken) in [
+            ("vm.shop", "vm.shop", "10.2.0.1", true),
+            ("spiffe://root/vm", "vm.shop", "fd00::1", true),
+            ("10.0.0.1", "vm.shop", "10.2.0.1", false),
+            ("no identity", "vm.shop", "10.2.0.1", false),
+            ("http://root/vm", "vm.shop", "10.2.0.1", false),
+            ("vm.shop", "10.0.0.1", "10.2.0.1", false),
+            ("vm.shop", "spiffe://root/vm", "10.2.0.1", false),
+            ("vm.shop", "vm.shop", "169.254.169.254", false),
+            ("vm.shop", "vm.shop", "fe80::1", false),
+        ] {
+            let read = read(identity, server_name, ip);
+            assert_eq!(read.is_ok(), is_taken, "{identity} {server_name} {ip}: {read:?}");
+        }
     }
 }

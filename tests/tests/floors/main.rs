@@ -37,6 +37,7 @@ const PROXY: House = House {
         ("config", TOP),
         ("env", TOP),
         ("fuzz", TOP),
+        ("messages", TOP),
     ],
 };
 

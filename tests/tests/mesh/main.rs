@@ -26,6 +26,7 @@ mod identity;
 mod ingress;
 mod invalid_policy;
 mod limits;
+mod messages;
 mod metrics;
 mod policy;
 mod races;

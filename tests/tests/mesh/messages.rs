@@ -1,0 +1,731 @@
+//! Whatever objects a cluster has, our proxies understand what our control plane tells of them.
+//!
+//! Objects are made at random, sane ones and odd ones; those that the control plane refuses are not there, and what it makes of
+//! the others is given to the proxy's decoder.
+
+use std::fmt::Write as _;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use tokio::time::timeout;
+use tonic::{Status, Streaming};
+use tulle_control::cluster::{Cluster, Config, TransportMode};
+use tulle_control::source::dir::{self, Report};
+use tulle_control::{destination, policy};
+use tulle_core::drain;
+use tulle_core::metrics::Registry;
+use tulle_proto::destination::GetDestination;
+use tulle_proto::destination::destination_client::DestinationClient;
+use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
+use tulle_proto::outbound::{TrafficSpec, traffic_spec::Target};
+use tulle_proxy::messages;
+
+/// Clusters that are made; others by `TULLE_TEST_SEED`.
+const CLUSTERS: u64 = 150;
+
+#[tokio::test]
+async fn whatever_a_cluster_has_proxies_understand_what_they_are_told() {
+    let first: u64 = std::env::var("TULLE_TEST_SEED").map_or(0, |seed| seed.parse().unwrap());
+    let mut told = Told::default();
+    for seed in first..first + CLUSTERS {
+        let manifests = Making(fastrand::Rng::with_seed(seed)).cluster();
+        told.check(seed, &manifests).await;
+    }
+    let Told {
+        policies,
+        profiles,
+        endpoints,
+    } = told;
+    // So that a generator whose objects are all refused is noticed.
+    for (what, n) in [("policies", policies), ("profiles", profiles), ("endpoints", endpoints)] {
+        assert!(n as u64 > CLUSTERS, "{n} {what} of {CLUSTERS} clusters");
+    }
+}
+
+/// How many messages were understood.
+#[derive(Default)]
+struct Told {
+    policies: usize,
+    profiles: usize,
+    endpoints: usize,
+}
+
+impl Told {
+    /// Asks a control plane that has read these manifests for all that it can be asked for about destinations.
+    async fn check(&mut self, seed: u64, manifests: &str) {
+        let (registry, dir) = (Registry::new(), tempfile::tempdir().unwrap());
+        std::fs::write(dir.path().join("mesh.yaml"), manifests).unwrap();
+        let (_signal, drain) = drain::channel();
+        let config = Config {
+            transport: match seed % 2 {
+                0 => TransportMode::TransportHeader,
+                _ => TransportMode::Transparent,
+            },
+            ..Config::default()
+        };
+        let cluster = Cluster::new(config, &registry);
+        let report = Report::new(&registry);
+        let source = dir::run(dir.path().to_owned(), cluster.writer(), report, drain.clone());
+        let source = tokio::spawn(source);
+        soon(cluster.synced()).await;
+
+        let fail = |what: &str, error: anyhow::Error| -> ! {
+            panic!("{what} of TULLE_TEST_SEED={seed} is not understood: {error:#}\n{manifests}")
+        };
+        let client = r#"{"ns":"front","pod":"front-0"}"#.to_owned();
+        let mut outbound = OutboundPoliciesClient::new(policy::outbound_server(
+            cluster.clone(),
+            policy::Config::default(),
+            drain.clone(),
+        ));
+        let mut destinations = DestinationClient::new(destination::server(
+            cluster.clone(),
+            destination::Config::default(),
+            drain.clone(),
+        ));
+        for target in targets() {
+            let spec = TrafficSpec {
+                source_workload: client.clone(),
+                target: Some(match target.parse::<SocketAddr>() {
+                    Ok(addr) => Target::Addr(addr.into()),
+                    Err(_) => Target::Authority(target.clone()),
+                }),
+            };
+            if let Some(message) = first(outbound.watch(spec)).await {
+                messages::outbound_policy(message)
+                    .unwrap_or_else(|error| fail(&format!("the policy of {target}"), error));
+                self.policies += 1;
+            }
+            let path = || GetDestination {
+                path: target.clone(),
+                context_token: client.clone(),
+                ..Default::default()
+            };
+            if let Some(message) = first(destinations.get_profile(path())).await {
+                messages::profile(message).unwrap_or_else(|error| fail(&format!("the profile of {target}"), error));
+                self.profiles += 1;
+            }
+            if let Some(message) = first(destinations.get(path())).await {
+                messages::endpoints(message).unwrap_or_else(|error| fail(&format!("the endpoints of {target}"), error));
+                self.endpoints += 1;
+            }
+        }
+        source.abort();
+    }
+}
+
+/// The first message of a stream, if it is answered at all.
+async fn first<T>(asked: impl Future<Output = Result<tonic::Response<Streaming<T>>, Status>>) -> Option<T> {
+    let mut stream = soon(asked).await.ok()?.into_inner();
+    soon(stream.message()).await.ok()?
+}
+
+async fn soon<T>(future: impl Future<Output = T>) -> T {
+    timeout(Duration::from_secs(20), future)
+        .await
+        .expect("it took longer than 20 seconds")
+}
+
+const PORTS: [u16; 3] = [80, 90, 5432];
+
+/// All that a proxy may ask for.
+fn targets() -> Vec<String> {
+    let services = ["10.247.0.10", "10.247.0.11"];
+    let names = ["web.shop.svc.cluster.local", "web-v2.shop.svc.cluster.local"];
+    let others = ["10.1.0.1", "10.2.0.1", "192.0.2.1", "192.0.2.200", "198.51.100.1"];
+    let all = services.into_iter().chain(names).chain(others);
+    all.flat_map(|host| PORTS.map(|port| format!("{host}:{port}")))
+        .collect()
+}
+
+/// Makes objects at random.
+struct Making(fastrand::Rng);
+
+impl Making {
+    fn one<'a>(&mut self, of: &[&'a str]) -> &'a str {
+        of[self.0.usize(..of.len())]
+    }
+
+    /// One time in `n`.
+    fn is_one_in(&mut self, n: usize) -> bool {
+        self.0.usize(..n) == 0
+    }
+
+    /// A field one time in two.
+    fn maybe(&mut self, field: impl FnOnce(&mut Self) -> String) -> String {
+        match self.0.bool() {
+            true => format!("{}, ", field(self)),
+            false => String::new(),
+        }
+    }
+
+    fn list(&mut self, most: usize, item: impl Fn(&mut Self) -> String) -> String {
+        let n = self.0.usize(..=most);
+        (0..n).map(|_| item(self)).collect::<Vec<_>>().join(", ")
+    }
+
+    fn some(&mut self, most: usize, item: impl Fn(&mut Self) -> String) -> String {
+        let n = self.0.usize(1..=most);
+        (0..n).map(|_| item(self)).collect::<Vec<_>>().join(", ")
+    }
+
+    fn duration(&mut self) -> &'static str {
+        self.one(&[
+            "0s", "1ms", "10ms", "100ms", "1s", "10s", "1m", "1h", "9999h", "90s", "1.5s", "-1s", "2540400h", "x", "10",
+        ])
+    }
+
+    fn number(&mut self) -> &'static str {
+        self.one(&[
+            "0",
+            "1",
+            "2",
+            "10",
+            "65535",
+            "65536",
+            "4294967295",
+            "4294967296",
+            "-1",
+            "0.5",
+        ])
+    }
+
+    fn name(&mut self) -> &'static str {
+        self.one(&["web", "web-v2", "nobody", "vm"])
+    }
+
+    fn hosts(&mut self) -> String {
+        let hosts = self.list(2, |make| {
+            let host = make.one(&[
+                "a.b",
+                "*.c.d",
+                "web.shop",
+                "UPPER.example",
+                "xn--bcher-kva.example",
+                "a..b",
+                "*",
+                "10.0.0.1",
+            ]);
+            format!("'{host}'")
+        });
+        format!("hostnames: [{hosts}]")
+    }
+
+    fn path(&mut self) -> &'static str {
+        self.one(&["/", "/a", "/a/b?c", "a", "", "/%2f", "/a b", "/é", "//", "/a#b", "/x|y"])
+    }
+
+    fn regex(&mut self) -> &'static str {
+        self.one(&[
+            "/a.*",
+            "(",
+            "[a-",
+            "a{1000}{1000}{1000}",
+            "(?=x)",
+            "\\\\Qa\\\\E",
+            "(?P<n>a)",
+            "\\\\pL+",
+            ".*",
+        ])
+    }
+
+    fn header(&mut self) -> &'static str {
+        self.one(&[
+            "x-a",
+            "X-Upper",
+            "host",
+            "connection",
+            "x y",
+            "",
+            ":path",
+            "l5d-client-id",
+            "x_y",
+            "é",
+        ])
+    }
+
+    fn value(&mut self) -> &'static str {
+        self.one(&["a", "", "a b", "é", "a,b", "\\t", "\\n", "\\0", " a"])
+    }
+
+    fn matched(&mut self, kinds: &[&str], value: fn(&mut Self) -> &'static str) -> String {
+        let kind = match self.is_one_in(3) {
+            true => "RegularExpression",
+            false => self.one(kinds),
+        };
+        let value = match kind {
+            "RegularExpression" => self.regex(),
+            _ => value(self),
+        };
+        format!("type: {kind}, value: \"{value}\"")
+    }
+
+    fn http_match(&mut self) -> String {
+        let path = self.maybe(|make| format!("path: {{{}}}", make.matched(&["Exact", "PathPrefix"], Self::path)));
+        let headers = self.maybe(|make| format!("headers: [{}]", make.list(2, Self::header_match)));
+        let query = self.maybe(|make| format!("queryParams: [{}]", make.list(2, Self::header_match)));
+        let method = self.maybe(|make| format!("method: '{}'", make.one(&["GET", "PROPFIND", "get", "", "A B"])));
+        format!("{{{path}{headers}{query}{method}}}")
+    }
+
+    fn header_match(&mut self) -> String {
+        let name = self.header();
+        format!("{{name: \"{name}\", {}}}", self.matched(&["Exact"], Self::value))
+    }
+
+    fn grpc_match(&mut self) -> String {
+        let method = self.maybe(|make| {
+            let (service, method) = (make.one(&["a.B", "", "é"]), make.one(&["Get", "", "a/b"]));
+            format!("method: {{service: '{service}', method: '{method}'}}")
+        });
+        let headers = self.maybe(|make| format!("headers: [{}]", make.list(2, Self::header_match)));
+        format!("{{{method}{headers}}}")
+    }
+
+    fn modifier(&mut self) -> String {
+        let pair = |make: &mut Self| format!("{{name: \"{}\", value: \"{}\"}}", make.header(), make.value());
+        let set = self.maybe(|make| format!("set: [{}]", make.list(2, pair)));
+        let add = self.maybe(|make| format!("add: [{}]", make.list(2, pair)));
+        let remove = self.maybe(|make| format!("remove: [{}]", make.list(2, |make| format!("\"{}\"", make.header()))));
+        format!("{{{set}{add}{remove}}}")
+    }
+
+    fn filter(&mut self) -> String {
+        match self.0.u8(..6) {
+            0 => format!(
+                "{{type: RequestHeaderModifier, requestHeaderModifier: {}}}",
+                self.modifier()
+            ),
+            1 => format!(
+                "{{type: ResponseHeaderModifier, responseHeaderModifier: {}}}",
+                self.modifier()
+            ),
+            2 => {
+                let scheme = self.maybe(|make| format!("scheme: '{}'", make.one(&["http", "https", "ftp", "a b"])));
+                let host = self.maybe(|make| format!("hostname: '{}'", make.one(&["a.b", "a b", "", "a:1", "[::1]"])));
+                let port = self.maybe(|make| format!("port: {}", make.number()));
+                let status =
+                    self.maybe(|make| format!("statusCode: {}", make.one(&["301", "302", "303", "308", "200", "99"])));
+                let path = self.maybe(|make| match make.0.bool() {
+                    true => format!("path: {{type: ReplaceFullPath, replaceFullPath: '{}'}}", make.path()),
+                    false => format!(
+                        "path: {{type: ReplacePrefixMatch, replacePrefixMatch: '{}'}}",
+                        make.path()
+                    ),
+                });
+                format!("{{type: RequestRedirect, requestRedirect: {{{scheme}{host}{port}{status}{path}}}}}")
+            }
+            3 => "{type: URLRewrite, urlRewrite: {hostname: a.b}}".to_owned(),
+            4 => "{type: ExtensionRef, extensionRef: {group: a, kind: B, name: c}}".to_owned(),
+            _ => format!(
+                "{{type: RequestMirror, requestMirror: {{backendRef: {{name: {}, port: 80}}}}}}",
+                self.name()
+            ),
+        }
+    }
+
+    /// Filters now and then: a route with one that cannot be served says nothing else.
+    fn filters(&mut self) -> String {
+        match self.is_one_in(3) {
+            true => format!("filters: [{}], ", self.some(2, Self::filter)),
+            false => String::new(),
+        }
+    }
+
+    fn backend(&mut self) -> String {
+        let kind = self.one(&[
+            "",
+            "",
+            "",
+            "",
+            "group: policy.linkerd.io, kind: EgressNetwork, ",
+            "kind: Pod, ",
+        ]);
+        let namespace = self.maybe(|make| format!("namespace: {}", make.one(&["shop", "front"])));
+        let weight =
+            self.maybe(|make| format!("weight: {}", make.one(&["0", "1", "2", "1000000", "4294967295", "-1"])));
+        let (name, port, filters) = (self.name(), self.one(&["80", "90", "0", "65536"]), self.filters());
+        format!("{{{kind}{namespace}{weight}name: {name}, port: {port}, {filters}}}")
+    }
+
+    fn rule(&mut self, matches: Option<fn(&mut Self) -> String>) -> String {
+        let matches = matches.map_or_else(String::new, |one| format!("matches: [{}], ", self.list(2, one)));
+        let filters = self.filters();
+        let backends = self.maybe(|make| format!("backendRefs: [{}]", make.list(3, Self::backend)));
+        let timeouts = self.maybe(|make| {
+            let request = make.maybe(|make| format!("request: {}", make.duration()));
+            let backend = make.maybe(|make| format!("backendRequest: {}", make.duration()));
+            format!("timeouts: {{{request}{backend}}}")
+        });
+        format!("{{{matches}{filters}{backends}{timeouts}}}")
+    }
+
+    /// Of routes, services and egress networks.
+    fn annotations(&mut self) -> String {
+        let mut all = String::new();
+        for (key, values) in [
+            (
+                "retry.linkerd.io/http",
+                &["5xx", "gateway-error", "500-503", "99", "5xx,404", "600-700", "0"][..],
+            ),
+            (
+                "retry.linkerd.io/grpc",
+                &["internal", "cancelled,unavailable", "ok", "data-loss"],
+            ),
+            ("retry.linkerd.io/limit", &["0", "1", "65535", "65536", "4294967295"]),
+            ("retry.linkerd.io/timeout", &["0s", "1s", "-1s", "2540400h"]),
+            ("timeout.linkerd.io/request", &["0s", "1s", "9999h", "x"]),
+            ("timeout.linkerd.io/response", &["10ms", "2540400h"]),
+            ("timeout.linkerd.io/idle", &["1m", "-1m"]),
+            (
+                "balancer.linkerd.io/failure-accrual",
+                &["consecutive", "success-rate", "unified", "x"],
+            ),
+            (
+                "balancer.linkerd.io/failure-accrual-consecutive-max-failures",
+                &["0", "1", "4294967295", "4294967296"],
+            ),
+            (
+                "balancer.linkerd.io/failure-accrual-consecutive-min-penalty",
+                &["0s", "1s", "1h", "2540400h"],
+            ),
+            (
+                "balancer.linkerd.io/failure-accrual-consecutive-max-penalty",
+                &["0s", "1ms", "1m", "2540400h"],
+            ),
+            (
+                "balancer.linkerd.io/failure-accrual-consecutive-jitter-ratio",
+                &["0", "0.5", "100", "101", "-1", "NaN", "1e30"],
+            ),
+            (
+                "balancer.linkerd.io/failure-accrual-success-rate-threshold",
+                &["0", "0.5", "1", "1.1", "NaN"],
+            ),
+            (
+                "balancer.linkerd.io/failure-accrual-success-rate-decay",
+                &["0s", "1ms", "10s", "2540400h"],
+            ),
+            (
+                "balancer.linkerd.io/failure-accrual-success-rate-min-requests",
+                &["0", "10", "1000000", "1000001", "4294967295"],
+            ),
+            ("balancer.linkerd.io/load-bias", &["penalize-failures", "x"]),
+            (
+                "config.linkerd.io/opaque-ports",
+                &["90", "80,,90", "1-70000", "http", "80-"],
+            ),
+        ] {
+            if self.is_one_in(4) {
+                let value = self.one(values);
+                write!(all, "{key}: \"{value}\", ").unwrap();
+            }
+        }
+        all
+    }
+
+    fn route(&mut self, n: usize) -> String {
+        let (api, kind) = [
+            ("gateway.networking.k8s.io/v1", "HTTPRoute"),
+            ("policy.linkerd.io/v1beta3", "HTTPRoute"),
+            ("gateway.networking.k8s.io/v1", "GRPCRoute"),
+            ("gateway.networking.k8s.io/v1alpha2", "TLSRoute"),
+            ("gateway.networking.k8s.io/v1alpha2", "TCPRoute"),
+        ][self.0.usize(..5)];
+        let parents = self.some(2, |make| {
+            let port = make.maybe(|make| format!("port: {}", make.one(&["80", "90", "5432"])));
+            match make.0.u8(..4) {
+                0 => format!("{{group: policy.linkerd.io, kind: EgressNetwork, name: out, namespace: front, {port}}}"),
+                1 => format!(
+                    "{{group: policy.linkerd.io, kind: Server, name: {}}}",
+                    make.one(&["web", "vm"])
+                ),
+                _ => format!(
+                    "{{group: core, kind: Service, name: {}, namespace: shop, {port}}}",
+                    make.name()
+                ),
+            }
+        });
+        let matches: Option<fn(&mut Self) -> String> = match kind {
+            "HTTPRoute" => Some(Self::http_match),
+            "GRPCRoute" => Some(Self::grpc_match),
+            _ => None,
+        };
+        let hosts = match kind {
+            "TCPRoute" => String::new(),
+            _ => self.maybe(Self::hosts),
+        };
+        let rules = match self.is_one_in(10) {
+            true => String::new(),
+            false => self.some(if matches.is_some() { 2 } else { 1 }, |make| make.rule(matches)),
+        };
+        let (namespace, annotations) = (self.one(&["shop", "shop", "front"]), self.annotations());
+        // Of the same age now and then.
+        let created = self.one(&["2024-01-01T00:00:00Z", "2024-01-02T00:00:00Z"]);
+        format!(
+            "apiVersion: {api}\nkind: {kind}\nmetadata: {{name: r{n}, namespace: {namespace}, \
+             creationTimestamp: '{created}', annotations: {{{annotations}}}}}\n\
+             spec: {{parentRefs: [{parents}], {hosts}rules: [{rules}]}}\n"
+        )
+    }
+
+    fn service(&mut self, name: &str, ip: &str) -> String {
+        let protocol = self.maybe(|make| {
+            let protocol = make.one(&["http", "HTTP", "kubernetes.io/h2c", "linkerd.io/opaque", "tcp", "x"]);
+            format!("appProtocol: {protocol}")
+        });
+        let annotations = self.annotations();
+        format!(
+            "apiVersion: v1\nkind: Service\nmetadata: {{name: {name}, namespace: shop, annotations: {{{annotations}}}}}\n\
+             spec: {{clusterIP: {ip}, selector: {{app: web}}, \
+             ports: [{{name: a, port: 80, targetPort: 8080, {protocol}}}, {{name: b, port: 90}}]}}\n"
+        )
+    }
+
+    fn egress_network(&mut self) -> String {
+        let policy = self.one(&["Allow", "Deny"]);
+        let networks = self.maybe(|make| {
+            let networks = make.list(2, |make| {
+                let cidr = make.one(&["192.0.2.0/24", "0.0.0.0/0", "::/0", "192.0.2.1/33", "x"]);
+                format!(
+                    "{{cidr: '{cidr}', except: [{}]}}",
+                    make.list(1, |make| make.one(&["192.0.2.0/25", "10.0.0.0/8"]).to_owned())
+                )
+            });
+            format!("networks: [{networks}]")
+        });
+        let annotations = self.annotations();
+        format!(
+            "apiVersion: policy.linkerd.io/v1alpha1\nkind: EgressNetwork\n\
+             metadata: {{name: out, namespace: front, annotations: {{{annotations}}}}}\n\
+             spec: {{{networks}trafficPolicy: {policy}}}\n"
+        )
+    }
+
+    fn server(&mut self, name: &str) -> String {
+        let selector = match name {
+            "vm" => "externalWorkloadSelector",
+            _ => "podSelector",
+        };
+        let protocol = self.maybe(|make| {
+            let protocol = make.one(&["unknown", "HTTP/1", "HTTP/2", "gRPC", "opaque", "TLS", "x"]);
+            format!("proxyProtocol: '{protocol}'")
+        });
+        let access = self.maybe(|make| {
+            let policy = make.one(&[
+                "deny",
+                "all-authenticated",
+                "all-unauthenticated",
+                "audit",
+                "cluster-authenticated",
+                "x",
+            ]);
+            format!("accessPolicy: {policy}")
+        });
+        let port = self.one(&["80", "8080", "http", "5432"]);
+        format!(
+            "apiVersion: policy.linkerd.io/v1beta3\nkind: Server\nmetadata: {{name: {name}, namespace: shop}}\n\
+             spec: {{{selector}: {{matchLabels: {{app: web}}}}, port: {port}, {protocol}{access}}}\n"
+        )
+    }
+
+    fn authorization(&mut self, n: usize) -> String {
+        let identity = |make: &mut Self| {
+            let identity = make.one(&["*", "*.shop", "a.b", "no identity", "", "spiffe://root/a", "**"]);
+            format!("'{identity}'")
+        };
+        let network = |make: &mut Self| {
+            let cidr = make.one(&["10.0.0.0/8", "::/0", "10.0.0.1", "10.0.0.0/33", "x"]);
+            format!(
+                "{{cidr: '{cidr}', except: [{}]}}",
+                make.list(1, |make| make.one(&["10.1.0.0/16", "x"]).to_owned())
+            )
+        };
+        let target = match self.0.bool() {
+            true => "kind: Server, name: web".to_owned(),
+            false => format!("kind: HTTPRoute, name: r{}", self.0.u8(..4)),
+        };
+        match self.0.u8(..4) {
+            0 => {
+                let identities = self.maybe(|make| format!("identities: [{}]", make.list(2, identity)));
+                let accounts = self.maybe(|_| "identityRefs: [{kind: ServiceAccount, name: a}]".to_owned());
+                format!(
+                    "apiVersion: policy.linkerd.io/v1alpha1\nkind: MeshTLSAuthentication\n\
+                     metadata: {{name: who, namespace: shop}}\nspec: {{{identities}{accounts}}}\n"
+                )
+            }
+            1 => format!(
+                "apiVersion: policy.linkerd.io/v1alpha1\nkind: NetworkAuthentication\n\
+                 metadata: {{name: whence, namespace: shop}}\nspec: {{networks: [{}]}}\n",
+                self.list(2, network)
+            ),
+            2 => {
+                let references = self.list(3, |make| {
+                    let (kind, name) = [
+                        ("policy.linkerd.io, kind: MeshTLSAuthentication", "who"),
+                        ("policy.linkerd.io, kind: NetworkAuthentication", "whence"),
+                        ("'', kind: ServiceAccount", "a"),
+                    ][make.0.usize(..3)];
+                    format!("{{group: {kind}, name: {name}}}")
+                });
+                format!(
+                    "apiVersion: policy.linkerd.io/v1alpha1\nkind: AuthorizationPolicy\n\
+                     metadata: {{name: p{n}, namespace: shop}}\n\
+                     spec: {{targetRef: {{group: policy.linkerd.io, {target}}}, requiredAuthenticationRefs: [{references}]}}\n"
+                )
+            }
+            _ => {
+                let client = match self.0.u8(..3) {
+                    0 => "unauthenticated: true, ".to_owned(),
+                    1 => "meshTLS: {unauthenticatedTLS: true}, ".to_owned(),
+                    _ => format!("meshTLS: {{identities: [{}]}}, ", self.list(2, identity)),
+                };
+                let networks = self.maybe(|make| format!("networks: [{}]", make.list(2, network)));
+                format!(
+                    "apiVersion: policy.linkerd.io/v1beta1\nkind: ServerAuthorization\n\
+                     metadata: {{name: s{n}, namespace: shop}}\n\
+                     spec: {{server: {{name: web}}, client: {{{client}{networks}}}}}\n"
+                )
+            }
+        }
+    }
+
+    fn rate_limit(&mut self) -> String {
+        let total = self.maybe(|make| format!("total: {{requestsPerSecond: {}}}", make.number()));
+        let identity = self.maybe(|make| format!("identity: {{requestsPerSecond: {}}}", make.number()));
+        let overrides = self.maybe(|make| {
+            format!(
+                "overrides: [{{requestsPerSecond: {}, clientRefs: [{{kind: ServiceAccount, name: a}}]}}]",
+                make.number()
+            )
+        });
+        format!(
+            "apiVersion: policy.linkerd.io/v1alpha1\nkind: HTTPLocalRateLimitPolicy\n\
+             metadata: {{name: limit, namespace: shop}}\n\
+             spec: {{targetRef: {{group: policy.linkerd.io, kind: Server, name: web}}, {total}{identity}{overrides}}}\n"
+        )
+    }
+
+    fn condition(&mut self, depth: u8) -> String {
+        match self.0.u8(..if depth == 0 { 2 } else { 5 }) {
+            0 => format!("pathRegex: '{}'", self.regex()),
+            1 => format!("method: {}", self.one(&["GET", "PROPFIND", "get", "'A B'", "''"])),
+            2 => format!("not: {{{}}}", self.condition(depth - 1)),
+            3 => format!(
+                "all: [{{{}}}, {{{}}}]",
+                self.condition(depth - 1),
+                self.condition(depth - 1)
+            ),
+            _ => format!("any: [{{{}}}]", self.condition(depth - 1)),
+        }
+    }
+
+    fn profile(&mut self) -> String {
+        let route = |make: &mut Self| {
+            let name = make.one(&["a", "GET /a", "é", "a\\nb"]);
+            let condition = make.condition(2);
+            let classes = make.maybe(|make| {
+                let class = |make: &mut Self| {
+                    let (min, max) = (
+                        make.one(&["0", "100", "500", "599", "600"]),
+                        make.one(&["0", "404", "599", "70000"]),
+                    );
+                    format!("{{condition: {{status: {{min: {min}, max: {max}}}}}, isFailure: true}}")
+                };
+                format!("responseClasses: [{}]", make.list(2, class))
+            });
+            let timeout = make.maybe(|make| format!("timeout: {}", make.duration()));
+            format!("{{name: \"{name}\", condition: {{{condition}}}, {classes}{timeout}isRetryable: true}}")
+        };
+        let routes = self.maybe(|make| format!("routes: [{}]", make.list(3, route)));
+        let budget = self.maybe(|make| {
+            let (ratio, least, ttl) = (
+                make.one(&["0", "0.2", "1000.5", "-1", ".nan", "1e39"]),
+                make.one(&["0", "10", "4294967295", "-1"]),
+                make.duration(),
+            );
+            format!("retryBudget: {{retryRatio: {ratio}, minRetriesPerSecond: {least}, ttl: {ttl}}}")
+        });
+        let overrides = self.maybe(|make| {
+            let dst = |make: &mut Self| {
+                let authority = make.one(&[
+                    "web-v2.shop.svc.cluster.local:80",
+                    "web-v2.shop.svc.cluster.local.:80",
+                    "web-v2.shop.svc.cluster.local",
+                    "web-v2.shop:80",
+                    "web-v2.shop.svc:80",
+                    "web-v2",
+                    "a b:80",
+                    "web-v2.shop:0",
+                    "10.0.0.1:80",
+                    "[::1]:80",
+                    "",
+                    ":80",
+                ]);
+                let weight = make.one(&["0", "1", "500m", "0.5", "1k", "4294967295", "-1"]);
+                format!("{{authority: '{authority}', weight: {weight}}}")
+            };
+            format!("dstOverrides: [{}]", make.list(3, dst))
+        });
+        format!(
+            "apiVersion: linkerd.io/v1alpha2\nkind: ServiceProfile\n\
+             metadata: {{name: web.shop.svc.cluster.local, namespace: shop}}\nspec: {{{routes}{budget}{overrides}}}\n"
+        )
+    }
+
+    fn workloads(&mut self) -> String {
+        let account = self.one(&["web", "default", "Upper", "a.b", "é"]);
+        let annotations = self.annotations();
+        let probe = self.maybe(|make| format!("readinessProbe: {{httpGet: {{path: '{}', port: 8080}}}}", make.path()));
+        let identity = self.one(&[
+            "vm.shop",
+            "spiffe://root/vm",
+            "no identity",
+            "Upper.Shop",
+            "",
+            "10.0.0.1",
+        ]);
+        let server_name = self.one(&["vm.shop", "a b", "", "10.0.0.1", "spiffe://root/vm"]);
+        let ip = self.one(&[
+            "10.2.0.1",
+            "10.2.0.1",
+            "169.254.169.254",
+            "127.0.0.1",
+            "::1",
+            "fd00::1",
+            "x",
+        ]);
+        format!(
+            "apiVersion: v1\nkind: Pod\nmetadata: {{name: web-0, namespace: shop, \
+             labels: {{app: web, linkerd.io/control-plane-ns: linkerd}}, annotations: {{{annotations}}}}}\n\
+             spec: {{serviceAccountName: '{account}', containers: [{{name: web, ports: [{{name: http, containerPort: 8080}}], {probe}}}]}}\n\
+             status: {{podIP: 10.1.0.1}}\n---\n\
+             apiVersion: workload.linkerd.io/v1beta1\nkind: ExternalWorkload\n\
+             metadata: {{name: vm, namespace: shop, labels: {{app: web}}}}\n\
+             spec: {{meshTLS: {{identity: '{identity}', serverName: '{server_name}'}}, \
+             ports: [{{name: http, port: 8080}}, {{port: 80}}], workloadIPs: [{{ip: '{ip}'}}]}}\n"
+        )
+    }
+
+    /// The objects of one cluster.
+    fn cluster(&mut self) -> String {
+        let mut all = vec![
+            self.service("web", "10.247.0.10"),
+            self.service("web-v2", "10.247.0.11"),
+            self.egress_network(),
+            self.server("web"),
+            self.server("vm"),
+            self.rate_limit(),
+            self.workloads(),
+        ];
+        for n in 0..self.0.usize(..6) {
+            all.push(self.route(n));
+        }
+        for n in 0..self.0.usize(..4) {
+            all.push(self.authorization(n));
+        }
+        if self.0.bool() {
+            all.push(self.profile());
+        }
+        all.join("---\n")
+    }
+}
