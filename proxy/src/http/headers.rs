@@ -202,10 +202,8 @@ fn check_http2(req: &mut Request<Body>) -> Result<(), Error> {
             if host.replace(value).is_some() {
                 return Err(Error::BadRequest("it names two hosts"));
             }
-        } else if *name == header::CONTENT_LENGTH {
-            if length.replace(value).is_some() {
-                return Err(Error::BadRequest("it has two content-lengths"));
-            }
+        } else if *name == header::CONTENT_LENGTH && length.replace(value).is_some() {
+            return Err(Error::BadRequest("it has two content-lengths"));
         }
     }
     if length.is_some_and(|length| number(length.as_bytes()).is_none()) {

@@ -122,10 +122,12 @@ impl Pool {
                 continue;
             }
             let is_known = idle.server.told.is_some() || idle.server.closed.is_some();
-            if is_known && {
-                let now = Instant::now();
-                idle.server.usable_for(now).is_some_and(|limit| now - since >= limit)
-            } {
+            let now = is_known.then(Instant::now);
+            let is_old = now.is_some_and(|now| {
+                let limit = idle.server.usable_for(now);
+                limit.is_some_and(|limit| now - since >= limit)
+            });
+            if is_old {
                 // The others are older.
                 let old = std::mem::take(&mut idle.connections);
                 drop(idle);
