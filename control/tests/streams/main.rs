@@ -1,6 +1,7 @@
 //! Manifests in a directory to the messages that proxies get.
 #![cfg(test)]
 
+mod derived;
 mod directory;
 mod endpoints;
 mod harness;
@@ -12,6 +13,7 @@ mod place;
 mod profile_changes;
 mod profiles;
 mod recorded;
+mod route_rows;
 mod rows;
 mod sharing;
 mod show;

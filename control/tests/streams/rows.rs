@@ -35,7 +35,7 @@ fn words(addr: &WeightedAddr) -> Vec<String> {
 }
 
 /// Checks that all expected words are there; one after `!` must not be the beginning of any.
-fn check(what: &str, words: &[String], expected: &str) {
+pub(crate) fn check(what: &str, words: &[String], expected: &str) {
     for word in expected.split(' ') {
         let holds = match word.strip_prefix('!') {
             Some(none) => !words.iter().any(|word| word.starts_with(none)),
@@ -46,7 +46,7 @@ fn check(what: &str, words: &[String], expected: &str) {
 }
 
 /// The endpoint that the profile of an address tells.
-async fn profile(mesh: &Mesh, path: &str) -> Vec<String> {
+pub(crate) async fn profile(mesh: &Mesh, path: &str) -> Vec<String> {
     let profile = mesh.profile(path).await;
     let mut words = words(&profile.endpoint.expect("an endpoint profile"));
     if profile.opaque_protocol {
@@ -56,20 +56,20 @@ async fn profile(mesh: &Mesh, path: &str) -> Vec<String> {
 }
 
 /// A pod of namespace `shop` with a sidecar; `metadata` and `spec` are more of its lines.
-fn pod(name: &str, ip: &str, metadata: &str, spec: &str) -> String {
+pub(crate) fn pod(name: &str, ip: &str, metadata: &str, spec: &str) -> String {
     format!(
         "---\napiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: shop, {metadata}}}\n\
          spec: {{{spec}}}\nstatus: {{podIP: {ip}, phase: Running}}\n"
     )
 }
 
-const MESHED: &str = "labels: {linkerd.io/control-plane-ns: linkerd}";
+pub(crate) const MESHED: &str = "labels: {linkerd.io/control-plane-ns: linkerd}";
 
 fn owned(kind: &str, name: &str) -> String {
     format!("{MESHED}, ownerReferences: [{{apiVersion: v1, kind: {kind}, name: {name}, uid: u}}]")
 }
 
-const CONTAINER: &str = "containers: [{name: app, ports: [{name: data, containerPort: 5000}]}]";
+pub(crate) const CONTAINER: &str = "containers: [{name: app, ports: [{name: data, containerPort: 5000}]}]";
 
 #[tokio::test]
 async fn owners_are_labels() {
@@ -290,7 +290,7 @@ async fn pods_say_how_they_are_reached() {
 }
 
 /// A service `web` and a slice of it; nodes `node-a` and `node-b` in zones a and b.
-fn sliced(service: &str, slice: &str) -> String {
+pub(crate) fn sliced(service: &str, slice: &str) -> String {
     let node = |name: &str| {
         format!(
             "---\napiVersion: v1\nkind: Node\nmetadata: {{name: node-{name}, labels: {{topology.kubernetes.io/zone: {name}}}}}\n"
@@ -305,8 +305,8 @@ fn sliced(service: &str, slice: &str) -> String {
     )
 }
 
-const PORTS: &str = "ports: [{name: http, port: 80, targetPort: 1}, {name: admin, port: 81}]";
-const V4: &str = "addressType: IPv4\nports: [{name: http, port: 8080}]\n";
+pub(crate) const PORTS: &str = "ports: [{name: http, port: 80, targetPort: 1}, {name: admin, port: 81}]";
+pub(crate) const V4: &str = "addressType: IPv4\nports: [{name: http, port: 8080}]\n";
 
 #[tokio::test]
 async fn slices_say_which_addresses_there_are() {
@@ -457,7 +457,7 @@ async fn slices_say_which_addresses_there_are() {
     }
 }
 
-const A: &str = r#"{"ns":"shop","nodeName":"node-a","pod":"client"}"#;
+pub(crate) const A: &str = r#"{"ns":"shop","nodeName":"node-a","pod":"client"}"#;
 
 #[tokio::test]
 async fn hints_and_traffic_policies_choose_endpoints() {
@@ -571,7 +571,7 @@ async fn hints_and_traffic_policies_choose_endpoints() {
     }
 }
 
-fn add(update: Update) -> Vec<Vec<String>> {
+pub(crate) fn add(update: Update) -> Vec<Vec<String>> {
     match update.update {
         Some(update::Update::Add(set)) => set.addrs.iter().map(words).collect(),
         other => panic!("no addition: {other:?}"),
@@ -733,44 +733,6 @@ async fn addresses_are_found_by_what_claims_them() {
 }
 
 #[tokio::test]
-async fn clients_and_the_policy_of_a_port_are_told_alike_what_is_opaque() {
-    use tulle_proto::inbound::proxy_protocol::Kind;
-
-    let server = |name: &str, age: u8, protocol: &str| {
-        format!(
-            "---\napiVersion: policy.linkerd.io/v1beta3\nkind: Server\n\
-             metadata: {{name: {name}, namespace: shop, creationTimestamp: \"2024-01-0{age}T00:00:00Z\"}}\n\
-             spec: {{podSelector: {{}}, port: 5000{protocol}}}\n"
-        )
-    };
-    let (opaque, http) = (", proxyProtocol: opaque", ", proxyProtocol: HTTP/1");
-    let row = async |list: Option<&str>, servers: &[String], expected: bool| {
-        let annotations = list.map_or_else(String::new, |list| {
-            format!(", annotations: {{config.linkerd.io/opaque-ports: \"{list}\"}}")
-        });
-        let pod = pod("p", "10.1.0.1", &format!("{MESHED}{annotations}"), CONTAINER);
-        let mesh = mesh(&format!("{pod}{}", servers.concat())).await;
-        let words = profile(&mesh, "10.1.0.1:5000").await;
-        let told = mesh.port(r#"{"ns":"shop","pod":"p"}"#, 5000).await.unwrap();
-        let is_opaque = matches!(told.protocol.unwrap().kind, Some(Kind::Opaque(_)));
-        assert_eq!(is_opaque, expected, "the policy of {list:?} {servers:?}");
-        let hinted = words.iter().any(|word| word == "opaque");
-        assert_eq!(hinted, expected, "the endpoint of {list:?} {servers:?}");
-    };
-    for list in ["data,9000", "data,", ",5000", " data , 80", "4000 - 6000", "90O0,data"] {
-        row(Some(list), &[], true).await;
-    }
-    for list in ["", ",", "9000,", "dat", "50O0"] {
-        row(Some(list), &[], false).await;
-    }
-    // Of two Servers the oldest decides, and annotations are for ports without one.
-    row(None, &[server("a", 1, opaque), server("b", 2, http)], true).await;
-    row(None, &[server("a", 2, opaque), server("b", 1, http)], false).await;
-    row(None, &[server("a", 1, opaque), server("b", 1, http)], true).await;
-    row(Some("data"), &[server("a", 1, http)], false).await;
-}
-
-#[tokio::test]
 async fn addresses_of_a_mirror_lead_to_the_gateway_and_name_the_service_behind_it() {
     let slice = format!("{V4}endpoints: [{{addresses: [203.0.113.9]}}]");
     let yaml = sliced(PORTS, &slice).replace(
@@ -792,120 +754,4 @@ async fn addresses_of_a_mirror_lead_to_the_gateway_and_name_the_service_behind_i
         "203.0.113.9:8080 h2 tls=gateway.linkerd-multicluster.serviceaccount.identity.linkerd.east target_cluster=east \
          target_service=web target_service_namespace=shop !transport",
     );
-}
-
-#[tokio::test]
-async fn a_client_whose_node_moves_to_another_zone_is_told_of_its_endpoints() {
-    let hinted = "{addresses: [10.3.0.1], zone: a, hints: {forZones: [{name: a}]}}, \
-        {addresses: [10.3.0.2], zone: b, hints: {forZones: [{name: b}]}}";
-    let mesh = mesh(&sliced(PORTS, &format!("{V4}endpoints: [{hinted}]"))).await;
-    let mut stream = mesh.get_from("web.shop.svc.cluster.local:80", A).await.unwrap();
-    assert_eq!(short(&next(&mut stream).await), "+10.3.0.1:8080");
-    let moved = "apiVersion: v1\nkind: Node\nmetadata: {name: node-a, labels: {topology.kubernetes.io/zone: b}}\n";
-    let yaml = sliced(PORTS, &format!("{V4}endpoints: [{hinted}]"));
-    let others = yaml.replace("name: node-a, labels: {topology.kubernetes.io/zone: a}", "name: node-z");
-    mesh.write("mesh.yaml", &format!("{others}---\n{moved}"));
-    let update = next(&mut stream).await;
-    assert_eq!(short(&update), "+10.3.0.2:8080");
-    check("in its zone", &add(update)[0], "zone_locality=local");
-    assert_eq!(short(&next(&mut stream).await), "-10.3.0.1:8080");
-}
-
-#[tokio::test]
-async fn an_external_workload_has_no_address_of_somebody_else() {
-    let workload = |ip: &str| {
-        format!(
-            "---\napiVersion: workload.linkerd.io/v1beta1\nkind: ExternalWorkload\n\
-             metadata: {{name: vm, namespace: evil, labels: {{app: vm}}}}\n\
-             spec: {{meshTLS: {{identity: vm.evil, serverName: vm.evil}}, ports: [{{port: 80}}], workloadIPs: [{{ip: {ip}}}]}}\n\
-             ---\napiVersion: v1\nkind: Service\nmetadata: {{name: vm, namespace: evil}}\n\
-             spec: {{clusterIP: 10.247.0.66, selector: {{app: vm}}, ports: [{{port: 80}}]}}\n"
-        )
-    };
-    let others = format!(
-        "{}---\napiVersion: v1\nkind: Service\nmetadata: {{name: web, namespace: shop}}\n\
-         spec: {{clusterIP: 10.247.0.10, ports: [{{port: 80}}]}}\n{}",
-        pod("p", "10.1.0.1", MESHED, CONTAINER),
-        pod(
-            "host",
-            "10.9.0.1",
-            "labels: {}",
-            "hostNetwork: true, containers: [{name: a, ports: [{containerPort: 81}]}]"
-        ),
-    );
-    for (ip, is_served) in [
-        ("10.1.0.1", false),
-        ("10.247.0.10", false),
-        ("10.9.0.1", false),
-        ("10.2.0.1", true),
-    ] {
-        let mesh = mesh(&format!("{others}{}", workload(ip))).await;
-        let update = next(&mut mesh.get("vm.evil.svc.cluster.local:80").await.unwrap()).await;
-        let expected = if is_served { format!("+{ip}:80") } else { "1".to_owned() };
-        assert_eq!(short(&update), expected, "{ip}");
-        let identity = mesh
-            .profile(&format!("{ip}:80"))
-            .await
-            .endpoint
-            .and_then(|endpoint| endpoint.tls_identity);
-        let is_its = format!("{identity:?}").contains("vm.evil");
-        assert_eq!(is_its, is_served, "{ip}: {identity:?}");
-    }
-}
-
-#[tokio::test]
-async fn in_a_directory_ports_and_readiness_are_those_that_a_cluster_would_say() {
-    let service = |more: &str| {
-        format!(
-            "---\napiVersion: v1\nkind: Service\nmetadata: {{name: web, namespace: shop}}\n\
-             spec: {{clusterIP: 10.247.0.10, selector: {{app: web}}, ports: [{{port: 80, targetPort: http}}]{more}}}\n"
-        )
-    };
-    let port =
-        |container: &str, port: u16| format!("{{name: {container}, ports: [{{name: http, containerPort: {port}}}]}}");
-    let sidecar = |number: u16| format!("{{restartPolicy: Always, {}", port("s", number).trim_start_matches('{'));
-    let row = async |spec: String, service: String, ready: &str, expected: &str| {
-        let manifest = pod("p", "10.1.0.1", "labels: {app: web}", &spec).replace(
-            "phase: Running",
-            &format!("phase: Running, conditions: [{{type: Ready, status: '{ready}'}}]"),
-        );
-        let mesh = mesh(&format!("{manifest}{service}")).await;
-        let update = next(&mut mesh.get("web.shop.svc.cluster.local:80").await.unwrap()).await;
-        assert_eq!(short(&update), expected, "{spec}");
-    };
-    let containers = |all: &[String]| format!("containers: [{}]", all.join(", "));
-    row(
-        containers(&[port("a", 9000), port("b", 8000)]),
-        service(""),
-        "True",
-        "+10.1.0.1:9000",
-    )
-    .await;
-    let with_setup = format!(
-        "initContainers: [{}], {}",
-        port("i", 7000),
-        containers(&[port("a", 9000)])
-    );
-    row(with_setup, service(""), "True", "+10.1.0.1:9000").await;
-    let with_sidecar = format!(
-        "initContainers: [{}], {}",
-        sidecar(7000),
-        containers(&[port("a", 9000)])
-    );
-    row(with_sidecar, service(""), "True", "+10.1.0.1:9000").await;
-    let only_sidecar = format!(
-        "initContainers: [{}, {}], containers: [{{name: a}}]",
-        port("i", 6000),
-        sidecar(7000)
-    );
-    row(only_sidecar, service(""), "True", "+10.1.0.1:7000").await;
-    let one = containers(&[port("a", 9000)]);
-    row(one.clone(), service(""), "False", "1").await;
-    row(
-        one,
-        service(", publishNotReadyAddresses: true"),
-        "False",
-        "+10.1.0.1:9000",
-    )
-    .await;
 }

@@ -15,6 +15,8 @@ mod place;
 mod profiles;
 #[path = "../../../control/tests/streams/recorded.rs"]
 mod recorded;
+#[path = "../../../control/tests/streams/route_rows.rs"]
+mod route_rows;
 #[path = "../../../control/tests/streams/rows.rs"]
 mod rows;
 #[path = "../../../control/tests/streams/show.rs"]
