@@ -5,6 +5,7 @@ use kube::core::GroupVersionKind;
 use serde_json::{Value, json};
 
 use crate::resources::policy::reference::{GATEWAY_GROUP, POLICY_GROUP};
+use crate::resources::unserved::{self, Unserved};
 use crate::resources::{self, KINDS, Kind, Object, route_admission};
 use crate::webhook::review::{Answer, Request};
 
@@ -63,6 +64,10 @@ fn admit(object: &Object) -> Result<(), String> {
         | Object::GrpcRoute(route)
         | Object::TlsRoute(route)
         | Object::TcpRoute(route) => route_admission::admit(route),
+        Object::EgressNetwork(_) => match unserved::of(object).into_iter().next() {
+            Some(Unserved { reason, .. }) => Err(reason),
+            None => Ok(()),
+        },
         // Decoding refuses all that is wrong with the others.
         _ => Ok(()),
     }

@@ -7,8 +7,10 @@ use tulle_core::metrics::{Counter, Family, Gauge, Labels, Registry};
 
 use crate::cluster::Follower;
 use crate::cluster::store::{Change, Fact, Store};
+use crate::resources::event::Event;
 use crate::resources::meta::Name;
 use crate::resources::route::ParentKind;
+use crate::resources::unserved::{self, Unserved};
 use crate::resources::{Kind, Object};
 
 pub(super) struct Metrics {
@@ -24,6 +26,7 @@ pub(super) struct Metrics {
     service_subscribers: Family<Gauge>,
     policy_subscribers: Family<Gauge>,
     policy_updates: Family<Counter>,
+    unserved: Family<Gauge>,
     service_addresses: Arc<Gauge>,
     services: Arc<Gauge>,
     routed_services: Family<Gauge>,
@@ -53,6 +56,10 @@ impl Metrics {
             policy_updates: registry.counter(
                 "policy_updates",
                 "Changes of policies that streams follow, by direction.",
+            ),
+            unserved: registry.gauge(
+                "unserved_configuration",
+                "Parts of an object that cannot be read, or that no proxy does: annotations by their key, and rules of routes.",
             ),
             service_addresses: registry
                 .gauge("outbound_index_service_index_size", "Addresses of Services.")
@@ -178,6 +185,8 @@ pub(super) struct Census {
     addresses: HashSet<Fact>,
     /// Routes of services.
     routes: HashMap<Fact, Follower>,
+    /// What objects ask for in vain, each counted.
+    unserved: HashMap<(Kind, Name), Vec<(Unserved, Follower)>>,
 }
 
 impl Census {
@@ -187,6 +196,35 @@ impl Census {
             Change::Removed(kind, namespace) => self.count(metrics, *kind, namespace, -1),
             Change::None => {}
         }
+    }
+
+    /// Counts what an object asks for in vain, and returns what of it is new.
+    pub(super) fn judge(&mut self, metrics: &Metrics, event: &Event) -> Vec<(Kind, Name, Unserved)> {
+        let (id, found) = match event {
+            Event::Applied(object) => ((object.kind(), object.meta().name.clone()), unserved::of(object)),
+            Event::Deleted(kind, name) => ((*kind, name.clone()), Vec::new()),
+            Event::Synced => return Vec::new(),
+        };
+        let before = self.unserved.remove(&id).unwrap_or_default();
+        let is_new = |one: &&Unserved| !before.iter().any(|(old, _)| old == *one);
+        let new = found
+            .iter()
+            .filter(is_new)
+            .map(|one| (id.0, id.1.clone(), one.clone()))
+            .collect();
+        if !found.is_empty() {
+            let counted = found.into_iter().map(|one| {
+                let labels = Labels::new()
+                    .with("kind", id.0.info().name)
+                    .with("namespace", &id.1.namespace)
+                    .with("name", &id.1.name)
+                    .with("field", one.field);
+                (one, Follower::new(metrics.unserved.get(&labels)))
+            });
+            let counted = counted.collect();
+            self.unserved.insert(id, counted);
+        }
+        new
     }
 
     /// Looks again at what leads to services.

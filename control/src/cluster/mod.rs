@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use ipnet::IpNet;
 use parking_lot::Mutex;
 use tokio::sync::watch;
-use tracing::{debug, error};
+use tracing::{debug, error, warn};
 use tulle_core::identity::service_account;
 use tulle_core::metrics::{Gauge, Registry};
 use tulle_core::ports::PortSet;
@@ -45,6 +45,7 @@ use crate::model::profile::Profile;
 use crate::resources::event::{Event, Writer};
 use crate::resources::meta::Name;
 use crate::resources::policy::server::DefaultPolicy;
+use crate::resources::unserved::Unserved;
 use crate::resources::{Kind, Object};
 
 /// What views must know beside the objects.
@@ -270,12 +271,14 @@ impl Cluster {
 impl Shared {
     fn apply(&self, events: Vec<Event>) {
         let mut synced = false;
+        let mut unserved = Vec::new();
         {
             let state = &mut *self.state.lock();
             let mut touched = HashSet::new();
             for event in events {
                 synced |= matches!(event, Event::Synced);
                 log(&self.config.addr, &state.store, &event);
+                unserved.extend(state.census.judge(&self.metrics, &event));
                 let change = state.store.apply(event, &mut touched);
                 state.census.record(&self.metrics, &change);
             }
@@ -288,6 +291,9 @@ impl Shared {
             if touched.iter().any(is_node) {
                 self.nodes_changed.send_replace(());
             }
+        }
+        for (kind, name, Unserved { field, reason }) in unserved {
+            warn!(kind = kind.info().name, object = %name, field, reason, "a part of the object is not served");
         }
         if synced {
             self.synced.send_replace(true);

@@ -19,6 +19,7 @@ pub mod service;
 pub mod service_profile;
 pub mod status;
 pub mod text;
+pub mod unserved;
 pub mod workload;
 
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! Tables of destination about what a directory alone can show: endpoints that follow from workloads, and changes of objects.
 
-use crate::harness::{mesh, next, short};
+use crate::harness::{eventually, mesh, next, short};
 use crate::rows::{A, CONTAINER, MESHED, PORTS, V4, add, check, pod, profile, sliced};
 
 #[tokio::test]
@@ -155,4 +155,55 @@ async fn in_a_directory_ports_and_readiness_are_those_that_a_cluster_would_say()
         "+10.1.0.1:9000",
     )
     .await;
+}
+
+#[tokio::test]
+async fn what_is_asked_for_in_vain_is_counted_until_it_is_mended() {
+    let pod = |annotation: &str| {
+        pod(
+            "p",
+            "10.1.0.1",
+            &format!("{MESHED}, annotations: {{{annotation}}}"),
+            CONTAINER,
+        )
+    };
+    let service = |annotation: &str| {
+        format!(
+            "---\napiVersion: v1\nkind: Service\nmetadata: {{name: web, namespace: shop, annotations: {{{annotation}}}}}\n\
+             spec: {{clusterIP: 10.247.0.10, ports: [{{name: http, port: 80}}]}}\n"
+        )
+    };
+    let route = "---\napiVersion: gateway.networking.k8s.io/v1\nkind: HTTPRoute\nmetadata: {name: r, namespace: shop}\n\
+        spec: {parentRefs: [{group: '', kind: Service, name: web}], rules: [{filters: [{type: CORS, cors: {}}]}]}\n";
+    let bad = [
+        pod("config.linkerd.io/default-inbound-policy: Deny, config.linkerd.io/opaque-ports: 'data,dat'"),
+        service("retry.linkerd.io/http: sometimes, config.linkerd.io/opaque-ports: 'http,'"),
+        route.to_owned(),
+    ];
+    let mesh = mesh(&bad.concat()).await;
+    let counted = |mesh: &crate::harness::Mesh| {
+        let page = mesh.registry.render();
+        let lines = page
+            .lines()
+            .filter(|line| line.starts_with("unserved_configuration{") && !line.ends_with(" 0"));
+        lines.map(str::to_owned).collect::<Vec<_>>()
+    };
+    let line = |kind: &str, name: &str, field: &str| {
+        format!("unserved_configuration{{kind=\"{kind}\",namespace=\"shop\",name=\"{name}\",field=\"{field}\"}} 1")
+    };
+    let mut expected = [
+        line("HTTPRoute", "r", "spec.rules"),
+        line("Pod", "p", "config.linkerd.io/default-inbound-policy"),
+        line("Pod", "p", "config.linkerd.io/opaque-ports"),
+        line("Service", "web", "retry.linkerd.io/http"),
+    ];
+    expected.sort();
+    let mut found = counted(&mesh);
+    found.sort();
+    assert_eq!(found, expected);
+    mesh.write(
+        "mesh.yaml",
+        &[pod("config.linkerd.io/opaque-ports: 'data'"), service("")].concat(),
+    );
+    eventually(|| counted(&mesh).is_empty()).await;
 }

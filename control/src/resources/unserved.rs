@@ -1,0 +1,116 @@
+//! What an object asks for that is not served: annotations that cannot be read, and parts of routes that no proxy does.
+//!
+//! Admission refuses what it is asked about; what is stored all the same is counted by these findings.
+
+use tulle_core::names::annotation;
+
+use crate::resources::Object;
+use crate::resources::annotations;
+use crate::resources::meta::Meta;
+use crate::resources::policy::server::DefaultPolicy;
+use crate::resources::port_list::{PortList, ResolvedPorts};
+use crate::resources::route::{ParentKind, Route};
+use crate::resources::route_admission;
+use crate::resources::service::Service;
+use crate::resources::workload::{ContainerPort, resolve_declared};
+
+/// One part of an object that is not served, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unserved {
+    /// The annotation, or the part of the spec.
+    pub field: &'static str,
+    pub reason: String,
+}
+
+/// Everything that an object asks for in vain.
+pub fn of(object: &Object) -> Vec<Unserved> {
+    match object {
+        Object::Service(service) => of_service(service),
+        Object::EgressNetwork(network) => {
+            let mut found = of_parent(&network.meta);
+            found.extend(of_list(&network.meta, annotation::OPAQUE_PORTS, |list| {
+                list.resolve(|_| Vec::new())
+            }));
+            found
+        }
+        Object::Pod(pod) => of_workload(&pod.meta, &pod.ports),
+        Object::ExternalWorkload(workload) => of_workload(&workload.meta, &workload.ports),
+        object => object.route().map(|route| of_route(route)).unwrap_or_default(),
+    }
+}
+
+fn of_service(service: &Service) -> Vec<Unserved> {
+    let mut found = of_parent(&service.meta);
+    found.extend(of_list(&service.meta, annotation::OPAQUE_PORTS, |list| {
+        list.resolve(|name| {
+            let named = service.ports.iter().filter(|port| port.name == name);
+            named.map(|port| port.port).collect()
+        })
+    }));
+    found
+}
+
+/// Annotations of what routes are attached to.
+fn of_parent(meta: &Meta) -> Vec<Unserved> {
+    let all = &meta.annotations;
+    let checks = [
+        (annotation::FAILURE_ACCRUAL, annotations::failure_accrual(all).err()),
+        (annotation::PENALIZE_FAILURES, annotations::load_bias(all).err()),
+    ];
+    let mut found = of_rules(meta);
+    found.extend(checks.into_iter().filter_map(unserved));
+    found
+}
+
+/// Annotations of routes, and of their parents.
+fn of_rules(meta: &Meta) -> Vec<Unserved> {
+    let all = &meta.annotations;
+    let checks = [
+        (annotation::RETRY_HTTP, annotations::http_retry(all).err()),
+        (annotation::RETRY_GRPC, annotations::grpc_retry(all).err()),
+        (annotation::TIMEOUT_REQUEST, annotations::timeouts(all).err()),
+    ];
+    checks.into_iter().filter_map(unserved).collect()
+}
+
+fn of_route(route: &Route) -> Vec<Unserved> {
+    let mut found = of_rules(&route.meta);
+    let parents = [ParentKind::Server, ParentKind::Service, ParentKind::EgressNetwork];
+    let is_named = |kind: &ParentKind| route.parents.iter().any(|parent| parent.kind == *kind);
+    let reasons = parents.into_iter().filter(is_named);
+    let reason = reasons.filter_map(|kind| route_admission::unserved(route, kind)).next();
+    found.extend(unserved(("spec.rules", reason)));
+    found
+}
+
+fn of_workload(meta: &Meta, declared: &[ContainerPort]) -> Vec<Unserved> {
+    let policy = meta.annotation(annotation::DEFAULT_INBOUND_POLICY);
+    let policy = policy.and_then(|text| text.parse::<DefaultPolicy>().err());
+    let policy = policy.map(|error| error.to_string());
+    let mut found: Vec<Unserved> = unserved((annotation::DEFAULT_INBOUND_POLICY, policy))
+        .into_iter()
+        .collect();
+    for key in [
+        annotation::REQUIRE_IDENTITY_INBOUND_PORTS,
+        annotation::OPAQUE_PORTS,
+        annotation::SKIP_INBOUND_PORTS,
+    ] {
+        found.extend(of_list(meta, key, |list| resolve_declared(list, declared)));
+    }
+    found
+}
+
+fn of_list(meta: &Meta, key: &'static str, resolve: impl FnOnce(&PortList) -> ResolvedPorts) -> Option<Unserved> {
+    let unknown = resolve(&PortList::parse(meta.annotation(key)?)).unknown;
+    let reason = (!unknown.is_empty()).then(|| {
+        format!(
+            "{} is neither a port, nor a range of ports, nor the name of a port that is declared",
+            unknown.join(", ")
+        )
+    });
+    unserved((key, reason))
+}
+
+fn unserved((field, reason): (&'static str, Option<String>)) -> Option<Unserved> {
+    reason.map(|reason| Unserved { field, reason })
+}
