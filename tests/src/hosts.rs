@@ -22,8 +22,16 @@ pub fn command(host: &Namespace, settings: &[&str], program: &Path) -> Command {
 /// # Errors
 /// When nobody answers, or with another status.
 pub fn admin(host: &Namespace, path: &str) -> io::Result<String> {
+    page(host, port::ADMIN, path)
+}
+
+/// What an HTTP server on the loopback address of a host says with success, the headers of its answer included.
+///
+/// # Errors
+/// When nobody answers, or with another status.
+pub fn page(host: &Namespace, port: u16, path: &str) -> io::Result<String> {
     let ask = || {
-        let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port::ADMIN))?;
+        let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
         stream.set_read_timeout(Some(ADMIN_TIMEOUT))?;
         write!(
             stream,

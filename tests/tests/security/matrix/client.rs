@@ -1,0 +1,295 @@
+//! The client: one connection with the wanted TLS, one function for each thing it may send, and what it saw.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::ErrorKind;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, Request};
+use prost::Message as _;
+use rustls::crypto::aws_lc_rs;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
+use rustls::{ClientConfig, ClientConnection, RootCertStore};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tulle_core::names::port;
+use tulle_proto::transport::session_protocol::{Http1, Http2, Kind};
+use tulle_proto::transport::{self, SessionProtocol};
+use tulle_tests::credentials::{Credentials, Leaf, Validity};
+
+use super::application::{self, GRPC, HEADER, TOKEN};
+use super::scene::identity;
+use super::table::{Header, Identity, Sent, What};
+
+/// What came of a connection, as its client sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Saw {
+    /// The application's answer.
+    Application,
+    /// An answer of the proxy.
+    Status {
+        status: u16,
+        /// `grpc-status`.
+        grpc: Option<u16>,
+        /// The code in `l5d-proxy-cause`.
+        cause: Option<String>,
+    },
+    /// The connection ended without an answer.
+    Closed,
+    /// Nothing came for a long time.
+    Silence,
+    /// The connection did not come to be.
+    Unreachable,
+}
+
+/// Connects with any identity.
+pub(super) struct Client {
+    configs: BTreeMap<Identity, Arc<ClientConfig>>,
+}
+
+trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
+
+impl Client {
+    pub(super) fn new(credentials: &Credentials) -> Self {
+        let client = identity("client");
+        let leaf = |identity: Identity| match identity {
+            Identity::Nobody | Identity::Anonymous => None,
+            Identity::Right => Some(credentials.leaf(&client, Validity::Current)),
+            Identity::Wrong => Some(credentials.leaf(&self::identity("other"), Validity::Current)),
+            Identity::Expired => Some(credentials.leaf(&client, Validity::Over)),
+            Identity::OtherTrustDomain => Some(credentials.foreign_leaf(&client)),
+        };
+        let mut roots = RootCertStore::empty();
+        roots.add(certificate(&credentials.anchor.certificate)).unwrap();
+        let config = |identity| {
+            let builder = ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()));
+            let builder = builder.with_protocol_versions(&[&rustls::version::TLS13]).unwrap();
+            let builder = builder.with_root_certificates(roots.clone());
+            match leaf(identity) {
+                None => builder.with_no_client_auth(),
+                Some(leaf) => {
+                    let (chain, key) = read(&leaf);
+                    builder.with_client_auth_cert(chain, key).unwrap()
+                }
+            }
+        };
+        let configs = Identity::ALL
+            .iter()
+            .map(|&identity| (identity, Arc::new(config(identity))));
+        Self {
+            configs: configs.collect(),
+        }
+    }
+
+    /// Sends something to the application's address, as somebody, and waits for what comes back.
+    pub(super) async fn send(&self, sent: Sent, identity: Identity, to: SocketAddr, token: &str) -> Saw {
+        let proxy = SocketAddr::new(to.ip(), port::INBOUND);
+        let dialled = if sent.header == Header::Absent { to } else { proxy };
+        let tcp = match timeout(CONNECT_LIMIT, TcpStream::connect(dialled)).await {
+            Ok(Ok(tcp)) => tcp,
+            // Refused as soon as it came to be.
+            Ok(Err(error)) if error.kind() == ErrorKind::ConnectionReset => return Saw::Closed,
+            Ok(Err(_)) | Err(_) => return Saw::Unreachable,
+        };
+        let stream: Box<dyn Stream> = match identity {
+            Identity::Nobody => Box::new(tcp),
+            _ => match self.encrypt(tcp, identity, sent.header).await {
+                Ok(tls) => Box::new(tls),
+                Err(_) => return Saw::Closed,
+            },
+        };
+        self.speak(stream, sent, to.port(), token).await
+    }
+
+    async fn encrypt(
+        &self,
+        tcp: TcpStream,
+        identity: Identity,
+        header: Header,
+    ) -> std::io::Result<tokio_rustls::client::TlsStream<TcpStream>> {
+        let mut config = self.configs[&identity].clone();
+        if header != Header::Absent {
+            Arc::make_mut(&mut config).alpn_protocols = vec![b"transport.l5d.io/v1".to_vec()];
+        }
+        let name = ServerName::try_from(self::identity("server")).unwrap();
+        let connecting = TlsConnector::from(config).connect(name, tcp);
+        timeout(ANSWER_LIMIT, connecting)
+            .await
+            .unwrap_or_else(|late| Err(late.into()))
+    }
+
+    async fn speak(&self, mut stream: Box<dyn Stream>, sent: Sent, port: u16, token: &str) -> Saw {
+        if stream.write_all(&transport_header(sent.header, port)).await.is_err() {
+            return Saw::Closed;
+        }
+        match sent.what {
+            What::Http1 => http1(stream, token).await,
+            What::Http2 => http2(stream, token).await,
+            What::Grpc => grpc(stream, token).await,
+            What::Odd => odd(stream, token).await,
+            What::Tls => tls(stream, &self.configs[&Identity::Anonymous], token).await,
+            What::Raw => raw(stream, token).await,
+            What::Silence => silence(stream).await,
+            What::Half => half(stream, token).await,
+        }
+    }
+}
+
+/// A request of HTTP/1.1.
+async fn http1(stream: Box<dyn Stream>, token: &str) -> Saw {
+    let head = format!("POST {PATH} HTTP/1.1\r\nhost: server\r\ncontent-length: 0\r\n{TOKEN}: {token}.\r\n\r\n");
+    exchange(stream, head.as_bytes()).await
+}
+
+/// A request of HTTP/2, by prior knowledge.
+async fn http2(stream: Box<dyn Stream>, token: &str) -> Saw {
+    let req = Request::post(format!("http://server{PATH}"));
+    request2(stream, req.header(TOKEN, format!("{token}.")), None).await
+}
+
+/// A unary call of gRPC.
+async fn grpc(stream: Box<dyn Stream>, token: &str) -> Saw {
+    let req = Request::post(format!("http://server{PATH}"));
+    let req = req.header("content-type", GRPC).header("te", "trailers");
+    let message = Bytes::from_static(&[0; 5]);
+    request2(stream, req.header(TOKEN, format!("{token}.")), Some(message)).await
+}
+
+/// A request whose method is in small letters.
+async fn odd(stream: Box<dyn Stream>, token: &str) -> Saw {
+    let head = format!("post {PATH} HTTP/1.1\r\nhost: server\r\ncontent-length: 0\r\n{TOKEN}: {token}.\r\n\r\n");
+    exchange(stream, head.as_bytes()).await
+}
+
+/// The ClientHello of an application that speaks TLS by itself.
+async fn tls(stream: Box<dyn Stream>, config: &Arc<ClientConfig>, token: &str) -> Saw {
+    let name = ServerName::try_from(format!("{token}.test")).unwrap();
+    let mut connection = ClientConnection::new(config.clone(), name).unwrap();
+    let mut hello = Vec::new();
+    connection.write_tls(&mut hello).unwrap();
+    exchange(stream, &hello).await
+}
+
+/// Bytes that are no HTTP.
+async fn raw(stream: Box<dyn Stream>, token: &str) -> Saw {
+    exchange(stream, format!("\0\x01 {token}. and more\n").as_bytes()).await
+}
+
+async fn silence(stream: Box<dyn Stream>) -> Saw {
+    exchange(stream, b"").await
+}
+
+/// A request line, a header, and no end.
+async fn half(stream: Box<dyn Stream>, token: &str) -> Saw {
+    let head = format!("GET {PATH} HTTP/1.1\r\nhost: server\r\n{TOKEN}: {token}.\r\n");
+    exchange(stream, head.as_bytes()).await
+}
+
+/// Sends bytes and reads until it is clear what the answer is.
+async fn exchange(mut stream: Box<dyn Stream>, bytes: &[u8]) -> Saw {
+    // A refusal may come before all is sent, and is read then.
+    let _sent = stream.write_all(bytes).await;
+    let _flushed = stream.flush().await;
+    let mut answer = Vec::new();
+    let reading = async {
+        loop {
+            if let Some(saw) = of_bytes(&answer) {
+                return saw;
+            }
+            if !matches!(stream.read_buf(&mut answer).await, Ok(1..)) {
+                return Saw::Closed;
+            }
+        }
+    };
+    timeout(ANSWER_LIMIT, reading).await.unwrap_or(Saw::Silence)
+}
+
+/// What an answer in bytes is, once there is enough of it.
+fn of_bytes(answer: &[u8]) -> Option<Saw> {
+    let text = String::from_utf8_lossy(answer);
+    if text.starts_with(application::BYTES) || text.starts_with(application::GREETING) {
+        return Some(Saw::Application);
+    }
+    let (head, _) = text.strip_prefix("HTTP/1.1 ")?.split_once("\r\n\r\n")?;
+    let mut headers = HeaderMap::new();
+    for (name, value) in head.lines().skip(1).filter_map(|line| line.split_once(": ")) {
+        let name: http::HeaderName = name.parse().unwrap();
+        headers.insert(name, value.parse().unwrap());
+    }
+    Some(of_head(head.get(..3)?.parse().ok()?, &headers))
+}
+
+/// What an answer of HTTP is.
+fn of_head(status: u16, headers: &HeaderMap) -> Saw {
+    if headers.contains_key(HEADER) {
+        return Saw::Application;
+    }
+    let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+    let code = |cause: &str| cause.split([';', ':']).next().unwrap_or_default().to_owned();
+    Saw::Status {
+        status,
+        grpc: text("grpc-status").and_then(|code| code.parse().ok()),
+        cause: text("l5d-proxy-cause").map(code),
+    }
+}
+
+async fn request2(stream: Box<dyn Stream>, req: http::request::Builder, message: Option<Bytes>) -> Saw {
+    let asking = async {
+        let (mut sender, connection) = h2::client::handshake(stream).await?;
+        // Ends with the runtime, or with the connection.
+        tokio::spawn(async move { connection.await.ok() });
+        let (response, mut body) = sender.send_request(req.body(()).unwrap(), message.is_none())?;
+        if let Some(message) = message {
+            // Refused early, the answer says why.
+            let _sent = body.send_data(message, true);
+        }
+        response.await
+    };
+    match timeout(ANSWER_LIMIT, asking).await {
+        Ok(Ok(response)) => of_head(response.status().as_u16(), response.headers()),
+        Ok(Err(_)) => Saw::Closed,
+        Err(_) => Saw::Silence,
+    }
+}
+
+/// What is sent ahead on the proxy's own port; nothing elsewhere.
+fn transport_header(header: Header, port: u16) -> Vec<u8> {
+    let kind = match header {
+        Header::Absent => return Vec::new(),
+        Header::NoProtocol => None,
+        Header::Http1 => Some(Kind::Http1(Http1 {})),
+        Header::Http2 => Some(Kind::Http2(Http2 {})),
+    };
+    let message = transport::Header {
+        port: port.into(),
+        name: String::new(),
+        session_protocol: kind.map(|kind| SessionProtocol { kind: Some(kind) }),
+    };
+    let message = message.encode_to_vec();
+    let length = u32::try_from(message.len()).unwrap().to_be_bytes();
+    [&b"transport.l5d.io/v1\r\n\r\n"[..], &length, &message].concat()
+}
+
+fn read(leaf: &Leaf) -> (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>) {
+    let text = |path: &Path| fs::read_to_string(path).unwrap();
+    let chain = [certificate(&leaf.pem), certificate(&text(&leaf.chain))];
+    let key = pem::parse(text(&leaf.key)).unwrap().into_contents();
+    (chain.to_vec(), PrivatePkcs8KeyDer::from(key).into())
+}
+
+fn certificate(text: &str) -> CertificateDer<'static> {
+    pem::parse(text).unwrap().into_contents().into()
+}
+
+/// What routes of the table match: `own` is a service of gRPC, too, and `Call` its method.
+const PATH: &str = "/own/Call";
+const CONNECT_LIMIT: Duration = Duration::from_secs(3);
+/// Longer than any limit of the sidecar.
+const ANSWER_LIMIT: Duration = Duration::from_secs(8);

@@ -1,0 +1,323 @@
+//! Policies of the way out: EgressNetworks, through the sidecar of a client.
+//!
+//! What decides is whom the client dials, so there is an address for each policy; the application listens on all of them.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use futures_util::future::join_all;
+use tokio::sync::Semaphore;
+
+use super::application::{self, Reached};
+use super::client::{Client, Saw};
+use super::scene::{self, Ipv6Rules, Scene};
+use super::table::{self, Family, Header, Identity, Sent, State, What};
+use super::words::words;
+use super::{MAX_WAITING, runtime};
+
+/// What becomes of what a client sends, by the policy of the address it dials.
+///
+/// Identities are folded: the sidecar is the one of the client, which proves nothing to it. Transport headers are
+/// folded: applications send none.
+const SENT: &str = "
+sent     none  allow  deny    http-route  other-route  tls-route  tcp-route
+http1    ok    ok     403     ok          403          closed     ok
+http2    ok    ok     403     ok          403          closed     ok
+grpc     ok    ok     403     ok          403          closed     ok
+odd      ok    ok     closed  closed      closed       closed     ok
+tls      ok    ok     closed  closed      closed       ok         ok
+raw      ok    ok     closed  closed      closed       closed     ok
+silence  ok    ok     closed  closed      closed       closed     ok
+half     late  late   late    late        late         closed     ok
+";
+
+/// What each state of the control plane makes of a connection.
+///
+/// That the control plane finds nothing is folded: it has an answer for every address outside of the cluster.
+const STATES: &[(State, Knowledge)] = &[
+    (State::Up, Knowledge::Policy),
+    (State::NotYet, Knowledge::Nothing),
+    (State::DownBefore, Knowledge::Nothing),
+    (State::DownAfter, Knowledge::Policy),
+    (State::Restarting, Knowledge::Policy),
+];
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Knowledge {
+    Policy,
+    /// The connection is refused, because nobody can say where it may go.
+    Nothing,
+}
+
+words! {
+    EgressPolicy {
+        /// No EgressNetwork has the address.
+        Absent = "none",
+        Allow = "allow",
+        Deny = "deny",
+        /// It denies, but for an HTTPRoute that matches.
+        HttpRoute = "http-route",
+        /// It denies, but for an HTTPRoute that does not match.
+        OtherRoute = "other-route",
+        TlsRoute = "tls-route",
+        TcpRoute = "tcp-route",
+    }
+}
+
+words! {
+    Expected {
+        Permitted = "ok",
+        /// HTTP is answered 403, or what gRPC has for it.
+        Forbidden = "403",
+        Closed = "closed",
+        /// The request does not come to its end, which the client's sidecar waits for longer than the client.
+        Late = "late",
+        /// As 403, but nobody can say.
+        Unknown = "unknown",
+    }
+}
+
+#[test]
+fn while_the_control_plane_is_up_nothing_leaves_but_what_egress_networks_permit() {
+    check(&[State::Up], scene::up, |_| {});
+}
+
+#[test]
+fn before_the_control_plane_has_come_nothing_leaves() {
+    check(&[State::NotYet], scene::not_yet, |_| {});
+}
+
+#[test]
+fn while_the_control_plane_is_down_what_it_said_of_the_outside_holds() {
+    check(
+        &[State::DownBefore, State::DownAfter],
+        scene::up,
+        Scene::kill_control_plane,
+    );
+}
+
+#[test]
+fn while_the_control_plane_restarts_nothing_leaves_but_what_egress_networks_permit() {
+    let restart = |scene: &mut Scene| {
+        scene.kill_control_plane();
+        scene.start_control_plane("manifests");
+    };
+    check(&[State::Restarting], scene::up, restart);
+}
+
+#[derive(Clone, Copy)]
+struct Cell {
+    state: State,
+    policy: EgressPolicy,
+    sent: Sent,
+    family: Family,
+}
+
+/// Tries all cells of some states: the scene is brought up, what is asked for before is asked for, then `changes` happen.
+fn check(states: &[State], bring_up: fn(&mut Scene), changes: fn(&mut Scene)) {
+    if !scene::can_run() {
+        return;
+    }
+    let mut scene = Scene::build("client", &manifests(), &[], Ipv6Rules::Written);
+    let mut addresses = Vec::new();
+    for policy in EgressPolicy::ALL {
+        for state in [State::Up, State::NotYet] {
+            addresses.extend(Family::ALL.iter().map(|family| policy.address(state, *family)));
+        }
+    }
+    let lines = addresses.iter().map(|ip| match ip {
+        IpAddr::V4(_) => format!("addr add {ip}/32 dev eth0\n"),
+        IpAddr::V6(_) => format!("addr add {ip}/128 dev eth0 nodad\n"),
+    });
+    scene.outside.ip(&lines.collect::<String>()).unwrap();
+    let listeners = application::listen(&scene.outside, &[PORT]);
+    bring_up(&mut scene);
+    let cells = cells(states);
+    let client = Client::new(&scene.credentials);
+    let is_asked = |cell: &&Cell| cell.state.is_asked();
+    let asked: Vec<_> = cells.iter().filter(is_asked).copied().collect();
+    let host = scene.client.clone();
+    let run = || {
+        runtime().block_on(async {
+            let reached = application::serve(listeners);
+            let mut faults = faults_of(&asked, &client, &reached).await;
+            changes(&mut scene);
+            faults.extend(faults_of(&cells, &client, &reached).await);
+            faults
+        })
+    };
+    let faults = host.run(run).unwrap();
+    super::report(cells.len(), &faults, &scene);
+}
+
+fn cells(states: &[State]) -> Vec<Cell> {
+    let mut cells = Vec::new();
+    for &state in states {
+        for &policy in EgressPolicy::ALL {
+            for row in table::rows(SENT) {
+                let sent = Sent {
+                    header: Header::Absent,
+                    what: What::of(row[0]),
+                };
+                let cell = |family: &Family| Cell {
+                    state,
+                    policy,
+                    sent,
+                    family: *family,
+                };
+                cells.extend(Family::ALL.iter().map(cell));
+            }
+        }
+    }
+    cells
+}
+
+async fn faults_of(cells: &[Cell], client: &Client, reached: &Reached) -> Vec<String> {
+    let places = Semaphore::new(MAX_WAITING);
+    let tries = cells.iter().enumerate().map(async |(n, cell)| {
+        let _place = places.acquire().await.unwrap();
+        cell.fault(n, client, reached).await
+    });
+    join_all(tries).await.into_iter().flatten().collect()
+}
+
+impl Cell {
+    async fn fault(&self, n: usize, client: &Client, reached: &Reached) -> Option<String> {
+        let to = SocketAddr::new(self.policy.address(self.state, self.family), PORT);
+        let token = format!("token-{}-{n}", self.state.is_asked());
+        let saw = client.send(self.sent, Identity::Nobody, to, &token).await;
+        let reached = reached.contains(&token);
+        let expected = self.expected();
+        let fits = match expected {
+            Expected::Permitted => saw == Saw::Application && (reached || self.sent.what == What::Silence),
+            _ => !reached && expected.fits(&saw),
+        };
+        (!fits).then(|| format!("{self}\n    expected: {expected:?}\n    came: {saw:?}, reached: {reached}"))
+    }
+
+    fn expected(&self) -> Expected {
+        let known = STATES.iter().find(|(state, _)| *state == self.state);
+        match known.expect("it has a row").1 {
+            Knowledge::Policy => Expected::of(table::at(SENT, self.sent.what.word(), self.policy.word())),
+            Knowledge::Nothing if self.sent.what == What::Half => Expected::Late,
+            Knowledge::Nothing => Expected::Unknown,
+        }
+    }
+}
+
+impl fmt::Display for Cell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            state,
+            policy,
+            sent,
+            family,
+        } = self;
+        write!(f, "control plane: {state}; egress: {policy}; sent: {sent}; {family}")
+    }
+}
+
+impl Expected {
+    /// Whether a client that is refused so may see this.
+    fn fits(self, saw: &Saw) -> bool {
+        let (expected, expected_grpc, expected_cause) = match self {
+            Self::Permitted => return *saw == Saw::Application,
+            Self::Closed => return *saw == Saw::Closed,
+            Self::Forbidden => (403, 9, "injected"),
+            Self::Late => (408, 4, "head-timeout"),
+            Self::Unknown => (503, 14, "discovery-timeout"),
+        };
+        match saw {
+            Saw::Status { status, grpc, cause } => {
+                let status = grpc.map_or(*status == expected, |grpc| grpc == expected_grpc);
+                status && cause.as_deref() == Some(expected_cause)
+            }
+            Saw::Closed => self == Self::Unknown,
+            Saw::Application | Saw::Silence | Saw::Unreachable => false,
+        }
+    }
+}
+
+impl EgressPolicy {
+    /// An address that has this policy: one that is asked for before the state comes, or another.
+    fn address(self, state: State, family: Family) -> IpAddr {
+        let index = Self::ALL.iter().position(|policy| *policy == self);
+        let index = u8::try_from(index.expect("it is one of them")).unwrap();
+        let host = if state.is_asked() { 10 + index } else { 110 + index };
+        match family {
+            Family::V4 => Ipv4Addr::new(198, 51, 100, host).into(),
+            Family::V6 => Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, host.into()).into(),
+        }
+    }
+
+    fn manifest(self) -> String {
+        let policy = match self {
+            Self::Absent => return String::new(),
+            Self::Allow => "Allow",
+            _ => "Deny",
+        };
+        let cidr = |state, family: &Family| match self.address(state, *family) {
+            IpAddr::V4(ip) => format!("{{cidr: {ip}/32}}"),
+            IpAddr::V6(ip) => format!("{{cidr: \"{ip}/128\"}}"),
+        };
+        let networks = [State::Up, State::NotYet].map(|state| {
+            Family::ALL
+                .iter()
+                .map(|family| cidr(state, family))
+                .collect::<Vec<_>>()
+                .join(", ")
+        });
+        let networks = networks.join(", ");
+        let network = format!(
+            "\
+---
+apiVersion: policy.linkerd.io/v1alpha1
+kind: EgressNetwork
+metadata: {{name: {self}, namespace: shop}}
+spec: {{trafficPolicy: {policy}, networks: [{networks}]}}
+"
+        );
+        let path = |path: &str| format!("matches: [{{path: {{type: PathPrefix, value: {path}}}}}], ");
+        network
+            + &match self {
+                Self::Absent | Self::Allow | Self::Deny => String::new(),
+                Self::HttpRoute => self.route("HTTPRoute", "v1", "", &path("/own")),
+                Self::OtherRoute => self.route("HTTPRoute", "v1", "", &path("/other")),
+                Self::TlsRoute => self.route("TLSRoute", "v1alpha2", "  hostnames: [\"*.test\"]\n", ""),
+                Self::TcpRoute => self.route("TCPRoute", "v1alpha2", "", ""),
+            }
+    }
+
+    /// A route of the EgressNetwork that leads where the client dials.
+    fn route(self, kind: &str, version: &str, hostnames: &str, matches: &str) -> String {
+        format!(
+            "\
+---
+apiVersion: gateway.networking.k8s.io/{version}
+kind: {kind}
+metadata: {{name: {self}, namespace: shop}}
+spec:
+  parentRefs: [{{group: policy.linkerd.io, kind: EgressNetwork, name: {self}, port: {PORT}}}]
+{hostnames}  rules: [{{{matches}backendRefs: [{{group: policy.linkerd.io, kind: EgressNetwork, name: {self}}}]}}]
+"
+        )
+    }
+}
+
+fn manifests() -> String {
+    let client = scene::identity("client");
+    let workload = format!(
+        "\
+apiVersion: workload.linkerd.io/v1beta1
+kind: ExternalWorkload
+metadata: {{name: client, namespace: shop, labels: {{app: client}}}}
+spec:
+  meshTLS: {{identity: {client}, serverName: {client}}}
+  workloadIPs: [{{ip: 10.79.0.10}}, {{ip: \"fd79::10\"}}]
+"
+    );
+    let policies = EgressPolicy::ALL.iter().map(|policy| policy.manifest());
+    workload + &policies.collect::<String>()
+}
+
+const PORT: u16 = 8000;

@@ -1,0 +1,158 @@
+//! What each policy is in manifests.
+
+use super::scene::{OUTSIDE, identity};
+use super::table::{Policy, v6};
+
+/// The workload and what policies name; the policies of ports are beside it.
+pub(super) fn workload() -> String {
+    let (server, client) = (identity("server"), identity("client"));
+    let network = format!("[{{cidr: {OUTSIDE}/32}}, {{cidr: \"{}/128\"}}]", v6(OUTSIDE));
+    format!(
+        "\
+apiVersion: workload.linkerd.io/v1beta1
+kind: ExternalWorkload
+metadata: {{name: server, namespace: shop, labels: {{app: server}}}}
+spec:
+  meshTLS: {{identity: {server}, serverName: {server}}}
+  workloadIPs: [{{ip: 10.79.0.20}}, {{ip: \"fd79::20\"}}]
+---
+apiVersion: policy.linkerd.io/v1alpha1
+kind: MeshTLSAuthentication
+metadata: {{name: client, namespace: shop}}
+spec: {{identities: [{client}]}}
+---
+apiVersion: policy.linkerd.io/v1alpha1
+kind: NetworkAuthentication
+metadata: {{name: network, namespace: shop}}
+spec: {{networks: {network}}}
+---
+apiVersion: policy.linkerd.io/v1alpha1
+kind: NetworkAuthentication
+metadata: {{name: other-network, namespace: shop}}
+spec: {{networks: [{{cidr: 10.80.0.0/16}}, {{cidr: \"fd80::/64\"}}]}}
+"
+    )
+}
+
+/// The manifests of a policy for one port of the server.
+pub(super) fn policy(policy: Policy, port: u16) -> String {
+    let name = format!("{policy}-{port}");
+    let server = |protocol: &str, access: &str| {
+        format!(
+            "\
+apiVersion: policy.linkerd.io/v1beta3
+kind: Server
+metadata: {{name: {name}, namespace: shop}}
+spec:
+  externalWorkloadSelector: {{matchLabels: {{app: server}}}}
+  port: {port}
+  proxyProtocol: {protocol}
+{access}---
+"
+        )
+    };
+    let denying = |protocol: &str| server(protocol, "  accessPolicy: deny\n");
+    let open = |protocol: &str| server(protocol, "  accessPolicy: all-unauthenticated\n");
+    match policy {
+        Policy::NoServer => String::new(),
+        Policy::Server => server("unknown", ""),
+        Policy::Deny => denying("unknown"),
+        Policy::Audit => server("unknown", "  accessPolicy: audit\n"),
+        Policy::ServerAuthorization => denying("unknown") + &server_authorization(&name),
+        Policy::ByIdentity => denying("unknown") + &authorization(&name, "Server", "MeshTLSAuthentication", "client"),
+        Policy::ByNetwork => denying("unknown") + &authorization(&name, "Server", "NetworkAuthentication", "network"),
+        Policy::ByOtherNetwork => {
+            denying("unknown") + &authorization(&name, "Server", "NetworkAuthentication", "other-network")
+        }
+        Policy::OwnHttpRoute => {
+            let authorization = authorization(&name, "HTTPRoute", "MeshTLSAuthentication", "client");
+            denying("unknown") + &http_route(&name, "/own") + &authorization
+        }
+        Policy::OwnGrpcRoute => {
+            let authorization = authorization(&name, "GRPCRoute", "MeshTLSAuthentication", "client");
+            denying("gRPC") + &grpc_route(&name) + &authorization
+        }
+        Policy::NoSuchRoute => open("unknown") + &http_route(&name, "/other"),
+        Policy::RateLimit => open("unknown") + &rate_limit(&name),
+        Policy::Http1 => open("HTTP/1"),
+        Policy::Http2 => open("HTTP/2"),
+        Policy::Opaque => denying("opaque") + &authorization(&name, "Server", "MeshTLSAuthentication", "client"),
+        Policy::Tls => open("TLS"),
+    }
+}
+
+fn server_authorization(server: &str) -> String {
+    let client = identity("client");
+    format!(
+        "\
+apiVersion: policy.linkerd.io/v1beta1
+kind: ServerAuthorization
+metadata: {{name: {server}, namespace: shop}}
+spec:
+  server: {{name: {server}}}
+  client: {{meshTLS: {{identities: [{client}]}}}}
+---
+"
+    )
+}
+
+/// Permits those whom an authentication knows to use the Server or route of this name.
+fn authorization(name: &str, target: &str, authentication: &str, of: &str) -> String {
+    let group = match target {
+        "GRPCRoute" => "gateway.networking.k8s.io",
+        _ => "policy.linkerd.io",
+    };
+    format!(
+        "\
+apiVersion: policy.linkerd.io/v1alpha1
+kind: AuthorizationPolicy
+metadata: {{name: {name}, namespace: shop}}
+spec:
+  targetRef: {{group: {group}, kind: {target}, name: {name}}}
+  requiredAuthenticationRefs: [{{group: policy.linkerd.io, kind: {authentication}, name: {of}}}]
+---
+"
+    )
+}
+
+fn http_route(server: &str, path: &str) -> String {
+    format!(
+        "\
+apiVersion: policy.linkerd.io/v1beta3
+kind: HTTPRoute
+metadata: {{name: {server}, namespace: shop}}
+spec:
+  parentRefs: [{{group: policy.linkerd.io, kind: Server, name: {server}}}]
+  rules: [{{matches: [{{path: {{type: PathPrefix, value: {path}}}}}]}}]
+---
+"
+    )
+}
+
+fn grpc_route(server: &str) -> String {
+    format!(
+        "\
+apiVersion: gateway.networking.k8s.io/v1
+kind: GRPCRoute
+metadata: {{name: {server}, namespace: shop}}
+spec:
+  parentRefs: [{{group: policy.linkerd.io, kind: Server, name: {server}}}]
+  rules: [{{matches: [{{method: {{service: own, method: Call}}}}]}}]
+---
+"
+    )
+}
+
+fn rate_limit(server: &str) -> String {
+    format!(
+        "\
+apiVersion: policy.linkerd.io/v1alpha1
+kind: HTTPLocalRateLimitPolicy
+metadata: {{name: {server}, namespace: shop}}
+spec:
+  targetRef: {{group: policy.linkerd.io, kind: Server, name: {server}}}
+  total: {{requestsPerSecond: 1}}
+---
+"
+    )
+}

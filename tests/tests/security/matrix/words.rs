@@ -1,0 +1,33 @@
+//! Enums whose values have a word in the table.
+
+/// An enum that is written and read as words.
+macro_rules! words {
+    ($(#[$doc:meta])* $name:ident { $($(#[$what:meta])* $variant:ident = $word:literal,)+ }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub(super) enum $name { $($(#[$what])* $variant,)+ }
+
+        #[allow(dead_code)] // not each needs all of it
+        impl $name {
+            pub(super) const ALL: &[Self] = &[$(Self::$variant,)+];
+
+            pub(super) fn word(self) -> &'static str {
+                match self { $(Self::$variant => $word,)+ }
+            }
+
+            /// What a word of the table stands for.
+            pub(super) fn of(word: &str) -> Self {
+                let found = Self::ALL.iter().find(|value| value.word() == word);
+                *found.unwrap_or_else(|| panic!("the table says {word:?}, which is no {}", stringify!($name)))
+            }
+        }
+
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(self.word())
+            }
+        }
+    };
+}
+
+pub(super) use words;
