@@ -159,6 +159,7 @@ impl<'a> Good<'a> {
         let peer = Peer {
             addr: &Addr::Socket(self.addr),
             name: &tulle_core::identity::service_account(account, "linkerd", "linkerd", "cluster.local"),
+            identity: None,
             anchors,
         };
         Ok(client::connect(&peer, leaf).await?)
