@@ -120,7 +120,10 @@ fn value(text: &str) -> anyhow::Result<&str> {
             .context("the pattern has a group");
     }
     let code = text.split([';', ':']).next().unwrap_or_default();
-    let is_code = !code.is_empty() && code.bytes().all(|byte| byte.is_ascii_lowercase() || b"-_".contains(&byte));
+    let is_code = !code.is_empty()
+        && code
+            .bytes()
+            .all(|byte| byte.is_ascii_lowercase() || b"-_".contains(&byte));
     match is_code {
         true => Ok(text),
         false => Err(anyhow!(

@@ -116,8 +116,16 @@ impl Port<'_> {
             return policy;
         };
         if needs_identity.to_set().contains(self.port) {
-            if let DefaultPolicy::Allow { clients, .. } = &mut policy {
-                *clients = DefaultClients::Authenticated;
+            match &mut policy {
+                DefaultPolicy::Allow { clients, .. } => *clients = DefaultClients::Authenticated,
+                // What is only watched would permit everybody.
+                DefaultPolicy::Audit => {
+                    policy = DefaultPolicy::Allow {
+                        clients: DefaultClients::Authenticated,
+                        from: DefaultNetworks::All,
+                    };
+                }
+                DefaultPolicy::Deny => {}
             }
         } else if !needs_identity.unknown.is_empty() {
             policy = DefaultPolicy::Deny;

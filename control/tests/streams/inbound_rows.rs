@@ -236,9 +236,9 @@ async fn annotations_of_workloads_replace_the_cluster_s_defaults() {
     .await;
     row("all-unauthenticated", needs, 9001, detect, &[anybody]).await;
     row("deny", needs, 9000, detect, &[]).await;
-    row("audit", needs, 9000, detect, &["default/audit: anybody from all"]).await;
-    let needs = |list: &str| format!("config.linkerd.io/proxy-require-identity-inbound-ports: '{list}'");
     let authenticated = "default/all-authenticated: *. from all";
+    row("audit", needs, 9000, detect, &[authenticated]).await;
+    let needs = |list: &str| format!("config.linkerd.io/proxy-require-identity-inbound-ports: '{list}'");
     for list in ["9000,", ",9000", "80,, 9000 ,", "http,9000", "8000 - 9100"] {
         row("all-unauthenticated", &needs(list), 9000, detect, &[authenticated]).await;
         row("all-unauthenticated", &needs(list), 7999, detect, &[anybody]).await;

@@ -93,18 +93,15 @@ impl Forward<'_> {
         if current.demands_http {
             return self.inbound.families.not_http(self.peer.target);
         }
-        let mut app = match app {
-            Some(app) => app,
-            None => {
-                let dialled = match self.permit(&current) {
-                    Some(permitted) => self.dial(&permitted).await,
-                    None => None,
-                };
-                let Some(app) = dialled else {
-                    return client.reset(); // as a connection that is refused
-                };
-                app
-            }
+        let Some(permitted) = self.permit(&current) else {
+            return client.reset(); // as a connection that is refused
+        };
+        let dialled = match app {
+            Some(app) => Some(app),
+            None => self.dial(&permitted).await,
+        };
+        let Some(mut app) = dialled else {
+            return client.reset();
         };
         if !first.is_empty() && app.write_all(&first).await.is_err() {
             return client.reset();

@@ -359,7 +359,8 @@ impl Connection {
                     First::Client(seen, Verdict::Http2, _) => Some(Start::Http(io.unread(seen), Protocol::Http2)),
                     First::Client(seen, _, dialled) => {
                         let dialled = dialled.or(server).map(Ok);
-                        self.opaque(io, opaque, None, dialled.or(failed.map(Err)), seen).await
+                        self.opaque(io, opaque, None, dialled.or_else(|| failed.map(Err)), seen)
+                            .await
                     }
                     First::Server { server, client } => self.opaque(io, opaque, None, Some(Ok(server)), client).await,
                 }

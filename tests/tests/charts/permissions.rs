@@ -125,10 +125,20 @@ const SECRETS: [(&str, &str); 4] = [
     (INJECTOR, "linkerd-proxy-injector-k8s-tls"),
 ];
 
+/// Service account, verbs, resource, namespace, name, whether it is permitted.
+type Row = (
+    &'static str,
+    &'static [&'static str],
+    &'static str,
+    &'static str,
+    &'static str,
+    bool,
+);
+
 #[tokio::test(flavor = "multi_thread")]
 async fn service_accounts_may_what_the_table_says() {
     let server = installed(&[]).await;
-    let rows: &[(&str, &[&str], &str, &str, &str, bool)] = &[
+    let rows: &[Row] = &[
         (
             IDENTITY,
             &["create"],

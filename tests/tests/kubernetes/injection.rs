@@ -415,7 +415,7 @@ async fn reviews_that_make_no_sense_are_refused_and_disturb_nothing() {
         assert_eq!(answer.denied().is_some(), is_refused, "{answer:?}");
         let told = answer
             .denied()
-            .or(answer.warnings().first().map(String::as_str))
+            .or_else(|| answer.warnings().first().map(String::as_str))
             .unwrap();
         assert!(told.contains("runs as user 2102"), "{told}");
     }

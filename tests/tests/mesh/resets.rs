@@ -3,13 +3,14 @@
 use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
 use std::pin::pin;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use http::Response;
 use socket2::{Domain, SockRef, Socket, Type};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 use tulle_tests::apps;
 use tulle_tests::client::{self, full, read_until};
 use tulle_tests::mesh::{Builder, HTTP, Mesh, OPAQUE, STRANGER, TCP, mesh};

@@ -2,8 +2,9 @@
 //!
 //! Applications normalise paths in different ways. A path that some of them would take for another one is ambiguous, and is
 //! judged by no rule: one that has an encoded slash or backslash, a backslash, a semicolon, a dot segment (encoded or not),
-//! repeated slashes, a percent sign that encodes nothing, or no slash at its beginning. In all other paths, characters that a path may contain as they are stand for themselves, whether they are
-//! encoded or not. A request goes on with the path that it came with.
+//! repeated slashes, a percent sign that encodes nothing, or no slash at its beginning. In all other paths, characters that a
+//! path may contain as they are stand for themselves, whether they are encoded or not, and all others are encoded. A request
+//! goes on with the path that it came with.
 
 use std::borrow::Cow;
 
@@ -11,7 +12,7 @@ use crate::policy::matches::nibble;
 
 /// The normal form of a path; nothing if it is ambiguous.
 pub(crate) fn normal(path: &str) -> Option<Cow<'_, str>> {
-    let has_bare_percent = path.split('%').skip(1).any(|after| escaped(after).is_none());
+    let has_bare_percent = path.split('%').skip(1).any(|after| escaped(after.as_bytes()).is_none());
     if has_bare_percent {
         return None;
     }
@@ -30,32 +31,35 @@ pub(crate) fn normal(path: &str) -> Option<Cow<'_, str>> {
     Some(normal)
 }
 
-/// Decodes characters that a path may contain as they are; what stays encoded has capital digits.
+/// Decodes characters that a path may contain as they are, and encodes all others, with capital digits.
+///
+/// Backslashes and semicolons stay as they are, because they make a path ambiguous.
 pub(crate) fn decode(path: &str) -> Cow<'_, str> {
-    if !path.contains('%') {
+    if path.bytes().all(|byte| byte != b'%' && stays(byte)) {
         return Cow::Borrowed(path);
     }
     let mut normal = String::with_capacity(path.len());
-    let mut rest = path;
-    while let Some((before, after)) = rest.split_once('%') {
-        normal.push_str(before);
-        match escaped(after) {
-            Some(byte) if is_plain(byte) => {
-                normal.push(char::from(byte));
+    let mut rest = path.as_bytes();
+    while let [byte, after @ ..] = rest {
+        rest = after;
+        let encoded = (*byte == b'%').then(|| escaped(after)).flatten();
+        let byte = match encoded {
+            Some(byte) => {
                 rest = &after[2..];
+                byte
             }
-            Some(_) => {
-                normal.push('%');
-                normal.push_str(&after[..2].to_ascii_uppercase());
-                rest = &after[2..];
-            }
-            None => {
-                normal.push('%');
-                rest = after;
-            }
+            None => *byte,
+        };
+        let is_itself = match encoded {
+            Some(byte) => is_plain(byte),
+            None => stays(byte),
+        };
+        if is_itself {
+            normal.push(char::from(byte));
+        } else {
+            normal.push_str(&format!("%{byte:02X}"));
         }
     }
-    normal.push_str(rest);
     Cow::Owned(normal)
 }
 
@@ -64,12 +68,13 @@ pub(crate) fn original_len(path: &str, length: usize) -> usize {
     let mut original = 0;
     let mut normal = 0;
     while normal < length && original < path.len() {
-        let step = match path.as_bytes()[original] {
-            b'%' if path.get(original + 1..).and_then(escaped).is_some_and(is_plain) => 3,
-            _ => 1,
+        let (step, becomes) = match path.as_bytes()[original] {
+            b'%' if escaped(&path.as_bytes()[original + 1..]).is_some_and(is_plain) => (3, 1),
+            byte if stays(byte) => (1, 1),
+            _ => (1, 3),
         };
         original += step;
-        normal += 1;
+        normal += becomes;
     }
     original
 }
@@ -79,8 +84,8 @@ fn is_ambiguous(segment: &str) -> bool {
 }
 
 /// The byte that two digits at the beginning stand for.
-fn escaped(text: &str) -> Option<u8> {
-    let [high, low] = text.as_bytes().first_chunk::<2>()?;
+fn escaped(text: &[u8]) -> Option<u8> {
+    let [high, low] = text.first_chunk::<2>()?;
     Some(nibble(*high)? << 4 | nibble(*low)?)
 }
 
@@ -89,11 +94,31 @@ fn is_plain(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || b"-._~!$&'()*+,=:@".contains(&byte)
 }
 
+/// Whether a character that is not encoded is left so.
+fn stays(byte: u8) -> bool {
+    is_plain(byte) || b"/%\\;".contains(&byte)
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn a_character_is_the_same_raw_and_encoded() {
+        for (raw, encoded) in [
+            ("/café", "/caf%C3%A9"),
+            ("/a|b", "/a%7Cb"),
+            ("/{x}", "/%7bx%7D"),
+            ("/a", "/%61"),
+        ] {
+            assert_eq!(normal(raw), normal(encoded), "{raw}");
+        }
+        // The part of a path that a prefix stands for.
+        assert_eq!(original_len("/café/x", "/caf%C3%A9".len()), "/café".len());
+        assert_eq!(original_len("/caf%c3%a9/x", "/caf%C3%A9".len()), "/caf%c3%a9".len());
+    }
 
     #[test]
     fn a_path_that_applications_could_take_for_another_is_ambiguous() {

@@ -11,9 +11,10 @@ mod webhooks;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use tokio::time::Instant;
 
 use clients::Good;
 use scene::{CONTROL, SERVER, Scene};
