@@ -89,8 +89,9 @@ pub fn paths(bytes: &[u8]) {
         );
     }
     for length in 0..=normal.len() {
+        let is_within_encoded = normal[..length].rfind('%').is_some_and(|at| length - at < 3);
         let original = path::original_len(path, length);
-        if let Some(start) = path.get(..original) {
+        if let Some(start) = path.get(..original).filter(|_| !is_within_encoded) {
             assert_eq!(path::decode(start).len(), length, "{start:?} of {path:?}");
         }
     }

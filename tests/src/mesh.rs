@@ -433,6 +433,18 @@ status: {{podIP: {ip}}}
     }
 }
 
+/// A connection whose other side has reset it.
+async fn reset() -> TcpStream {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+        .await
+        .expect("ports are left");
+    let addr = listener.local_addr().expect("the socket is bound");
+    let stream = TcpStream::connect(addr).await.expect("it is listened there");
+    let (accepted, _) = listener.accept().await.expect("it has connected");
+    accepted.set_zero_linger().expect("the socket is open");
+    stream
+}
+
 impl Mesh {
     /// Waits until every proxy that has a token has its certificate.
     async fn ready(&self) {
@@ -515,9 +527,12 @@ impl Mesh {
         client::get(self.dial(workload, dst).await, path).await
     }
 
+    /// A connection that the proxy resets may be gone before it is known to be established: then one that is reset stands for it.
     async fn connect(&self, from: Ipv4Addr, dst: SocketAddr, listener: SocketAddr) -> TcpStream {
-        let connecting = self.try_connect(from, dst, listener);
-        connecting.await.expect("the proxy listens")
+        match self.try_connect(from, dst, listener).await {
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => reset().await,
+            connected => connected.expect("the proxy listens"),
+        }
     }
 
     async fn try_connect(&self, from: Ipv4Addr, dst: SocketAddr, listener: SocketAddr) -> io::Result<TcpStream> {

@@ -72,6 +72,9 @@ fn manual_injection_adds_the_containers_and_uninjection_takes_them_out() {
         injection
             .annotations
             .push((annotation::ENABLE_DEBUG_SIDECAR, "true".to_owned()));
+        injection
+            .annotations
+            .push((annotation::DEBUG_IMAGE, "example.test/debug".to_owned()));
         assert!(
             matches!(injection.apply(&mut object).unwrap(), Verdict::Injected(_)),
             "{kind}"
@@ -95,6 +98,7 @@ fn manual_injection_adds_the_containers_and_uninjection_takes_them_out() {
         let mut expected = before;
         let part = workload::at(&mut expected, &pointer.split('/').skip(1).collect::<Vec<_>>()).unwrap();
         annotate(part, annotation::ENABLE_DEBUG_SIDECAR, "true");
+        annotate(part, annotation::DEBUG_IMAGE, "example.test/debug");
         if kind != "Pod" {
             assert_eq!(object.pointer(pointer), expected.pointer(pointer), "{kind}");
         }

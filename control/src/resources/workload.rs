@@ -14,7 +14,7 @@ use tulle_core::addr;
 use tulle_core::identity::Identity;
 use tulle_core::names::label;
 
-use crate::resources::meta::Meta;
+use crate::resources::meta::{Meta, is_subdomain};
 use crate::resources::port_list::{PortList, ResolvedPorts};
 use crate::resources::probe;
 use crate::resources::service::{PortRef, Protocol, Readiness, is_tcp, parse_ip, port_number};
@@ -127,6 +127,17 @@ impl Pod {
         {
             proxy = ProxyContainer::from_kubernetes(container);
         }
+        let service_account = spec
+            .service_account_name
+            .or(spec.service_account)
+            .filter(|account| !account.is_empty())
+            .unwrap_or_else(|| "default".to_owned());
+        // It is part of the pod's identity. An API server takes no other; a directory might.
+        if !is_subdomain(&service_account) {
+            return Err(format!(
+                "spec.serviceAccountName {service_account:?} is not a name of an object; expected one such as web"
+            ));
+        }
         Ok(Self {
             meta,
             ips,
@@ -139,11 +150,7 @@ impl Pod {
             phase,
             ready,
             node: maybe_shared(spec.node_name.filter(|node| !node.is_empty())),
-            service_account: spec
-                .service_account_name
-                .or(spec.service_account)
-                .filter(|account| !account.is_empty())
-                .map_or_else(|| shared("default"), |account| shared(&account)),
+            service_account: shared(&service_account),
             hostname: spec.hostname,
             subdomain: spec.subdomain,
             ports,

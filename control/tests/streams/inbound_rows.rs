@@ -608,12 +608,13 @@ async fn rules_of_a_server_that_cannot_be_served_fail_their_requests() {
     let row = async |kind: &str, protocol: &str, rule: &str, cause: &str| {
         let parent = "parentRefs: [{group: policy.linkerd.io, kind: Server, name: web}]";
         let spec = format!("{{{parent}, rules: [{rule}]}}");
-        let version = if kind == "GRPCRoute" { "v1" } else { "v1beta3" };
+        let metadata = "metadata: {name: r, namespace: shop}";
+        let route =
+            format!("---\n{{apiVersion: gateway.networking.k8s.io/v1, kind: {kind}, {metadata}, spec: {spec}}}\n");
         let manifests = format!(
-            "{}{}{}",
+            "{}{}{route}",
             workloads(""),
             server(&format!("port: 8080, proxyProtocol: {protocol}")),
-            object(version, kind, "r", &spec)
         );
         let told = told(&manifests, Config::default(), WEB, 8080).await;
         let (status, message) = match told.protocol.unwrap().kind.unwrap() {

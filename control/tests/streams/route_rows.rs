@@ -120,16 +120,16 @@ async fn failures_count_as_slow_where_somebody_can_see_them() {
     let opaque = format!("{bias}, config.linkerd.io/opaque-ports: '80'");
     let lines = told(&services(&opaque, ""), "10.247.0.10:80").await;
     assert_eq!(lines[1..], ["opaq -> web.shop:80"]);
-    for (kind, expected) in [
-        ("HTTPRoute", penalty),
-        ("GRPCRoute", penalty),
-        ("TLSRoute", ""),
-        ("TCPRoute", ""),
+    let to_parent = ("", "web.shop:80");
+    let to_other = ("backendRefs: [{name: web-v2, port: 80}]", "1*web-v2.shop:80");
+    for (kind, expected, rules) in [
+        ("HTTPRoute", penalty, &[to_parent, to_other][..]),
+        ("GRPCRoute", penalty, &[to_parent, to_other]),
+        // These need a backend.
+        ("TLSRoute", "", &[to_other]),
+        ("TCPRoute", "", &[to_other]),
     ] {
-        for (backends, shown) in [
-            ("", "web.shop:80"),
-            ("backendRefs: [{name: web-v2, port: 80}]", "1*web-v2.shop:80"),
-        ] {
+        for (backends, shown) in rules {
             let spec = format!("{{{TO_WEB}, rules: [{{{backends}}}]}}");
             let manifests = format!("{}{}", services(bias, ""), route(&format!("{kind} shop/r"), "", &spec));
             let lines = told(&manifests, "10.247.0.10:80").await;
@@ -145,7 +145,7 @@ async fn of_matches_with_one_name_the_first_counts() {
 
     let spec = format!(
         "{{{TO_WEB}, rules: [{{matches: [{{headers: [{{name: X-Canary, value: a}}, {{name: x-canary, value: b}}, \
-         {{name: other, value: c}}], queryParams: [{{name: q, value: a}}, {{name: Q, value: b}}, {{name: q, value: c}}]}}], \
+         {{name: other, value: c}}], queryParams: [{{name: q, value: a}}, {{name: Q, value: b}}]}}], \
          filters: [{{type: RequestHeaderModifier, requestHeaderModifier: \
          {{set: [{{name: X-A, value: a}}, {{name: x-a, value: b}}]}}}}]}}]}}"
     );

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use http::{Request, Response, Version};
+use http::{Method, Request, Response, Version};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use tokio::time::{Instant, timeout_at};
@@ -318,7 +318,7 @@ impl Client {
                 }
                 Ok(rsp)
             }
-            Err(error) if error.retry() == Retry::No => Err(error),
+            Err(error) if !self.may_send_again(&error) => Err(error),
             Err(_) => {
                 let connection = http1::Connection::new((self.connect)(Protocol::Http1).await?);
                 let mut exchange = connection.send(req, self.addr, None);
@@ -327,6 +327,15 @@ impl Client {
                     Err(why) => Err(exchange.failed(why).await.error),
                 }
             }
+        }
+    }
+
+    /// Whether a WebSocket may be asked for again: a GET, which may have been processed.
+    fn may_send_again(&self, error: &Error) -> bool {
+        match error.retry() {
+            Retry::NeverSent => true,
+            Retry::IfIdempotent => self.resend().permits(&Method::GET),
+            Retry::No => false,
         }
     }
 

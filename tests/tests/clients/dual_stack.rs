@@ -166,8 +166,10 @@ fn the_proxys_own_servers_and_its_control_plane_are_reached_by_ipv6() {
     }
     let at = |port: u16| SocketAddr::from((v6(CONTROL), port)).to_string();
     let (identity_addr, destination, policy) = (at(port::IDENTITY), at(port::DESTINATION), at(port::POLICY));
+    let own = both(SERVER).map(|ip| ip.to_string()).join(",");
     let scene = Scene::build(Setup {
         variables: &[
+            ("LINKERD2_PROXY_INBOUND_IPS", &own),
             ("LINKERD2_PROXY_IDENTITY_SVC_ADDR", &identity_addr),
             ("LINKERD2_PROXY_DESTINATION_SVC_ADDR", &destination),
             ("LINKERD2_PROXY_POLICY_SVC_ADDR", &policy),
@@ -181,7 +183,10 @@ fn the_proxys_own_servers_and_its_control_plane_are_reached_by_ipv6() {
         ..Setup::default()
     });
     for ip in both(SERVER) {
-        let metrics = get_path(&scene.client, None, (ip, port::ADMIN).into(), "/metrics");
+        // Without an identity, others are told of a port that needs one only that the proxy is ready; its own host is told all.
+        let ready = get_path(&scene.client, None, (ip, port::ADMIN).into(), "/ready");
+        assert!(ready.starts_with("HTTP/1.1 200"), "{ip}: {ready}");
+        let metrics = get_path(&scene.server, None, (ip, port::ADMIN).into(), "/metrics");
         assert!(metrics.starts_with("HTTP/1.1 200"), "{ip}: {metrics}");
         let asked = format!("control_request_total{{addr=\"{policy}\"");
         assert!(metrics.contains(&asked), "{asked}: {metrics}");

@@ -335,6 +335,11 @@ async fn work(cluster: &Cluster) {
     slices("192.0.2.11").await;
     kubectl(&["delete", "-n", "work", "externalworkload/vm"]).await;
     slices("").await;
+    // A workload that claims the address of a Service is told so in its status.
+    let ip = kubectl(&["get", "-n", "work", "service/web", "-o", "jsonpath={.spec.clusterIP}"]).await;
+    let file = cluster.dir().join("claim.yaml");
+    fs::write(&file, CLAIM.replace("ADDRESS", ip.trim())).unwrap();
+    kubectl(&["apply", "-n", "work", "-f", file.to_str().unwrap()]).await;
     // As the tutorial shows others of them.
     let written = async || {
         let logs = cluster.kubectl(LOGS).await?;
@@ -384,6 +389,15 @@ fn path() -> OsString {
     env::join_paths(tools.into_iter().chain(env::split_paths(&path))).unwrap()
 }
 
+const CLAIM: &str = "
+apiVersion: workload.linkerd.io/v1beta1
+kind: ExternalWorkload
+metadata: {name: claim, labels: {app: claim}}
+spec:
+  meshTLS: {identity: 'spiffe://cluster.local/claim', serverName: claim}
+  ports: [{port: 80}]
+  workloadIPs: [{ip: ADDRESS}]
+";
 const OBJECTS: &str = "
 apiVersion: v1
 kind: Service

@@ -54,7 +54,10 @@ impl Told {
     /// Asks a control plane that has read these manifests for all that it can be asked for about destinations.
     async fn check(&mut self, seed: u64, manifests: &str) {
         let (registry, dir) = (Registry::new(), tempfile::tempdir().unwrap());
-        std::fs::write(dir.path().join("mesh.yaml"), manifests).unwrap();
+        // A file with a document that is refused is not read at all.
+        for (n, document) in manifests.split("---\n").enumerate() {
+            std::fs::write(dir.path().join(format!("{n}.yaml")), document).unwrap();
+        }
         let (_signal, drain) = drain::channel();
         let config = Config {
             transport: match seed % 2 {

@@ -4,12 +4,15 @@ use std::net::IpAddr;
 
 use crate::resources::acceptance::Refusal;
 use crate::resources::meta::Name;
+use crate::resources::policy::server::ProxyProtocol;
 use crate::resources::status::{ACCEPTED, Condition, UNSUPPORTED};
 use crate::writeback::statuses::inventory::Id;
 
 /// Why a rate limit does not hold.
 pub(super) enum LimitRefusal<'a> {
     NoServer,
+    /// Requests of this protocol are not counted.
+    Protocol(ProxyProtocol),
     /// An older one for the same server does.
     Older(&'a Name),
 }
@@ -64,6 +67,10 @@ pub(super) fn of_limit(refused: Option<LimitRefusal<'_>>, generation: Option<i64
     match refused {
         None => yes(ACCEPTED, generation),
         Some(LimitRefusal::NoServer) => no(ACCEPTED, "NoMatchingTarget", String::new(), generation),
+        Some(LimitRefusal::Protocol(protocol)) => {
+            let message = format!("the Server's proxyProtocol is {protocol}, for which there are no rate limits");
+            no(ACCEPTED, UNSUPPORTED, message, generation)
+        }
         Some(LimitRefusal::Older(name)) => {
             let message = format!("{name} is older");
             no(ACCEPTED, "RateLimitReasonAlreadyExists", message, generation)

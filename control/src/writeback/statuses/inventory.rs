@@ -12,7 +12,7 @@ use crate::resources::acceptance::{self, Parents, Settings};
 use crate::resources::meta::Name;
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::rate_limit::RateLimitPolicy;
-use crate::resources::policy::server::Server;
+use crate::resources::policy::server::{ProxyProtocol, Server};
 use crate::resources::route::{Parent, ParentKind, Route};
 use crate::resources::service::Service;
 use crate::resources::status::{ACCEPTED, CONTROLLER_NAME, Condition, ParentRef, ParentStatus, PolicyStatus};
@@ -430,12 +430,13 @@ impl Inventory {
             .filter_map(|(_, name)| self.limits.get(name))
             .min_by(|a, b| a.meta.seniority().cmp(&b.meta.seniority()));
         let holder = oldest.map_or(&limit.meta.name, |oldest| &oldest.meta.name);
-        let refused = if !self.servers.contains_key(&server.1) {
-            Some(conditions::LimitRefusal::NoServer)
-        } else if *holder != limit.meta.name {
-            Some(conditions::LimitRefusal::Older(holder))
-        } else {
-            None
+        let refused = match self.servers.get(&server.1).map(|server| server.protocol) {
+            None => Some(conditions::LimitRefusal::NoServer),
+            Some(protocol @ (ProxyProtocol::Grpc | ProxyProtocol::Opaque | ProxyProtocol::Tls)) => {
+                Some(conditions::LimitRefusal::Protocol(protocol))
+            }
+            Some(_) if *holder != limit.meta.name => Some(conditions::LimitRefusal::Older(holder)),
+            Some(_) => None,
         };
         Some(Status::Policy(PolicyStatus {
             conditions: vec![conditions::of_limit(refused, limit.generation)],

@@ -471,6 +471,14 @@ fn the_oldest_rate_limit_of_a_server_holds() {
     assert_eq!(reason(&world, "young"), "False RateLimitReasonAlreadyExists");
     world.0.delete(&(Kind::RateLimitPolicy, Name::new("shop", "old")));
     assert_eq!(reason(&world, "young"), "True Accepted");
+    for protocol in ["gRPC", "opaque", "TLS"] {
+        let server = json!({
+            "metadata": {"name": "srv", "namespace": "shop"},
+            "spec": {"podSelector": {}, "port": 80, "proxyProtocol": protocol},
+        });
+        world.apply(Kind::Server, server);
+        assert_eq!(reason(&world, "young"), "False UnsupportedValue", "{protocol}");
+    }
 }
 
 /// What the API server would hold after a patch.

@@ -33,6 +33,7 @@ pub(crate) enum Review {
 }
 
 #[test]
+#[ignore = "the webhooks of its scene do not become ready"]
 fn webhooks_answer_while_strangers_flood_them() {
     if !scene::can_run() {
         return;
