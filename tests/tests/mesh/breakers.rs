@@ -104,7 +104,7 @@ fn a_client_that_leaves_says_nothing_of_an_endpoint() {
         .annotated("web", annotations)
         .run(async |mesh: &Mesh| {
             let listener = mesh.listen("web", HTTP).await;
-            let _app = apps::http(listener, |_| async { dripping(1, Duration::ZERO, false) });
+            let _app = apps::http(listener, |_| async { dripping(2000, Duration::from_millis(10), false) });
             for _ in 0..5 {
                 let mut client = client(mesh).await;
                 let rsp = client.send(request("/")).await.unwrap();
