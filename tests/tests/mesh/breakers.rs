@@ -96,6 +96,17 @@ fn a_low_success_rate_takes_an_endpoint_out() {
 
 #[test]
 fn a_client_that_leaves_says_nothing_of_an_endpoint() {
+    clients_leave(2000);
+}
+
+#[test]
+#[ignore = "a client that closes is sometimes taken for one that has only ended its side"]
+fn a_client_that_leaves_a_silent_response_says_nothing_of_an_endpoint() {
+    clients_leave(1);
+}
+
+/// Clients close their connection during a response that comes in so many pieces and does not end.
+fn clients_leave(pieces: usize) {
     let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
         balancer.linkerd.io/failure-accrual-consecutive-max-failures: '1'";
     mesh()
@@ -104,7 +115,9 @@ fn a_client_that_leaves_says_nothing_of_an_endpoint() {
         .annotated("web", annotations)
         .run(async |mesh: &Mesh| {
             let listener = mesh.listen("web", HTTP).await;
-            let _app = apps::http(listener, |_| async { dripping(2000, Duration::from_millis(10), false) });
+            let _app = apps::http(listener, move |_| async move {
+                dripping(pieces, Duration::from_millis(10), false)
+            });
             for _ in 0..5 {
                 let mut client = client(mesh).await;
                 let rsp = client.send(request("/")).await.unwrap();
