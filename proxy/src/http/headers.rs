@@ -29,14 +29,38 @@ pub(crate) fn authority(req: &Request<Body>) -> Option<Authority> {
     req.uri().authority().cloned().or_else(of_header)
 }
 
-/// Whether there is anything that only proxies say.
-pub(crate) fn of_proxies(headers: &HeaderMap) -> bool {
-    headers.keys().any(|name| name.as_str().starts_with("l5d-"))
+/// What there is in a message that does not go on with it as it is.
+#[derive(Default)]
+struct Found {
+    /// What concerns only the connection the message came on.
+    hop_by_hop: bool,
+    /// What only proxies say.
+    of_proxies: bool,
+    /// What becomes a header of proxies where an application takes underscores for hyphens.
+    folded: bool,
+}
+
+impl Found {
+    /// Most messages have none of these, and looking at each name once is less than looking for each of them.
+    fn of(headers: &HeaderMap) -> Self {
+        let mut found = Self::default();
+        for name in headers.keys() {
+            match name.as_str() {
+                "connection" | "upgrade" | "keep-alive" | "proxy-connection" | "te" => found.hop_by_hop = true,
+                name if name.starts_with("l5d") => {
+                    found.of_proxies |= name.starts_with("l5d-");
+                    found.folded |= is_folded(name);
+                }
+                _ => {}
+            }
+        }
+        found
+    }
 }
 
 /// Whether a name is one of those that only proxies say, to applications that take underscores for hyphens (CGI, WSGI).
-fn is_folded(name: &HeaderName) -> bool {
-    match name.as_str().as_bytes() {
+fn is_folded(name: &str) -> bool {
+    match name.as_bytes() {
         [b'l', b'5', b'd', b'_', ..] => true,
         [b'l', b'5', b'd', b'-', rest @ ..] => rest.contains(&b'_'),
         _ => false,
@@ -46,23 +70,41 @@ fn is_folded(name: &HeaderName) -> bool {
 /// Removes headers whose names become those of proxies where an application takes underscores for hyphens.
 pub(crate) fn strip_folded(headers: &mut HeaderMap) {
     // Hardly any message has one.
-    while let Some(name) = headers.keys().find(|name| is_folded(name)).cloned() {
+    while let Some(name) = headers.keys().find(|name| is_folded(name.as_str())).cloned() {
         headers.remove(name);
     }
 }
 
 /// Removes what concerns only the connection a message came on.
 pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
-    // Most messages have none of them, and looking at each name once is less than looking for each of them.
-    let concerns = |name: &HeaderName| {
-        matches!(
-            name.as_str(),
-            "connection" | "upgrade" | "keep-alive" | "proxy-connection" | "te"
-        )
-    };
-    if !headers.keys().any(concerns) {
-        return;
+    if Found::of(headers).hop_by_hop {
+        remove_hop_by_hop(headers);
     }
+}
+
+/// [`strip_hop_by_hop`] and [`strip_folded`] at once, for each request of a client's proxy.
+pub(crate) fn strip_hop_by_hop_and_folded(headers: &mut HeaderMap) {
+    let found = Found::of(headers);
+    if found.folded {
+        strip_folded(headers);
+    }
+    if found.hop_by_hop {
+        remove_hop_by_hop(headers);
+    }
+}
+
+/// [`strip_hop_by_hop`] and [`strip_forged`] at once, for each response of an application.
+pub(crate) fn strip_hop_by_hop_and_forged(headers: &mut HeaderMap) {
+    let found = Found::of(headers);
+    if found.hop_by_hop {
+        remove_hop_by_hop(headers);
+    }
+    if found.of_proxies {
+        remove_forged(headers);
+    }
+}
+
+fn remove_hop_by_hop(headers: &mut HeaderMap) {
     if headers.contains_key(header::CONNECTION) {
         let lines: Vec<_> = headers.get_all(header::CONNECTION).iter().cloned().collect();
         headers.remove(header::CONNECTION);
@@ -114,7 +156,7 @@ pub(crate) fn is_trailer(name: &HeaderName) -> bool {
         KEEP_ALIVE,
         PROXY_CONNECTION,
     ];
-    !is_end_to_end(name) && !is_folded(name) && !of_connection.contains(name)
+    !is_end_to_end(name) && !is_folded(name.as_str()) && !of_connection.contains(name)
 }
 
 /// Whether an HTTP/1.1 request asks for another protocol. An upgrade to cleartext HTTP/2 is not one: it is answered
@@ -163,8 +205,17 @@ pub(crate) fn check_request(req: &mut Request<Body>) -> Result<(), Error> {
     }
 }
 
-/// The rules of HTTP/1 that do not concern the bytes of a request: those were looked at when it was read.
-pub(crate) fn check_http1(req: &Request<Body>) -> Result<(), Error> {
+fn check_http1(req: &Request<Body>) -> Result<(), Error> {
+    let coded = |value: &HeaderValue| !value.as_bytes().trim_ascii().eq_ignore_ascii_case(b"chunked");
+    if req.headers().get_all(header::TRANSFER_ENCODING).iter().any(coded) {
+        return Err(Error::BadRequest("its transfer-encoding is not just chunked"));
+    }
+    check_restored(req)
+}
+
+/// The rules of HTTP/1 for a request that came through HTTP/2, which has no transfer-encoding. What concerns the bytes of a
+/// request was looked at when it was read.
+pub(crate) fn check_restored(req: &Request<Body>) -> Result<(), Error> {
     let uri = req.uri();
     let is_connect = *req.method() == Method::CONNECT;
     let authority_form = uri.scheme().is_none() && uri.authority().is_some() && uri.path_and_query().is_none();
@@ -178,10 +229,6 @@ pub(crate) fn check_http1(req: &Request<Body>) -> Result<(), Error> {
             return Err(Error::BadRequest("only CONNECT has an authority for a target"));
         }
         _ => {}
-    }
-    let coded = |value: &HeaderValue| !value.as_bytes().trim_ascii().eq_ignore_ascii_case(b"chunked");
-    if req.headers().get_all(header::TRANSFER_ENCODING).iter().any(coded) {
-        return Err(Error::BadRequest("its transfer-encoding is not just chunked"));
     }
     let unframed = req.version() == Version::HTTP_10
         && !req.body().is_end_stream()
@@ -316,7 +363,7 @@ pub(crate) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
 
 /// Removes what only a peer's proxy may tell us from a response; returns its reasons for the log and for retries.
 pub(crate) fn strip_proxy_headers(headers: &mut HeaderMap) -> ProxyWords {
-    if !of_proxies(headers) {
+    if !Found::of(headers).of_proxies {
         return ProxyWords::default();
     }
     let close = headers.remove(names::L5D_PROXY_CONNECTION);
@@ -328,9 +375,12 @@ pub(crate) fn strip_proxy_headers(headers: &mut HeaderMap) -> ProxyWords {
 
 /// Removes from an application's response what only proxies say.
 pub(crate) fn strip_forged(headers: &mut HeaderMap) {
-    if !of_proxies(headers) {
-        return;
+    if Found::of(headers).of_proxies {
+        remove_forged(headers);
     }
+}
+
+fn remove_forged(headers: &mut HeaderMap) {
     for name in [
         names::L5D_PROXY_ERROR,
         names::L5D_PROXY_CAUSE,

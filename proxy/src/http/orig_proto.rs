@@ -79,9 +79,6 @@ pub(crate) fn make_absolute(req: &mut Request<Body>) -> Result<(), Error> {
 /// # Errors
 /// The mark is none that a proxy sends, or is on what a proxy does not send.
 pub(crate) fn restore(req: &mut Request<Body>) -> Result<Option<Restored>, Error> {
-    if !req.headers().contains_key(L5D_ORIG_PROTO) {
-        return Ok(None);
-    }
     let Some(mark) = req.headers_mut().remove(L5D_ORIG_PROTO) else {
         return Ok(None);
     };

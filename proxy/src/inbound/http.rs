@@ -191,10 +191,10 @@ impl HttpConnection {
         let started = Instant::now();
         headers::check_request(req)?;
         let restored = self.restore(req)?;
-        headers::strip_folded(req.headers_mut());
         let app = match &self.to {
             To::App(app) => app,
             To::Onward(gateway, onward) => {
+                headers::strip_folded(req.headers_mut());
                 let mut sent = Box::pin(self.go_on(&**gateway, onward, req, started)).await;
                 if let (Ok(rsp), Some(restored)) = (&mut sent, &restored) {
                     orig_proto::mark_response(rsp, restored)?;
@@ -203,10 +203,13 @@ impl HttpConnection {
             }
         };
         let upgrade = req.body_mut().take_client();
-        if req.version() <= Version::HTTP_11 {
-            match upgrade {
-                None => headers::strip_hop_by_hop(req.headers_mut()),
-                Some(_) => headers::strip_all_but_upgrade(req.headers_mut()),
+        match (req.version() <= Version::HTTP_11, &upgrade) {
+            (true, None) => headers::strip_hop_by_hop_and_folded(req.headers_mut()),
+            (is_http1, _) => {
+                headers::strip_folded(req.headers_mut());
+                if is_http1 {
+                    headers::strip_all_but_upgrade(req.headers_mut());
+                }
             }
         }
         match &self.client_id {
@@ -286,7 +289,7 @@ impl HttpConnection {
         }
         let restored = orig_proto::restore(req)?;
         if restored.is_some() {
-            headers::check_http1(req)?;
+            headers::check_restored(req)?;
         }
         Ok(restored)
     }
@@ -581,11 +584,11 @@ impl HttpConnection {
                 };
                 tunnel::spawn(client, upstream, &self.drain, refused);
                 headers::strip_all_but_upgrade(rsp.headers_mut());
+                headers::strip_forged(rsp.headers_mut());
             }
             (None, Some(_)) => return Err(Error::BadResponse("it switched protocols unasked")),
-            (_, None) => headers::strip_hop_by_hop(rsp.headers_mut()),
+            (_, None) => headers::strip_hop_by_hop_and_forged(rsp.headers_mut()),
         }
-        headers::strip_forged(rsp.headers_mut());
         Ok(rsp)
     }
 }
