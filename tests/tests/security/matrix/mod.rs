@@ -8,6 +8,7 @@ mod application;
 mod client;
 mod egress;
 mod manifests;
+mod outage;
 mod scene;
 mod table;
 mod words;

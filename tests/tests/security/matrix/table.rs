@@ -499,7 +499,7 @@ pub(super) fn v6(ip: Ipv4Addr) -> Ipv6Addr {
 }
 
 impl Sent {
-    const HTTP1: Self = Self {
+    pub(super) const HTTP1: Self = Self {
         header: Header::Absent,
         what: What::Http1,
     };

@@ -1,0 +1,106 @@
+//! The control plane is away while more ports are in use than a sidecar watches.
+
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::application;
+use super::client::{Client, Saw};
+use super::manifests;
+use super::scene::{self, Ipv6Rules, Scene};
+use super::table::{Cell, Family, Identity, Policy, Sent, State};
+use super::{Tried, faults_of, report, runtime};
+
+/// With `TULLE_TEST_FULL=1` it is away for ten minutes, which is longer than the test runner waits: run the test's own binary.
+#[test]
+fn policies_of_300_ports_hold_while_the_control_plane_is_away() {
+    if !scene::can_run() {
+        return;
+    }
+    let policy_of = |port: u16| POLICIES[usize::from(port) % POLICIES.len()];
+    let all = PORTS.chain(UNASKED);
+    let policies = all.clone().map(|port| manifests::policy(policy_of(port), port));
+    let manifests = policies.collect::<String>() + &manifests::workload();
+    let mut scene = Scene::build("server", &manifests, &[], Ipv6Rules::Written);
+    let listeners = application::listen(&scene.server, &Vec::from_iter(all));
+    scene::up(&mut scene);
+
+    let cells = |state, ports: Range<u16>| {
+        let cells = ports.flat_map(|port| {
+            IDENTITIES.map(|identity| {
+                let policy = policy_of(port);
+                let cell = Cell {
+                    state,
+                    policy,
+                    sent: Sent::HTTP1,
+                    identity,
+                    family: Family::V4,
+                };
+                Tried {
+                    expected: cell.expected(),
+                    cell,
+                    port,
+                }
+            })
+        });
+        Vec::from_iter(cells)
+    };
+    let asking = cells(State::First, PORTS);
+    let mut away = cells(State::DownAfter, PORTS);
+    away.extend(cells(State::DownBefore, UNASKED));
+
+    let (outside, client) = (scene.outside.clone(), Client::new(&scene.credentials));
+    let (n_tried, faults) = outside
+        .run(|| {
+            runtime().block_on(async {
+                let reached = application::serve(listeners);
+                let mut faults = faults_of(&asking, &client, &reached).await;
+                let mut n_tried = asking.len();
+                scene.kill_control_plane();
+                let until = Instant::now() + away_for();
+                while faults.is_empty() {
+                    faults = faults_of(&away, &client, &reached).await;
+                    n_tried += away.len();
+                    if Instant::now() > until {
+                        break;
+                    }
+                }
+                scene.start_control_plane("manifests");
+                let open = { UNASKED }.find(|port| policy_of(*port) == Policy::Audit);
+                let took = until_permitted(&client, open.expect("one of them is open")).await;
+                eprintln!("what it had not said before holds {took:?} after the control plane is back");
+                (n_tried, faults)
+            })
+        })
+        .unwrap();
+    report(n_tried, &faults, &scene);
+}
+
+/// How long it takes until a port answers.
+async fn until_permitted(client: &Client, port: u16) -> Duration {
+    let to = SocketAddr::new(Family::V4.server(), port);
+    let begun = Instant::now();
+    loop {
+        match client.send(Sent::HTTP1, Identity::Nobody, to, "back").await {
+            Saw::Application => return begun.elapsed(),
+            saw => assert!(begun.elapsed() < BACK_LIMIT, "{saw:?}"),
+        }
+    }
+}
+
+fn away_for() -> Duration {
+    match std::env::var_os("TULLE_TEST_FULL") {
+        Some(_) => Duration::from_secs(600),
+        None => Duration::from_secs(5),
+    }
+}
+
+/// More than a sidecar watches.
+const PORTS: Range<u16> = 13_000..13_300;
+/// Nobody asks for these before the control plane goes.
+const UNASKED: Range<u16> = 13_300..13_300 + POLICIES.len() as u16;
+const POLICIES: [Policy; 4] = [Policy::Deny, Policy::Audit, Policy::ByIdentity, Policy::ByOtherNetwork];
+const IDENTITIES: [Identity; 3] = [Identity::Nobody, Identity::Right, Identity::Wrong];
+const BACK_LIMIT: Duration = Duration::from_secs(20);
