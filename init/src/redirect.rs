@@ -150,6 +150,7 @@ fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Op
         remove_routing(report);
     }
     warn_of_strangers(options.priority, report);
+    warn_of_programs_of_the_proxy_s_user(&options, report);
     tracing::info!(
         %backend, result = report.result, families = ?report.families, rules = rules.list.len(), "redirect rules are in place"
     );
@@ -221,6 +222,20 @@ fn remove_routing(report: &mut Report) {
     match routing::remove() {
         Ok(removed) => report.removed.extend(removed),
         Err(error) => report.warn(format!("old routes of answers may remain: {error}")),
+    }
+}
+
+/// Applications whose connections the rules leave alone, because they run as the proxy's user. To refuse them would leave the others
+/// without rules, too.
+fn warn_of_programs_of_the_proxy_s_user(options: &Options, report: &mut Report) {
+    let Some(uid) = options.proxy_uid else { return };
+    let programs = surroundings::programs_of(uid);
+    if !programs.is_empty() {
+        report.warn(format!(
+            "the connections of {} bypass the proxy: --proxy-uid {uid} is their user, too; run them as another user, or the proxy as \
+             a user of its own",
+            programs.join(", ")
+        ));
     }
 }
 

@@ -1,6 +1,7 @@
-//! The network namespace around us: entering it, what it can do, and its one setting that we change.
+//! The network namespace around us: entering it, what it can do, who runs in it, and its one setting that we change.
 
 use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use anyhow::Context;
@@ -47,5 +48,28 @@ pub fn set_close_wait(seconds: u32) -> anyhow::Result<()> {
     })
 }
 
+/// Programs other than a proxy that run as this user in this network namespace, as "nginx (pid 77)", as far as can be seen.
+#[must_use]
+pub fn programs_of(uid: u32) -> Vec<String> {
+    let Ok(ours) = fs::read_link("/proc/thread-self/ns/net") else {
+        return Vec::new();
+    };
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let program = |entry: fs::DirEntry| {
+        let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
+        let is_his = pid != std::process::id() && entry.metadata().ok()?.uid() == uid;
+        let path = entry.path();
+        if !is_his || fs::read_link(path.join("ns/net")).ok()? != ours {
+            return None;
+        }
+        let name = fs::read_to_string(path.join("comm")).ok()?;
+        let name = name.trim();
+        (!PROXIES.contains(&name)).then(|| format!("{name} (pid {pid})"))
+    };
+    entries.filter_map(program).collect()
+}
+
+/// Programs whose traffic is to bypass the rules, by the names that the kernel knows them by.
+const PROXIES: [&str; 4] = ["tulle-proxy", "linkerd2-proxy", "linkerd2-proxy-", "linkerd-await"];
 const IPV6_INTERFACES: &str = "/proc/sys/net/ipv6/conf";
 const CLOSE_WAIT: &str = "/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close_wait";

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 /// Asks again and again until there is an answer.
 ///
 /// # Panics
-/// When there is none within ten seconds; `what` says what was waited for.
+/// When there is none within twenty seconds; `what` says what was waited for.
 pub async fn eventually<T>(what: &str, mut ask: impl AsyncFnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + LIMIT;
     loop {

@@ -68,16 +68,18 @@ enum ConnectionError {
 }
 
 impl<R: Respond> Port<R> {
-    /// Serves until the drain and 2 seconds more, then lets requests end, at most 2 seconds, and cuts the rest.
+    /// Serves until the drain and, for a cluster, 2 seconds more, then lets requests end, at most 2 seconds, and cuts the rest.
     ///
     /// The cluster learns that we end when we do, and sends requests until it has; one that finds no server is lost.
     pub async fn serve(self, listener: TcpListener, drain: Watch) {
         let _guard = drain.guard();
         let max = MAX_CONNECTIONS.min(descriptors::limit() / 20);
         let listener = Listener::new(self.name, listener, max, &self.registry).drain_within(DRAIN_LIMIT);
-        let (port, watch) = (Arc::new(self), drain.clone());
+        let port = Arc::new(self);
+        let end = port.transport.end_of_service(&drain);
+        let (port, watch) = (port.clone(), drain.clone());
         let serve = move |accepted| port.clone().connection(accepted, watch.clone());
-        listener.run(end_of_service(&drain), serve).await;
+        listener.run(end, serve).await;
     }
 
     async fn connection(self: Arc<Self>, accepted: Accepted, drain: Watch) {
@@ -119,9 +121,9 @@ impl<R: Respond> Port<R> {
         io: impl AsyncRead + AsyncWrite + Unpin + Send,
         drain: Watch,
     ) -> Result<(), ConnectionError> {
-        let watch = drain.clone();
+        let (port, watch) = (self.clone(), drain.clone());
         let service = service_fn(move |req| {
-            let (port, drain) = (self.clone(), watch.clone());
+            let (port, drain) = (port.clone(), watch.clone());
             async move {
                 let mut rsp = port.respond.respond(req).await;
                 if drain.is_signaled() {
@@ -137,16 +139,21 @@ impl<R: Respond> Port<R> {
         let mut connection = pin!(connection);
         tokio::select! {
             served = connection.as_mut() => return served.map_err(ConnectionError::Http),
-            () = end_of_service(&drain) => connection.as_mut().graceful_shutdown(),
+            () = self.transport.end_of_service(&drain) => connection.as_mut().graceful_shutdown(),
         }
         connection.await.map_err(ConnectionError::Http)
     }
 }
 
-/// When no more requests are expected.
-async fn end_of_service(drain: &Watch) {
-    drain.signaled().await;
-    sleep(FAREWELL).await;
+impl Transport {
+    /// When no more requests are expected.
+    async fn end_of_service(&self, drain: &Watch) {
+        drain.signaled().await;
+        match self {
+            Self::Tls(_) => sleep(FAREWELL).await,
+            Self::Loopback => {}
+        }
+    }
 }
 
 /// Less where the process may have few files.

@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::{fs, io, thread};
 
 use crate::scene::{
-    APP, BACKENDS, BIN, FLAGS, Family, ROOT, Scene, ask, dial, echo, eventually, expect, families, flags, open, root,
+    APP, BACKENDS, BIN, FLAGS, Family, PROXY_UID, ROOT, Scene, ask, dial, echo, eventually, expect, families, flags, open, root,
     success,
 };
 
@@ -493,6 +493,29 @@ fn strangers_who_come_first_are_named_and_found_out() {
         assert_eq!(native(&[]), 95);
         assert_eq!(native(&["--priority", "-101"]), 0);
     }
+}
+
+/// A connection of the proxy's user is left alone, whoever's it is.
+#[test]
+fn applications_of_the_proxys_user_are_named() {
+    if !root() {
+        return;
+    }
+    let scene = Scene::bare();
+    let uid = PROXY_UID.to_string();
+    let mut application = scene.pod.command("setpriv");
+    application.args(["--reuid", &uid, "--clear-groups", "sleep", "60"]);
+    let mut application = application.spawn().unwrap();
+    let pid = application.id();
+    let comm = format!("/proc/{pid}/comm");
+    eventually("it runs as the proxy's user", || fs::read_to_string(&comm).unwrap() == "sleep\n");
+    let warned = || scene.report(&flags("nft", &[])).1["warnings"].to_string();
+    let (with, other) = (warned(), scene.report(&flags("nft", &["-u", "2103"])).1);
+    application.kill().unwrap();
+    application.wait().unwrap();
+    assert!(with.contains(&format!("the connections of sleep (pid {pid}) bypass")), "{with}");
+    assert_eq!(other["warnings"].to_string(), "[]");
+    assert_eq!(warned(), "[]");
 }
 
 /// T53.
