@@ -5,8 +5,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::{fs, io, thread};
 
 use crate::scene::{
-    APP, BACKENDS, BIN, FLAGS, Family, PROXY_UID, ROOT, Scene, ask, dial, echo, eventually, expect, families, flags, open, root,
-    success,
+    APP, BACKENDS, BIN, FLAGS, Family, PROXY_UID, ROOT, Scene, ask, dial, echo, eventually, expect, families, flags,
+    open, root, success,
 };
 
 /// T40.
@@ -508,12 +508,17 @@ fn applications_of_the_proxys_user_are_named() {
     let mut application = application.spawn().unwrap();
     let pid = application.id();
     let comm = format!("/proc/{pid}/comm");
-    eventually("it runs as the proxy's user", || fs::read_to_string(&comm).unwrap() == "sleep\n");
+    eventually("it runs as the proxy's user", || {
+        fs::read_to_string(&comm).unwrap() == "sleep\n"
+    });
     let warned = || scene.report(&flags("nft", &[])).1["warnings"].to_string();
     let (with, other) = (warned(), scene.report(&flags("nft", &["-u", "2103"])).1);
     application.kill().unwrap();
     application.wait().unwrap();
-    assert!(with.contains(&format!("the connections of sleep (pid {pid}) bypass")), "{with}");
+    assert!(
+        with.contains(&format!("the connections of sleep (pid {pid}) bypass")),
+        "{with}"
+    );
     assert_eq!(other["warnings"].to_string(), "[]");
     assert_eq!(warned(), "[]");
 }
