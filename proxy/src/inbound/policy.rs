@@ -28,7 +28,7 @@ use crate::{
         matches::{Head, path},
         rate_limit::Limiter,
         route::{self, Found},
-        server::{ServerHttp, ServerPolicy},
+        server::{PathRules, ServerHttp, ServerPolicy},
     },
 };
 
@@ -109,8 +109,8 @@ pub(crate) struct Current {
     pub(super) limiter: Option<Arc<Limiter>>,
     /// Whether connections have to be HTTP.
     pub(super) demands_http: bool,
-    /// Whether rules tell requests apart by their path.
-    pub(super) differs_by_path: bool,
+    /// Which rules tell requests apart by their path.
+    path_rules: PathRules,
     /// Whether it stands for a policy that the control plane has not told.
     pub(super) is_unknown: bool,
 }
@@ -145,7 +145,7 @@ impl Current {
     fn of(policy: ServerPolicy, limiter: Option<Arc<Limiter>>) -> Self {
         Self {
             demands_http: policy.demands_http(),
-            differs_by_path: policy.protocol.http().is_some_and(ServerHttp::differs_by_path),
+            path_rules: policy.protocol.http().map_or(PathRules::None, ServerHttp::path_rules),
             policy,
             limiter,
             is_unknown: false,
@@ -157,16 +157,20 @@ impl Current {
     /// The rule of `http`, which is of this policy, that a request falls under.
     ///
     /// # Errors
-    /// Rules differ by path, and applications could take the path for another one.
+    /// Rules that somebody wrote differ by path, and applications could take the path for another one.
     pub(super) fn find<'a>(
         &'a self,
         http: &'a ServerHttp,
         head: Head<'_>,
     ) -> Result<Option<Found<'a, Arc<[Authorization]>>>, Error> {
-        if !self.differs_by_path {
+        let normal = match self.path_rules {
+            PathRules::None => None,
+            PathRules::OfProbes => path::normal(head.path),
+            PathRules::Written => Some(path::normal(head.path).ok_or(Error::AmbiguousPath)?),
+        };
+        let Some(normal) = normal else {
             return Ok(route::find(&http.routes, &head));
-        }
-        let normal = path::normal(head.path).ok_or(Error::AmbiguousPath)?;
+        };
         let found = route::find(&http.routes, &Head { path: &normal, ..head });
         Ok(found.map(|found| found.with_prefix(|length| path::original_len(head.path, length))))
     }

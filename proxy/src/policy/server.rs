@@ -162,13 +162,22 @@ impl ServerHttp {
             || !self.routes.iter().any(Route::takes_all)
     }
 
-    /// Whether rules that somebody wrote tell requests apart by their path.
-    pub(crate) fn differs_by_path(&self) -> bool {
-        let written = self.routes.iter().filter(|route| !route.meta.is_default());
-        written
-            .flat_map(|route| &route.rules)
-            .flat_map(|rule| &rule.matches)
-            .any(RequestMatch::looks_at_path)
+    /// Which rules tell requests apart by their path.
+    pub(crate) fn path_rules(&self) -> PathRules {
+        let looks_at_path = |route: &&Route<Arc<[Authorization]>>| {
+            let mut matches = route.rules.iter().flat_map(|rule| &rule.matches);
+            matches.any(RequestMatch::looks_at_path)
+        };
+        let are_written = self
+            .routes
+            .iter()
+            .filter(looks_at_path)
+            .map(|route| !route.meta.is_default());
+        match are_written.max() {
+            None => PathRules::None,
+            Some(false) => PathRules::OfProbes,
+            Some(true) => PathRules::Written,
+        }
     }
 
     /// One route named `default` for all requests.
@@ -179,6 +188,16 @@ impl ServerHttp {
             rate_limit: None,
         }
     }
+}
+
+/// Rules that look at the path of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PathRules {
+    None,
+    /// Those that the control plane made for probes, and no others.
+    OfProbes,
+    /// Somebody wrote some.
+    Written,
 }
 
 impl DefaultPolicy {
@@ -312,35 +331,47 @@ mod tests {
             identity: None,
             overrides: Vec::new(),
         });
-        for (what, routes, rate_limit, demands_http, differs_by_path) in [
-            ("the default route", vec![root()], None, false, false),
-            ("probes beside it", vec![probe(), root()], None, false, false),
-            ("in Linkerd's order", vec![root(), probe()], None, false, false),
-            ("probes alone", vec![probe()], None, true, false),
-            ("no routes", vec![], None, true, false),
-            ("a filter", vec![redirected], None, true, false),
-            ("one host", vec![of_a_host], None, true, false),
-            ("a rate limit", vec![root()], Some(limit), true, false),
+        for (what, routes, rate_limit, demands_http, path_rules) in [
+            ("the default route", vec![root()], None, false, PathRules::None),
+            (
+                "probes beside it",
+                vec![probe(), root()],
+                None,
+                false,
+                PathRules::OfProbes,
+            ),
+            (
+                "in Linkerd's order",
+                vec![root(), probe()],
+                None,
+                false,
+                PathRules::OfProbes,
+            ),
+            ("probes alone", vec![probe()], None, true, PathRules::OfProbes),
+            ("no routes", vec![], None, true, PathRules::None),
+            ("a filter", vec![redirected], None, true, PathRules::None),
+            ("one host", vec![of_a_host], None, true, PathRules::None),
+            ("a rate limit", vec![root()], Some(limit), true, PathRules::None),
             (
                 "a route for all requests",
                 vec![route(written("all"), PathMatch::prefix("/"))],
                 None,
                 true,
-                false,
+                PathRules::None,
             ),
             (
                 "a route for some",
                 vec![root(), route(written("some"), PathMatch::prefix("/some"))],
                 None,
                 true,
-                true,
+                PathRules::Written,
             ),
         ] {
             let http = ServerHttp {
                 routes: routes.into(),
                 rate_limit,
             };
-            assert_eq!(http.differs_by_path(), differs_by_path, "{what}");
+            assert_eq!(http.path_rules(), path_rules, "{what}");
             let policy = |protocol| ServerPolicy {
                 meta: Meta::default_named("test"),
                 protocol,

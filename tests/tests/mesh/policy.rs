@@ -228,6 +228,32 @@ spec:
         });
 }
 
+/// The kubelet sends the path of a probe as it is written, whichever of its characters are percent-encoded.
+#[test]
+fn a_probe_is_permitted_however_its_path_is_written() {
+    mesh()
+        .flag("--default-policy=deny")
+        .flag("--probe-networks=10.66.0.0/16")
+        .workload("web")
+        .run(async |mesh: &Mesh| {
+            apps::echo(mesh, "web").await;
+            let pod = mesh.manifest("pod-web");
+            for path in ["/up", "/up%7Eme", "/caf%c3%a9", "/a[1]", "/a//b"] {
+                let probe = format!("  - name: app\n    readinessProbe: {{httpGet: {{path: '{path}', port: http}}}}");
+                mesh.write("pod-web", &pod.replace("  - name: app", &probe));
+                let get = async |path: &str| {
+                    let client = mesh.arrive(STRANGER, "web", HTTP).await;
+                    client::get(client, path).await.status.as_u16()
+                };
+                eventually(&format!("a probe of {path} is permitted"), async || {
+                    (get(path).await == 404).then_some(()) // by the application
+                })
+                .await;
+                assert_eq!(get("/other").await, 403, "{path}");
+            }
+        });
+}
+
 #[test]
 fn a_rate_limit_answers_429_over_its_total() {
     let limit = "\
