@@ -4,19 +4,18 @@
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Weights {
     /// Running sums, the last of which is the total.
-    sums: Box<[u32]>,
+    sums: Box<[u64]>,
 }
 
 impl Weights {
-    /// `None` when all weights are zero, or do not fit in a `u32` together.
+    /// `None` when all weights are zero.
     pub(crate) fn new(weights: impl IntoIterator<Item = u32>) -> Option<Self> {
-        let mut total = 0_u32;
-        let mut sums = Vec::new();
-        for weight in weights {
-            total = total.checked_add(weight)?;
-            sums.push(total);
-        }
-        (total > 0).then(|| Self { sums: sums.into() })
+        let sum = |total: &mut u64, weight: u32| {
+            *total += u64::from(weight);
+            Some(*total)
+        };
+        let sums: Box<[u64]> = weights.into_iter().scan(0, sum).collect();
+        sums.last().is_some_and(|total| *total > 0).then_some(Self { sums })
     }
 
     /// The choice that a random number falls to, each by its weight.
@@ -41,15 +40,15 @@ impl Weights {
         })
     }
 
-    fn total(&self) -> u32 {
+    fn total(&self) -> u64 {
         self.sums.last().copied().unwrap_or(0)
     }
 
-    fn weight(&self, index: usize) -> u32 {
+    fn weight(&self, index: usize) -> u64 {
         self.sums[index] - index.checked_sub(1).map_or(0, |before| self.sums[before])
     }
 
-    fn owner(&self, point: u32) -> usize {
+    fn owner(&self, point: u64) -> usize {
         self.sums.partition_point(|sum| *sum <= point)
     }
 }
@@ -60,9 +59,9 @@ pub(crate) fn first_available(choices: usize, is_available: impl Fn(usize) -> bo
 }
 
 /// A random number, brought below `n`.
-fn scale(random: u32, n: u32) -> u32 {
-    // The product of two 32-bit numbers, shifted by 32 bits, is below the second.
-    ((u64::from(random) * u64::from(n)) >> 32) as u32
+fn scale(random: u32, n: u64) -> u64 {
+    // The product, shifted by the bits of the first number, is below the second.
+    ((u128::from(random) * u128::from(n)) >> u32::BITS) as u64
 }
 
 #[cfg(test)]
@@ -83,10 +82,16 @@ mod tests {
 
     #[test]
     fn nothing_to_choose_from_is_refused() {
-        for weights in [&[][..], &[0], &[0, 0], &[u32::MAX, 1]] {
+        for weights in [&[][..], &[0], &[0, 0]] {
             assert_eq!(Weights::new(weights.iter().copied()), None, "{weights:?}");
         }
-        assert!(Weights::new([u32::MAX]).is_some());
+    }
+
+    #[test]
+    fn large_weights_are_weights() {
+        let weights = Weights::new([u32::MAX, u32::MAX, u32::MAX]).unwrap();
+        let choices = [0, u32::MAX / 2, u32::MAX].map(|random| weights.choose(random));
+        assert_eq!(choices, [0, 1, 2]);
     }
 
     #[test]

@@ -281,12 +281,12 @@ impl<'a> Subject<'a> {
         if self.version != Version::HTTP_2 {
             return headers([], self.headers);
         }
-        let path = self.uri.path_and_query().map_or("", |path| path.as_str());
         let pseudo = [
             (":method", self.method.as_str().to_owned()),
             (":scheme", self.uri.scheme_str().unwrap_or_default().to_owned()),
             (":authority", self.authority().into_owned()),
-            (":path", path.to_owned()),
+            // Without the query, which may have credentials.
+            (":path", self.uri.path().to_owned()),
         ];
         headers(pseudo, self.headers)
     }

@@ -210,7 +210,7 @@ impl Place {
         let text = text.split('#').next().unwrap_or_default();
         let absolute = match text.strip_prefix("//") {
             Some(rest) => Some(format!("{}://{rest}", self.scheme)),
-            None => text.contains("://").then(|| text.to_owned()),
+            None => is_absolute(text).then(|| text.to_owned()),
         };
         let Some(absolute) = absolute else {
             return match self.join(text).parse() {
@@ -284,6 +284,16 @@ pub(super) fn target(declared: &str) -> Result<PathAndQuery, InvalidUri> {
         escape(query, QUERY, &mut target);
     }
     target.parse()
+}
+
+/// Whether a reference begins with a scheme and an authority; a query may have them as well.
+fn is_absolute(reference: &str) -> bool {
+    let is_scheme = |scheme: &str| {
+        scheme
+            .bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte))
+    };
+    reference.split_once("://").is_some_and(|(scheme, _)| is_scheme(scheme))
 }
 
 fn escapes_are_whole(text: &str) -> bool {
@@ -432,6 +442,11 @@ mod tests {
             (302, Some("/login"), Some(at(Scheme::HTTPS, 8443, "/login", host))),
             (301, Some("login?x"), Some(at(Scheme::HTTPS, 8443, "/a/login?x", host))),
             (307, Some("?x"), Some(at(Scheme::HTTPS, 8443, "/a/b?x", host))),
+            (
+                302,
+                Some("/login?next=https://a.test/b"),
+                Some(at(Scheme::HTTPS, 8443, "/login?next=https://a.test/b", host)),
+            ),
             (
                 308,
                 Some("https://10.0.0.1/x#y"),

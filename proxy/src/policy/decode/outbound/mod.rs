@@ -251,10 +251,6 @@ fn random_available<F>(
     backends: Result<Vec<(RouteBackend<F>, u32)>, DecodeError>,
 ) -> Result<Distribution<F>, DecodeError> {
     let mut backends = backends?;
-    let total: u64 = backends.iter().map(|(_, weight)| u64::from(*weight)).sum();
-    if u32::try_from(total).is_err() {
-        return Err(DecodeError::invalid("sum of weights", total, "4294967295 at most"));
-    }
     match backends.len() {
         0 => Err(DecodeError::Missing("backends")),
         // Its weight says nothing: there is no other to weigh it against.
@@ -262,7 +258,7 @@ fn random_available<F>(
             backends.drain(..).map(|(backend, _)| backend).collect(),
         )),
         // Nobody is to get anything. Other rules are none the worse for it.
-        _ if total == 0 => Ok(Distribution::Empty),
+        _ if backends.iter().all(|(_, weight)| *weight == 0) => Ok(Distribution::Empty),
         _ => Ok(Distribution::RandomAvailable(backends.into())),
     }
 }

@@ -451,10 +451,6 @@ fn what_is_incomplete_is_refused_with_the_reason() {
             "backend is missing",
             with_rule(|rule| rule.backends = first(vec![Default::default()])),
         ),
-        (
-            "sum of weights is \"4294967296\"",
-            with_rule(|rule| rule.backends = random(&[u32::MAX, 1])),
-        ),
         ("metadata is missing", with_backend(|backend| backend.metadata = None)),
         ("queue is missing", with_backend(|backend| backend.queue = None)),
         (
