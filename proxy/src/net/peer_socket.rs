@@ -15,9 +15,15 @@ use tulle_core::addr::canonical;
 
 use crate::net::orig_dst;
 
-/// Whether the peer has closed its socket; `None` where that is on another host, or the kernel does not say.
+/// Whether the peer has closed its socket; `None` where that is on another host and has sent no reset, or the kernel does not say.
 pub(super) fn is_closed(stream: &TcpStream) -> Option<bool> {
-    let peer = canonical(stream.peer_addr().ok()?);
+    let peer = match stream.peer_addr() {
+        Ok(peer) => canonical(peer),
+        // A socket that is closed with something unread sends a reset, and the kernel no longer knows a peer of ours then. Behind
+        // an end, reading does not tell of it.
+        Err(error) if error.kind() == io::ErrorKind::NotConnected => return Some(true),
+        Err(_) => return None,
+    };
     let local = canonical(stream.local_addr().ok()?);
     // Behind a redirect rule, the peer's socket has another address for us than ours has.
     let dialled = || orig_dst::of(stream, peer).ok().map(|dialled| canonical(dialled.0));
@@ -107,7 +113,7 @@ const INODE_AT: usize = 16 + 4 + 48 + 16;
 #[cfg(test)]
 mod tests {
     use tokio::{
-        io::{AsyncReadExt as _, AsyncWriteExt as _},
+        io::{AsyncReadExt as _, AsyncWriteExt as _, Interest},
         net::TcpListener,
     };
 
@@ -128,6 +134,20 @@ mod tests {
             drop(client);
             assert_eq!(is_closed(&ours), Some(true));
         }
+    }
+
+    #[tokio::test]
+    async fn who_closes_with_something_unread_has_closed() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (mut ours, _) = listener.accept().await.unwrap();
+        client.shutdown().await.unwrap();
+        assert_eq!(ours.read(&mut [0]).await.unwrap(), 0);
+        ours.write_all(b"unread").await.unwrap();
+        client.readable().await.unwrap();
+        drop(client);
+        ours.ready(Interest::ERROR).await.unwrap();
+        assert_eq!(is_closed(&ours), Some(true));
     }
 
     #[test]

@@ -100,7 +100,6 @@ fn a_client_that_leaves_says_nothing_of_an_endpoint() {
 }
 
 #[test]
-#[ignore = "a client that closes is sometimes taken for one that has only ended its side"]
 fn a_client_that_leaves_a_silent_response_says_nothing_of_an_endpoint() {
     clients_leave(1);
 }
