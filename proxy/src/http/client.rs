@@ -19,7 +19,7 @@ use crate::{
         body::Body,
         error::{Error, Retry},
         h1::{
-            client::{self as http1, Exchange, Failed, NoHead},
+            client::{self as http1, Exchange, Failed, NoHead, SendAgainTo},
             pool::{Pool, Resend},
         },
         h2::{Params, client as http2, windows::Waiters},
@@ -319,12 +319,13 @@ impl Client {
                 Ok(rsp)
             }
             Err(error) if !self.may_send_again(&error) => Err(error),
-            Err(_) => {
-                let connection = http1::Connection::new((self.connect)(Protocol::Http1).await?);
-                let mut exchange = connection.send(req, self.addr, None);
+            Err(error) => {
+                let io = (self.connect)(Protocol::Http1).await;
+                let io = io.map_err(|failed| self.gone(&error, failed))?;
+                let mut exchange = http1::Connection::new(io).send(req, self.addr, None);
                 match exchange.head().await {
                     Ok(head) => Ok(exchange.response(head)),
-                    Err(why) => Err(exchange.failed(why).await.error),
+                    Err(why) => Err(exchange.failed(why, self.resend()).await.error),
                 }
             }
         }
@@ -339,23 +340,34 @@ impl Client {
         }
     }
 
-    /// Sends once more what nobody has read, or may be read twice. An application that listens no more is ending: what was
-    /// thrown away then counts as unread, and the error says that it cannot be reached.
+    /// Sends a request once more that nobody has read, or that may be processed twice.
     async fn send_again(&self, exchange: Exchange, why: NoHead) -> Result<Response<Body>, Error> {
         let pool = exchange.pool();
-        let Failed { error, unread } = exchange.failed(why).await;
-        let Some(mut unread) = unread else { return Err(error) };
-        let io = match (self.connect)(Protocol::Http1).await {
-            Ok(io) if unread.certain => io,
-            Err(failed) if unread.certain => return Err(failed),
-            Err(failed) if failed.is_refusal() && unread.is_thrown_away().await => return Err(failed),
-            // It listens still, or that cannot be told.
-            Ok(_) | Err(_) => return Err(error),
+        let Failed { error, again } = exchange.failed(why, self.resend()).await;
+        let Some(mut again) = again else { return Err(error) };
+        let io = match ((self.connect)(Protocol::Http1).await, again.to) {
+            (Ok(io), SendAgainTo::Whoever) => io,
+            (Err(failed), SendAgainTo::Whoever) => return Err(self.gone(&error, failed)),
+            (Err(failed), SendAgainTo::Another) if failed.is_refusal() && again.is_thrown_away().await => {
+                return Err(self.gone(&error, failed));
+            }
+            (Ok(_) | Err(_), SendAgainTo::Another) => return Err(error),
         };
-        let mut exchange = http1::Connection::new(io).send_again(unread, self.addr, pool);
+        let mut exchange = http1::Connection::new(io).send_again(again, self.addr, pool);
         match exchange.head().await {
             Ok(head) => Ok(exchange.response(head)),
-            Err(why) => Err(exchange.failed(why).await.error),
+            Err(why) => Err(exchange.failed(why, self.resend()).await.error),
+        }
+    }
+
+    /// Why a request was not sent again after `error`, where a connection for it could not be had.
+    fn gone(&self, error: &Error, dial: Error) -> Error {
+        match error.retry() {
+            Retry::NeverSent => dial,
+            Retry::IfIdempotent | Retry::No => Error::Gone {
+                addr: self.addr,
+                cause: dial.cause(),
+            },
         }
     }
 }
@@ -400,6 +412,15 @@ mod tests {
         end: impl AsyncFnOnce(TcpStream),
         again: impl Fn(SocketAddr) -> Option<ConnectError> + Send + Sync + 'static,
     ) -> (Result<Response<Body>, Error>, bool) {
+        let post = Request::post("/").body(Body::full(Bytes::from_static(b"a body")));
+        asked(post.unwrap(), end, again).await
+    }
+
+    async fn asked(
+        mut req: Request<Body>,
+        end: impl AsyncFnOnce(TcpStream),
+        again: impl Fn(SocketAddr) -> Option<ConnectError> + Send + Sync + 'static,
+    ) -> (Result<Response<Body>, Error>, bool) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let dials = AtomicU64::new(0);
@@ -421,9 +442,6 @@ mod tests {
         let client = Client::new(addr, connect, Params::default(), pool);
         let ready = client.ready(Protocol::Http1, Reuse::Pooled).await.unwrap();
         let (application, _) = listener.accept().await.unwrap();
-        let mut post = Request::post("/")
-            .body(Body::full(Bytes::from_static(b"a body")))
-            .unwrap();
         let mut twice = false;
         let sent = {
             let end_and_answer = async {
@@ -438,7 +456,7 @@ mod tests {
             tokio::select! {
                 biased; // what ends at once ends before
                 () = end_and_answer => unreachable!(),
-                sent = client.send(ready, &mut post) => sent,
+                sent = client.send(ready, &mut req) => sent,
             }
         };
         (sent, twice)
@@ -482,17 +500,25 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_a_refusal_tells_that_a_reset_request_was_not_read() {
+    async fn a_request_that_was_reset_may_have_been_processed() {
         let out_of_files = |addr| ConnectError::Io {
             addr,
             source: nix::Error::EMFILE.into(),
         };
-        assert_eq!(retry_where(reset, refused).await, Retry::NeverSent);
-        assert_ne!(retry_where(reset, timed_out).await, Retry::NeverSent);
-        assert_ne!(retry_where(reset, out_of_files).await, Retry::NeverSent);
+        let after_it_was_read = async |mut application: TcpStream| {
+            read(&mut application).await;
+            application.set_zero_linger().unwrap();
+        };
         let late = reset_a_while_after_the_end;
-        assert_eq!(retry_where(late, refused).await, Retry::NeverSent);
-        assert_ne!(retry_where(late, timed_out).await, Retry::NeverSent);
+        for again in [refused, timed_out, out_of_files] {
+            for retry in [
+                retry_where(reset, again).await,
+                retry_where(late, again).await,
+                retry_where(after_it_was_read, again).await,
+            ] {
+                assert_eq!(retry, Retry::No);
+            }
+        }
     }
 
     #[tokio::test]
@@ -524,6 +550,24 @@ mod tests {
         let closed = async |application: TcpStream| drop(application);
         let (sent, twice) = ended(closed, |_| None).await;
         assert!(sent.is_ok() && twice, "{sent:?}");
+        assert_eq!(retry_where(closed, refused).await, Retry::NeverSent);
+    }
+
+    #[tokio::test]
+    async fn a_request_that_may_be_processed_twice_goes_elsewhere_once_nobody_listens() {
+        let get = || Request::get("/").body(Body::empty()).unwrap();
+        let read = async |mut application: TcpStream| {
+            application.read(&mut [0; 1024]).await.unwrap();
+            application.set_zero_linger().unwrap();
+        };
+        let (sent, _) = asked(get(), read, |addr| Some(refused(addr))).await;
+        let gone = sent.unwrap_err();
+        assert_eq!(gone.retry(), Retry::IfIdempotent);
+        assert_eq!(gone.told(), "connection-closed; then=connect-refused");
+        // It may be the request that ends connections.
+        let (sent, twice) = asked(get(), read, |_| None).await;
+        assert!(!twice);
+        assert_eq!(sent.unwrap_err().retry(), Retry::No);
     }
 
     /// A server of HTTP/1 that says for how long it keeps connections.

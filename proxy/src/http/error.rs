@@ -54,7 +54,19 @@ pub(crate) enum Error {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     #[error("connection to {addr} closed before a response")]
-    Closed { addr: SocketAddr, reused: bool, sent: bool },
+    Closed {
+        addr: SocketAddr,
+        reused: bool,
+        /// Whether somebody may have read something of the request.
+        sent: bool,
+    },
+    /// The request may have been processed.
+    #[error("connection to {addr} closed before a response, and there is no other ({cause})")]
+    Gone {
+        addr: SocketAddr,
+        /// Why the dial of another connection failed.
+        cause: &'static str,
+    },
     #[error("HTTP/2 connection to {addr} ended before a response")]
     ConnectionLost { addr: SocketAddr },
     #[error("{addr} had no free HTTP/2 stream within {limit:?}")]
@@ -250,6 +262,7 @@ impl Error {
             | Self::DialFailed { .. }
             | Self::Tls { .. }
             | Self::Closed { .. }
+            | Self::Gone { .. }
             | Self::ConnectionLost { .. }
             | Self::NoFreeStream { .. }
             | Self::H2(_)
@@ -316,7 +329,7 @@ impl Error {
             error if error.is_of_dial() => Retry::NeverSent,
             error if error.is_unprocessed() => Retry::NeverSent,
             Self::Closed { sent: false, .. } | Self::NoFreeStream { sent: false, .. } => Retry::NeverSent,
-            Self::Closed { reused: true, .. } | Self::ConnectionLost { .. } => Retry::IfIdempotent,
+            Self::Closed { reused: true, .. } | Self::Gone { .. } | Self::ConnectionLost { .. } => Retry::IfIdempotent,
             Self::H2(error) if error.is_io() || error.is_go_away() => Retry::IfIdempotent,
             _ => Retry::No,
         }
@@ -342,6 +355,7 @@ impl Error {
             | Self::DialFailed { .. }
             | Self::Tls { .. }
             | Self::Closed { .. }
+            | Self::Gone { .. }
             | Self::ConnectionLost { .. }
             | Self::H2(_)
             | Self::Response(_)
@@ -415,6 +429,7 @@ impl Error {
             | Self::DialFailed { .. }
             | Self::Tls { .. }
             | Self::Closed { .. }
+            | Self::Gone { .. }
             | Self::ConnectionLost { .. }
             | Self::H2(_)
             | Self::Response(_) => "i/o",
@@ -431,6 +446,7 @@ impl Error {
             Self::TooLargeToRetry(error) => format!("{code}; after={}", error.cause()),
             Self::FailFast(_, Unready::Unreached { after: Some(after) })
             | Self::Unavailable(Unready::Unreached { after: Some(after) }) => format!("{code}; after={after}"),
+            Self::Gone { cause, .. } => format!("{code}; then={cause}"),
             _ => code.to_owned(),
         }
     }
@@ -442,6 +458,7 @@ impl Error {
             Self::DialFailed { addr, .. }
             | Self::Tls { addr, .. }
             | Self::Closed { addr, .. }
+            | Self::Gone { addr, .. }
             | Self::ConnectionLost { addr }
             | Self::NoFreeStream { addr, .. }
             | Self::NoStream { addr } => Some(*addr),
@@ -491,6 +508,7 @@ impl Error {
             | Self::DialFailed { .. }
             | Self::Tls { .. }
             | Self::Closed { .. }
+            | Self::Gone { .. }
             | Self::ConnectionLost { .. }
             | Self::Response(_) => "IO",
             _ => "UNKNOWN",
@@ -503,7 +521,9 @@ impl Error {
             Self::TooLargeToRetry(_) => "body-too-large-to-retry",
             Self::ConnectTimeout(error) | Self::Connect(error) => error.cause(),
             Self::DialFailed { cause, .. } | Self::Tls { cause, .. } => cause,
-            Self::Closed { .. } | Self::ConnectionLost { .. } | Self::TakenBack => "connection-closed",
+            Self::Closed { .. } | Self::Gone { .. } | Self::ConnectionLost { .. } | Self::TakenBack => {
+                "connection-closed"
+            }
             Self::NoFreeStream { .. } => "no-free-stream",
             Self::H2(_) => "stream-reset",
             Self::Response(_) | Self::BadResponse(_) | Self::Miscounted => "bad-response",
@@ -579,6 +599,10 @@ mod tests {
                 addr,
                 reused: false,
                 sent: true,
+            },
+            Error::Gone {
+                addr,
+                cause: "connect-refused",
             },
             Error::ConnectionLost { addr },
             Error::NoFreeStream {

@@ -191,7 +191,10 @@ impl Dispatch<'_> {
             };
             let cause = match &sent {
                 // Only who has an identity has a proxy that could know.
-                Ok(rsp) if endpoint.identity().is_some() && self.may_try_another(tried.len()) => never_reached(rsp),
+                Ok(rsp) if endpoint.identity().is_some() && self.may_try_another(tried.len()) => {
+                    let unanswered = unanswered(rsp);
+                    unanswered.and_then(|(cause, retry)| self.permits(retry, &endpoint, copy).then_some(cause))
+                }
                 Err(error) if self.resendable(error, &endpoint, copy, tried.len()) => Some(error.cause()),
                 _ => None,
             };
@@ -270,20 +273,23 @@ impl Dispatch<'_> {
     }
 
     fn resendable(&self, error: &Error, endpoint: &Endpoint, copy: Option<&Copy>, n_tried: usize) -> bool {
-        let safe = match error.retry() {
+        // A new connection to the same endpoint may do.
+        let may_try = match error.is_unprocessed() {
+            true => self.has_tries_left(n_tried),
+            false => self.may_try_another(n_tried),
+        };
+        may_try && copy.is_some() && self.permits(error.retry(), endpoint, copy)
+    }
+
+    fn permits(&self, retry: Retry, endpoint: &Endpoint, copy: Option<&Copy>) -> bool {
+        match retry {
             Retry::No => false,
             Retry::NeverSent => true,
             Retry::IfIdempotent => {
                 let resend = endpoint.client(self.worker).resend();
                 copy.is_some_and(|copy| resend.permits(copy.method()))
             }
-        };
-        // A new connection to the same endpoint may do.
-        let may_try = match error.is_unprocessed() {
-            true => self.has_tries_left(n_tried),
-            false => self.may_try_another(n_tried),
-        };
-        safe && copy.is_some() && may_try
+        }
     }
 
     pub(super) fn count_resent(&self, cause: &str) {
@@ -369,9 +375,9 @@ fn finish(rsp: &mut Response<Body>, protocol: Protocol, asked: Version, may_end:
     }
 }
 
-/// Why the peer's proxy never reached its application, if that is what it says: ours by a code, Linkerd's, which has
-/// none, in the words of its HTTP/1 client.
-fn never_reached<B>(rsp: &Response<B>) -> Option<&'static str> {
+/// Why the peer's proxy has no response of its application, if it says that another endpoint may have one: ours by a code,
+/// Linkerd's, which has none, in the words of its HTTP/1 client.
+fn unanswered<B>(rsp: &Response<B>) -> Option<(&'static str, Retry)> {
     let headers = rsp.headers();
     // Such an answer reaches gRPC clients as a status inside a 200.
     let by_status = match (rsp.status(), classify::grpc_status(headers)) {
@@ -384,9 +390,16 @@ fn never_reached<B>(rsp: &Response<B>) -> Option<&'static str> {
     let code = headers
         .get(names::L5D_PROXY_CAUSE)
         .map_or(&b""[..], HeaderValue::as_bytes);
-    let known = ["connect-refused", "connect-timeout"];
-    let by_code = known.into_iter().find(|known| code.starts_with(known.as_bytes()));
-    by_code.or_else(|| (error == "client error (Connect)").then_some(by_status))
+    let known = [
+        ("connect-refused", "connect-refused", Retry::NeverSent),
+        ("connect-timeout", "connect-timeout", Retry::NeverSent),
+        ("connection-closed; then=", "connection-closed", Retry::IfIdempotent),
+    ];
+    let by_code = known.iter().find(|(begins, ..)| code.starts_with(begins.as_bytes()));
+    match by_code {
+        Some((_, cause, retry)) => Some((cause, *retry)),
+        None => (error == "client error (Connect)").then_some((by_status, Retry::NeverSent)),
+    }
 }
 
 impl Flight {
@@ -513,18 +526,20 @@ mod tests {
     }
 
     #[test]
-    fn proxies_that_did_not_reach_their_application_are_understood() {
+    fn proxies_without_a_response_of_their_application_are_understood() {
         let answer = |status: u16, headers: &[(&str, &str)]| {
             let mut rsp = Response::builder().status(status);
             for (name, value) in headers {
                 rsp = rsp.header(*name, *value);
             }
-            never_reached(&rsp.body(()).unwrap())
+            unanswered(&rsp.body(()).unwrap())
         };
         let (grpc, unavailable) = (("content-type", "application/grpc"), ("grpc-status", "14"));
         let (code, error) = ("l5d-proxy-cause", ("l5d-proxy-error", "refused"));
         let linkerd = ("l5d-proxy-error", "client error (Connect)");
-        let (refused, timed_out) = (Some("connect-refused"), Some("connect-timeout"));
+        let refused = Some(("connect-refused", Retry::NeverSent));
+        let timed_out = Some(("connect-timeout", Retry::NeverSent));
+        let gone = Some(("connection-closed", Retry::IfIdempotent));
         for (status, headers, expected) in [
             (502, vec![error, (code, "connect-refused")], refused),
             (504, vec![error, (code, "connect-timeout")], timed_out),
@@ -540,7 +555,12 @@ mod tests {
             (502, vec![("l5d-proxy-error", "client error (SendRequest)")], None),
             (504, vec![("l5d-proxy-error", "HTTP response timeout after 1s")], None),
             (502, vec![(code, "connect-refused")], None),
-            (502, vec![error, (code, "connection-closed")], None),
+            (502, vec![error, (code, "connection-closed; direction=inbound")], None),
+            (
+                502,
+                vec![error, (code, "connection-closed; then=connect-refused")],
+                gone,
+            ),
             (502, vec![], None),
             (200, vec![error, (code, "connect-refused")], None),
         ] {

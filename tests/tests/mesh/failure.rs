@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use http::{Request, Response, Version};
+use socket2::SockRef;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::time::{Instant, timeout};
@@ -263,10 +264,7 @@ fn an_application_that_closes_idle_connections_fails_nothing() {
         // Answers once per connection and closes without a word of it: the next request may be on its way already.
         let _app = apps::raw(mesh.listen("web", HTTP).await, |stream| async move {
             let mut stream = BufReader::new(stream);
-            let mut line = String::new();
-            while stream.read_line(&mut line).await.is_ok_and(|n| n > 2) {
-                line.clear();
-            }
+            read_head(&mut stream).await;
             // The proxy may be gone already.
             let _ = stream
                 .write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
@@ -280,21 +278,48 @@ fn an_application_that_closes_idle_connections_fails_nothing() {
 }
 
 #[test]
-fn an_application_that_ends_with_a_request_unread_fails_nothing() {
+fn an_application_that_ends_with_a_request_unread_fails_nothing_that_may_be_repeated() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
         apps::echo(mesh, "web-1").await;
         let listener = mesh.listen("web-0", HTTP).await;
         let ending = tokio::spawn(async move {
             let (stream, _) = listener.accept().await.unwrap();
-            let stream = answer_once(stream).await;
+            let mut stream = BufReader::new(stream);
+            read_head(&mut stream).await;
+            let mut stream = stream.into_inner();
+            stream.write_all(ANSWER).await.unwrap();
             // The next request has arrived, and nobody reads it.
             stream.peek(&mut [0]).await.unwrap();
             drop(listener);
         });
         let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
         while !ending.is_finished() {
-            assert_eq!(client.ask(post()).await.unwrap().status.as_u16(), 200);
+            assert_eq!(client.ask(request("/")).await.unwrap().status.as_u16(), 200);
         }
+        ending.await.unwrap();
+    });
+}
+
+#[test]
+fn a_request_that_an_ending_application_may_have_read_reaches_no_other() {
+    mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
+        apps::echo(mesh, "web-1").await;
+        let listener = mesh.listen("web-0", HTTP).await;
+        let ending = tokio::spawn(async move {
+            let (stream, _) = listener.accept().await.unwrap();
+            let stream = read_post(answer_once(stream).await).await;
+            drop(listener);
+            SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
+        });
+        let mut client = Http1::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
+        let answer = loop {
+            let answer = client.ask(post()).await.unwrap();
+            if answer.status != 200 || ending.is_finished() {
+                break answer;
+            }
+        };
+        let told = (answer.status.as_u16(), answer.cause());
+        assert_eq!(told, (502, "connection-closed"));
         ending.await.unwrap();
     });
 }
@@ -325,18 +350,28 @@ fn post() -> Request<AnyBody> {
     req.body(full("a body")).unwrap()
 }
 
+const ANSWER: &[u8] = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\na body";
+
 /// Reads one request whose body is [`post`]'s, and answers it.
 async fn answer_once(stream: TcpStream) -> TcpStream {
+    let mut stream = read_post(stream).await;
+    stream.write_all(ANSWER).await.unwrap();
+    stream
+}
+
+/// Reads one request whose body is [`post`]'s.
+async fn read_post(stream: TcpStream) -> TcpStream {
     let mut stream = BufReader::new(stream);
+    read_head(&mut stream).await;
+    stream.read_exact(&mut [0; 6]).await.unwrap();
+    stream.into_inner()
+}
+
+async fn read_head(stream: &mut BufReader<TcpStream>) {
     let mut line = String::new();
     while stream.read_line(&mut line).await.is_ok_and(|n| n > 2) {
         line.clear();
     }
-    stream.read_exact(&mut [0; 6]).await.unwrap();
-    let mut stream = stream.into_inner();
-    let answer = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\na body";
-    stream.write_all(answer).await.unwrap();
-    stream
 }
 
 #[test]

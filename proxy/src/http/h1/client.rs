@@ -27,7 +27,7 @@ use crate::{
         h1::{
             framing::{Decoded, Framing},
             head::{self, BadHead, MAX_HEAD, ResponseHead},
-            pool::Pool,
+            pool::{Pool, Resend},
             read, write,
         },
         headers, interim,
@@ -45,33 +45,37 @@ pub(crate) struct Connection {
 /// A request without a response.
 pub(crate) struct Failed {
     pub(crate) error: Error,
-    /// The request once more, where nobody read it or that does not matter.
-    pub(crate) unread: Option<Unread>,
+    /// The request once more, where it may be sent again.
+    pub(crate) again: Option<Again>,
 }
 
-/// A request of which nothing has left, that left in one piece to an application of this host and may have been thrown
-/// away by the kernel, or that may be sent twice.
-///
-/// An application that ends closes its idle connections; what is on its way to one of them is lost. The kernel tells:
-/// it answers bytes that nobody has read, or that nobody can read any more, with a reset.
-pub(crate) struct Unread {
+/// A request that left in one short piece, or of which nothing has left.
+pub(crate) struct Again {
     upload: write::Message<Body>,
     method: Method,
-    /// Whether it may be sent again whatever else is found: nobody can have read it, or that does not matter.
-    pub(crate) certain: bool,
+    pub(crate) to: SendAgainTo,
     /// The connection, where it has ended and a reset may follow.
     ended: Option<Box<Io>>,
 }
 
-impl Unread {
-    /// Whether it was thrown away by an application that listens no more. One that listens may have asked for a reset after
-    /// it had read everything (`SO_LINGER` of 0), or a part.
+impl Again {
+    /// Whether the kernel has thrown something of it away, or the application had the connection reset.
     pub(crate) async fn is_thrown_away(&mut self) -> bool {
         match &self.ended {
             Some(io) => is_thrown_away(io).await,
             None => true,
         }
     }
+}
+
+/// Where a request may be sent again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SendAgainTo {
+    /// To whoever listens: nobody has read it, or it may be processed twice and its connection had been idle.
+    Whoever,
+    /// To another endpoint only, where it was thrown away and nobody listens here any more. While somebody listens, it may be the
+    /// request itself that connections end of.
+    Another,
 }
 
 /// Why there is no response head.
@@ -114,9 +118,9 @@ impl Connection {
         self.exchange(upload, method, addr, pool)
     }
 
-    /// Begins to send a request that another connection's end has left unread.
-    pub(crate) fn send_again(self, unread: Unread, addr: SocketAddr, pool: Option<Arc<Pool>>) -> Exchange {
-        self.exchange(unread.upload, unread.method, addr, pool)
+    /// Begins to send a request that another connection has left without a response.
+    pub(crate) fn send_again(self, again: Again, addr: SocketAddr, pool: Option<Arc<Pool>>) -> Exchange {
+        self.exchange(again.upload, again.method, addr, pool)
     }
 
     fn exchange(
@@ -196,32 +200,44 @@ impl Exchange {
         poll_head(cx, io, inbox, coming, &self.method)
     }
 
-    /// What can be done where there was no head.
-    pub(crate) async fn failed(self, why: NoHead) -> Failed {
+    /// What can be done where there was no head; `resend` says which requests may be sent again that may have been processed.
+    ///
+    /// What is known of the application is what the kernel of this host tells: it answers what nobody can read any more with a
+    /// reset. A reset alone says nothing, as applications may ask for one after they have read everything (`SO_LINGER` of 0).
+    pub(crate) async fn failed(self, why: NoHead, resend: Resend) -> Failed {
         if let NoHead::Error(error) = why {
-            return Failed { error, unread: None };
+            return Failed { error, again: None };
         }
         let (addr, Connection { io, reused }) = (self.addr, self.connection);
-        let sent = self.upload.has_begun();
-        let error = Error::Closed { addr, reused, sent };
-        // An application may close an idle connection at any time; some requests may be sent twice.
-        let may_repeat = self.pool.as_ref().is_some_and(|pool| pool.resend.permits(&self.method));
-        let is_repeatable = reused && self.has_no_body && may_repeat;
+        let has_begun = self.upload.has_begun();
+        let is_local = io.is_local(addr.ip());
+        let may_repeat = resend.permits(&self.method);
+        // An application may close an idle connection at any time.
+        let is_repeatable = may_repeat && reused && self.has_no_body && self.pool.is_some();
         // Who has answered something has read something.
-        let may_be_unread = self.coming.n_interims == 0 && io.is_local(addr.ip());
-        let unread = self.upload.into_unread(Body::empty());
-        let Some(upload) = unread.filter(|_| is_repeatable || may_be_unread) else {
-            return Failed { error, unread: None };
+        let has_ended = matches!(why, NoHead::End);
+        let may_be_late = has_ended && is_local && self.coming.n_interims == 0 && !is_repeatable;
+        let upload = self.upload.into_unread(Body::empty());
+        let is_unread = match &upload {
+            Some(upload) => !has_begun || (may_be_late && is_late(&io, upload.unsent()).await),
+            None => false,
         };
-        let ended = matches!(why, NoHead::End);
-        let certain = is_repeatable || !sent || (ended && is_late(&io, upload.unsent()).await);
+        let to = if is_repeatable || (is_unread && is_local) {
+            Some(SendAgainTo::Whoever)
+        } else {
+            (may_repeat && !is_unread && is_local && self.coming.n_interims == 0).then_some(SendAgainTo::Another)
+        };
         Failed {
-            error,
-            unread: Some(Unread {
+            error: Error::Closed {
+                addr,
+                reused,
+                sent: !is_unread,
+            },
+            again: to.zip(upload).map(|(to, upload)| Again {
                 upload,
                 method: self.method,
-                certain,
-                ended: ended.then_some(io),
+                to,
+                ended: has_ended.then_some(io),
             }),
         }
     }
@@ -298,8 +314,8 @@ async fn soon_after<T>(response: &mut oneshot::Sender<T>) {
 /// the next one after up to 100 ms.
 const CLOSING: Duration = Duration::from_millis(250);
 
-/// Whether a request of so many bytes came to an application that had ended the connection before, and closed it: an end
-/// acknowledges all that has come until then.
+/// Whether a request of so many bytes came to an application that had ended the connection before, so that it could not answer
+/// any more, and closed it: an end acknowledges all that has come until then.
 async fn is_late(io: &Io, len: usize) -> bool {
     io.unacknowledged() == Some(len) && is_thrown_away(io).await
 }
