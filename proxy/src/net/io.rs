@@ -30,6 +30,8 @@ pub(crate) struct Tcp {
     held: bool,
     /// Whether the kernel shall keep what does not fill a packet until the connection ends.
     corked: bool,
+    /// Whether a write was told of a reset: the kernel tells once, and who reads then would find an end.
+    was_reset: bool,
     /// Of a connection that was accepted, and has a place.
     activity: Option<Activity>,
 }
@@ -71,6 +73,7 @@ impl Tcp {
             prefix,
             held: false,
             corked: false,
+            was_reset: false,
             activity: None,
         }
     }
@@ -118,6 +121,14 @@ impl Tcp {
             if !matches!(&sent, Err(error) if error.kind() == io::ErrorKind::WouldBlock) {
                 return Poll::Ready(sent);
             }
+        }
+    }
+
+    fn wrote(&mut self, written: &Poll<io::Result<usize>>) {
+        match written {
+            Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::ConnectionReset => self.was_reset = true,
+            Poll::Ready(_) => self.mark_active(),
+            Poll::Pending => {}
         }
     }
 
@@ -330,6 +341,8 @@ impl AsyncRead for Tcp {
         let read = Pin::new(&mut self.stream).poll_read(cx, buf);
         if buf.filled().len() > before {
             self.mark_active();
+        } else if self.was_reset && matches!(read, Poll::Ready(Ok(()))) {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
         }
         read
     }
@@ -344,9 +357,7 @@ impl AsyncWrite for Tcp {
             return self.poll_corked(cx, |socket| socket.send_with_flags(buf, CORKED));
         }
         let written = Pin::new(&mut self.stream).poll_write(cx, buf);
-        if written.is_ready() {
-            self.mark_active();
-        }
+        self.wrote(&written);
         written
     }
 
@@ -362,9 +373,7 @@ impl AsyncWrite for Tcp {
             return self.poll_corked(cx, |socket| socket.send_vectored_with_flags(bufs, CORKED));
         }
         let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
-        if written.is_ready() {
-            self.mark_active();
-        }
+        self.wrote(&written);
         written
     }
 
@@ -449,5 +458,33 @@ impl Io {
         if let (Ok(n), Some(counted)) = (result, &self.counted) {
             counted.metrics.written(*n as u64);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::{
+        io::{AsyncReadExt as _, AsyncWriteExt as _},
+        net::TcpListener,
+    };
+
+    use super::*;
+
+    /// The kernel tells of a reset once, whoever hears of it first.
+    #[tokio::test]
+    async fn a_reset_that_a_write_was_told_of_is_no_end_for_who_reads() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let ours = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (mut peer, _) = listener.accept().await.unwrap();
+        peer.write_all(b"half").await.unwrap();
+        SockRef::from(&peer).set_linger(Some(Duration::ZERO)).unwrap();
+        drop(peer);
+        ours.ready(Interest::ERROR).await.unwrap();
+        let mut ours = Io::tcp(Tcp::new(ours));
+        let written = ours.write_all(b"more of a request").await;
+        assert_eq!(written.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+        let mut all = Vec::new();
+        let read = ours.read_to_end(&mut all).await;
+        assert_eq!(read.unwrap_err().kind(), io::ErrorKind::ConnectionReset, "{all:?}");
     }
 }

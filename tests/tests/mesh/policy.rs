@@ -337,6 +337,20 @@ fn a_policy_that_turns_cuts_tunnels_and_responses() {
 }
 
 #[test]
+fn a_response_that_ends_with_its_connection_is_reset_when_the_policy_turns() {
+    mesh().workload("web").run(async |mesh: &Mesh| {
+        let _app = unending(mesh).await;
+        let mut client = mesh.arrive(STRANGER, "web", HTTP).await;
+        client.write_all(b"GET / HTTP/1.0\r\n\r\n").await.unwrap();
+        read_until(&mut client, "begun\n").await;
+        mesh.write("server", &server("web-http", HTTP, "deny"));
+        let mut rest = Vec::new();
+        let cut = tokio::time::timeout(Duration::from_secs(5), client.read_to_end(&mut rest));
+        cut.await.expect("it is cut").expect_err("a reset");
+    });
+}
+
+#[test]
 fn tls_is_not_looked_for_on_opaque_ports() {
     mesh().workload("web").run(async |mesh: &Mesh| {
         apps::echo(mesh, "web").await;

@@ -297,11 +297,13 @@ impl Asked {
 /// Writes a response, while its client is there. If its body breaks off before any of it has left, the client hears of that.
 fn written(
     connection: &Shared,
-    mut message: Message<Body>,
+    message: Message<Body>,
     may_have_left: bool,
     mut is_last: bool,
 ) -> impl Future<Output = Result<(), End>> {
+    let mut writing = Writing { connection, message };
     poll_fn(move |cx| {
+        let message = &mut writing.message;
         let encoded = message.poll_encode(cx);
         if is_last && message.is_encoded() {
             connection.lock().cork();
@@ -319,11 +321,23 @@ fn written(
                 Poll::Pending => ready!(connection.lock().poll_left(cx, may_have_left)),
             }),
         };
-        if written.is_err() && message.ends_with_connection() {
-            connection.lock().io.reset(); // an end would look like the body's
-        }
         Poll::Ready(written.map_err(|error| End::Failed(to_client(error))))
     })
+}
+
+/// A response on its way, which may be given up at any time.
+struct Writing<'a> {
+    connection: &'a Shared,
+    message: Message<Body>,
+}
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        let Self { connection, message } = self;
+        if message.ends_with_connection() && message.has_begun() && !message.is_done() {
+            connection.lock().io.reset(); // an end would look like the body's
+        }
+    }
 }
 
 /// Writing a response fails for the client's reasons, unless its body does.
