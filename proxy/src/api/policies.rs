@@ -1,6 +1,7 @@
 //! Policies of inbound ports and of outbound targets, from the policy service.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -23,6 +24,15 @@ pub(crate) struct Policies {
     inbound: InboundServerPoliciesClient<Channel>,
     outbound: OutboundPoliciesClient<Channel>,
     shared: Arc<Shared>,
+}
+
+/// How a policy is followed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Follow {
+    /// By a stream that stays open.
+    Watch,
+    /// By a stream that is open until the first answer, and by another one after so long.
+    AskEvery(Duration),
 }
 
 /// What every lookup has in common.
@@ -69,10 +79,11 @@ impl Policies {
         retry.retry_soon();
     }
 
-    /// Watches who may use a port of ours.
+    /// Follows who may use a port of ours.
     pub(crate) fn inbound<T: Send + Sync + 'static>(
         &self,
         port: u16,
+        follow: Follow,
         retry: RetrySignal,
         mut decode: impl FnMut(inbound::Server) -> T + Send + 'static,
     ) -> watch::Receiver<Watched<T>> {
@@ -88,12 +99,16 @@ impl Policies {
                     .await
             }
         };
-        let terms = self.terms(
+        let mut terms = self.terms(
             format!("policy of port {port}"),
             self.shared.config.inbound_backoff,
             INBOUND_REFUSALS,
             retry,
         );
+        if let Follow::AskEvery(interval) = follow {
+            terms.limits.idle = Some(Duration::ZERO);
+            (terms.backoff.min, terms.backoff.max) = (interval, interval);
+        }
         stream::spawn(&self.shared.runtime, terms, open, move |_, message| decode(message))
     }
 
@@ -149,7 +164,6 @@ const OUTBOUND_REFUSALS: &[Code] = &[
 #[cfg(test)]
 mod tests {
     use std::pin::Pin;
-    use std::time::Duration;
 
     use futures_util::{Stream, StreamExt, stream};
     use inbound::inbound_server_policies_server::{InboundServerPolicies, InboundServerPoliciesServer};
@@ -232,7 +246,9 @@ mod tests {
         let connector = connector(authority.credentials(CLIENT), &Registry::new());
         let channel = connector.channel(server.target(mutual_tls()), quick());
         let policies = Policies::new(channel, Handle::current(), config());
-        let mut asked = policies.inbound(8080, RetrySignal::default(), |server| server.labels["asked"].clone());
+        let mut asked = policies.inbound(8080, Follow::Watch, RetrySignal::default(), |server| {
+            server.labels["asked"].clone()
+        });
         soon(asked.wait_for(|asked| *asked == Watched::Known(format!("{WORKLOAD} 8080"))))
             .await
             .unwrap();

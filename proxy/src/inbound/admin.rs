@@ -43,7 +43,7 @@ impl Inbound {
         if client.is_loopback() || self.ips.contains(&client) {
             return Ok(());
         }
-        let port = self.ports.get(caller.local.port()).ok_or(Error::Shed)?;
+        let port = self.ports.get(caller.local.port());
         self.ports.wait_until_known(&port).await;
         let current = port.current();
         if current.is_unknown {

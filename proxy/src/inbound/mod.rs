@@ -261,7 +261,7 @@ enum Opening {
 impl Connection {
     /// A connection that was redirected to us: the policy of the port it went to decides all.
     async fn redirected(&self, stream: Tcp, peer: Peer) -> Option<Start> {
-        let (port, current) = self.port(&peer).await?;
+        let (port, current) = self.port(&peer).await;
         if current.policy.protocol == ServerProtocol::Opaque {
             let tls = ServerTls::Plain(WhyServerPlain::PortSkipped);
             let io = self.counted(stream, &peer, &tls, &current);
@@ -357,7 +357,7 @@ impl Connection {
                 target: direct::target(local, &header),
             },
         };
-        let (port, current) = self.port(&peer).await?;
+        let (port, current) = self.port(&peer).await;
         let io = io.count(self.inbound.client_counts(&peer, &tls, &current));
         let protocol = match header.protocol {
             // The client's proxy takes it for bytes; the policy of the port decides.
@@ -423,18 +423,10 @@ impl Connection {
         }
     }
 
-    /// The port that a client wants, unless it is one too many, and the policy that it is judged by: once that is known, or
-    /// has been waited for.
-    async fn port(&self, peer: &Peer) -> Option<(Arc<Port>, Arc<Current>)> {
+    /// The port that a client wants, and the policy that it is judged by: once that is known, or has been waited for.
+    async fn port(&self, peer: &Peer) -> (Arc<Port>, Arc<Current>) {
         let ports = &self.inbound.ports;
-        let Some(port) = ports.get(peer.target.port()) else {
-            let target = peer.target;
-            self.inbound
-                .families
-                .tcp_failed(target, "loadshed", Error::Shed.cause());
-            tracing::info!(client = %peer.client.0, %target, "connection refused: too many ports are in use");
-            return None;
-        };
+        let port = ports.get(peer.target.port());
         if !port.is_known() {
             Box::pin(ports.wait_until_known(&port)).await;
         }
@@ -442,7 +434,7 @@ impl Connection {
         if current.is_unknown {
             ports.log_unknown(peer.target.port());
         }
-        Some((port, current))
+        (port, current)
     }
 
     fn counted(&self, tcp: Tcp, peer: &Peer, tls: &ServerTls, current: &Current) -> Io {

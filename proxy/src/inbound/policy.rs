@@ -1,10 +1,14 @@
 //! The live policy of each port.
 //!
-//! A port is watched while it is in use. Until the control plane has told its policy, connections wait for it, and are refused
+//! A port is watched while it is in use; where too many are, the policy of a further one is asked for every now and then. Until the control plane has told its policy, connections wait for it, and are refused
 //! when it does not come. A policy once known holds as long as the process lives: when the watch of a port ends, because the port
 //! is idle or others need the place, its policy is remembered, and holds again when the control plane cannot be asked.
 
-use std::{collections::HashMap, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    sync::{Arc, Weak},
+    time::Duration,
+};
 
 use parking_lot::Mutex;
 use tokio::{
@@ -15,7 +19,7 @@ use tulle_core::ports::PortSet;
 
 use crate::{
     api::{
-        policies::Policies,
+        policies::{Follow, Policies},
         retry::{MIN_RETRY_DELAY, RetrySignal},
         watch::Watched,
     },
@@ -45,7 +49,9 @@ pub(crate) struct Ports {
     kept: PortSet,
     /// How long other ports stay watched without a connection.
     idle: Duration,
-    state: Mutex<State>,
+    /// How often the policy of a port is asked for that is not watched.
+    ask_interval: Duration,
+    state: Arc<Mutex<State>>,
     /// When it was last logged that the policy of a port is not known.
     logged_at: Mutex<Option<Instant>>,
 }
@@ -68,6 +74,8 @@ pub(crate) struct Defaults {
 #[derive(Default)]
 struct State {
     watched: HashMap<u16, WatchedPort>,
+    /// Ports with connections for which there was no place among those that are watched.
+    asked: HashMap<u16, Weak<Port>>,
     /// Policies of ports whose watch has ended.
     remembered: HashMap<u16, Arc<Current>>,
     /// One of each of these, because most ports have the same.
@@ -192,7 +200,8 @@ impl Ports {
             detect_timeout,
             kept,
             idle,
-            state: Mutex::default(),
+            ask_interval: ASK_INTERVAL,
+            state: Arc::default(),
             logged_at: Mutex::default(),
         };
         for port in ports.kept.ranges().flatten() {
@@ -201,25 +210,40 @@ impl Ports {
         ports
     }
 
-    /// The port, watched from now on until it has not been asked for in a while; nothing where as many others are in use as may be:
-    /// clients may try every port, and each one that is watched costs the control plane something.
-    pub(super) fn get(&self, port: u16) -> Option<Arc<Port>> {
+    /// The port, watched from now on until it has not been asked for in a while, or asked for where as many others are in use as may
+    /// be watched: clients may try every port, and each one that is watched costs the control plane something.
+    pub(super) fn get(&self, port: u16) -> Arc<Port> {
         let now = Instant::now();
         let mut state = self.state.lock();
         if let Some(watched) = state.watched.get_mut(&port) {
             watched.used_at = now;
-            return Some(watched.port.clone());
+            return watched.port.clone();
         }
-        if !self.kept.contains(port) {
-            self.make_room(&mut state, now)?;
+        if !self.kept.contains(port) && self.make_room(&mut state, now).is_none() {
+            return self.ask(&mut state, port, now);
         }
-        let made = Arc::new(self.watch(port, state.remembered.get(&port).cloned(), now));
+        let remembered = state.remembered.get(&port).cloned();
+        let made = Arc::new(self.follow(port, Follow::Watch, remembered, now));
         let watched = WatchedPort {
             port: made.clone(),
             used_at: now,
         };
         state.watched.insert(port, watched);
-        Some(made)
+        made
+    }
+
+    /// The port, whose policy is asked for from now on while it has connections.
+    fn ask(&self, state: &mut State, port: u16, now: Instant) -> Arc<Port> {
+        if let Some(asked) = state.asked.get(&port).and_then(Weak::upgrade) {
+            return asked;
+        }
+        state.asked.retain(|_, asked| asked.strong_count() > 0);
+        let n_asked = u32::try_from(state.asked.len()).unwrap_or(u32::MAX);
+        let interval = self.ask_interval.max(MIN_TIME_BETWEEN_ASKS.saturating_mul(n_asked));
+        let remembered = state.remembered.get(&port).cloned();
+        let made = Arc::new(self.follow(port, Follow::AskEvery(interval), remembered, now));
+        state.asked.insert(port, Arc::downgrade(&made));
+        made
     }
 
     /// Ends watches of ports without connections: of those that are idle, and of the least used if there are too many.
@@ -289,22 +313,29 @@ impl Ports {
         }
     }
 
-    /// What `of` makes of each port that is watched.
+    /// What `of` makes of each port whose policy is followed.
     pub(super) fn each<T>(&self, of: impl Fn(u16, &Port) -> T) -> Vec<T> {
         let state = self.state.lock();
-        state
+        let watched = state
             .watched
             .iter()
-            .map(|(number, watched)| of(*number, &watched.port))
-            .collect()
+            .map(|(number, watched)| (*number, watched.port.clone()));
+        let asked = state
+            .asked
+            .iter()
+            .filter(|(number, _)| !state.watched.contains_key(number));
+        let asked = asked.filter_map(|(number, port)| Some((*number, port.upgrade()?)));
+        watched.chain(asked).map(|(number, port)| of(number, &port)).collect()
     }
 
-    fn watch(&self, port: u16, remembered: Option<Arc<Current>>, now: Instant) -> Port {
+    fn follow(&self, port: u16, follow: Follow, remembered: Option<Arc<Current>>, now: Instant) -> Port {
         let timeout = self.detect_timeout;
         let last = Mutex::new(remembered.clone());
         let retry = RetrySignal::default();
         let mut reporter = self.unreadable.reporter(Message::InboundPolicy, port.to_string());
-        let policy = self.policies.inbound(port, retry.clone(), move |update| {
+        // Of a port that is watched, the policy is remembered when its watch ends.
+        let state = matches!(follow, Follow::AskEvery(_)).then(|| self.state.clone());
+        let policy = self.policies.inbound(port, follow, retry.clone(), move |update| {
             let policy = decode::inbound::server_policy(update).unwrap_or_else(|error| {
                 reporter.report(&error); // nobody may use the port until it can be read
                 ServerPolicy::invalid(timeout)
@@ -312,6 +343,9 @@ impl Ports {
             let mut last = last.lock();
             let current = Current::after(last.as_ref(), policy);
             *last = Some(current.clone());
+            if let Some(state) = &state {
+                state.lock().remember(port, &current);
+            }
             current
         });
         let (fallback, origin) = match (remembered, &self.unknown) {
@@ -343,9 +377,13 @@ impl State {
             return;
         };
         if let Watched::Known(current) = &*watched.policy.borrow() {
-            let shared = self.shared(current);
-            self.remembered.insert(port, shared);
+            self.remember(port, current);
         }
+    }
+
+    fn remember(&mut self, port: u16, current: &Arc<Current>) {
+        let shared = self.shared(current);
+        self.remembered.insert(port, shared);
     }
 
     /// An equal policy that is remembered already, if there is one. What was used of a rate limit is each port's own.
@@ -411,6 +449,12 @@ const MAX_POLICY_WAIT: Duration = Duration::from_secs(3);
 /// Ports that are watched at a time beside those that stay watched.
 const MAX_OTHER_WATCHES: usize = 256;
 
+/// Between two questions for the policy of one port that is not watched, which is how late its connections are cut when it turns.
+const ASK_INTERVAL: Duration = Duration::from_secs(30);
+
+/// Between two such questions for any port, on average: where many ports are in use, each is asked for less often.
+const MIN_TIME_BETWEEN_ASKS: Duration = Duration::from_millis(50);
+
 /// Between log lines about ports whose policy is not known.
 const UNKNOWN_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
@@ -419,7 +463,7 @@ mod tests {
     use std::{
         collections::BTreeMap,
         pin::Pin,
-        sync::atomic::{AtomicUsize, Ordering},
+        sync::atomic::{AtomicBool, AtomicUsize, Ordering},
     };
 
     use futures_util::{Stream, StreamExt, stream};
@@ -455,6 +499,8 @@ mod tests {
     #[derive(Clone, Default)]
     struct Service {
         n_watches: Arc<AtomicUsize>,
+        /// Says the opposite.
+        has_turned: Arc<AtomicBool>,
     }
 
     struct Watching(Arc<AtomicUsize>);
@@ -510,7 +556,8 @@ mod tests {
         async fn watch_port(&self, req: Request<PortSpec>) -> Result<Response<Self::WatchPortStream>, Status> {
             self.n_watches.fetch_add(1, Ordering::Relaxed);
             let watching = Watching(self.n_watches.clone());
-            let answers = stream::iter([Ok(answer(req.into_inner().port))]).chain(stream::pending());
+            let port = req.into_inner().port + u32::from(self.has_turned.load(Ordering::Relaxed));
+            let answers = stream::iter([Ok(answer(port))]).chain(stream::pending());
             Ok(Response::new(Box::pin(answers.inspect(move |_| {
                 let _until_dropped = &watching;
             }))))
@@ -543,7 +590,7 @@ mod tests {
 
     /// What a connection to a port comes to: whether it is permitted, or nothing if nobody knows.
     async fn ask(ports: &Ports, number: u16) -> Option<bool> {
-        let port = ports.get(number).expect("there is room");
+        let port = ports.get(number);
         ports.wait_until_known(&port).await;
         let current = port.current();
         let client = [10, 0, 0, 1].into();
@@ -612,6 +659,37 @@ mod tests {
             "equal policies are remembered once"
         );
         assert_eq!(ask(&ports, 2).await, Some(true));
+    }
+
+    #[tokio::test]
+    async fn connections_to_further_ports_are_judged_as_well_and_follow_their_policy() {
+        let authority = Authority::new();
+        let creds = authority.credentials(CONTROL);
+        let addr = ([127, 0, 0, 1], 0).into();
+        let service = Service::default();
+        let server = Server::start(addr, Some(creds), InboundServerPoliciesServer::new(service.clone())).await;
+        let mut ports = ports_of(&server, &authority, UnknownPolicy::Refuse, Duration::from_secs(3600));
+        ports.ask_interval = MIN_RETRY_DELAY;
+        let most = u16::try_from(MAX_OTHER_WATCHES).unwrap();
+        let held: Vec<_> = (1..=most).map(|port| ports.get(port)).collect();
+        for port in &held {
+            ports.wait_until_known(port).await;
+        }
+        for port in 1000..1020 {
+            assert_eq!(ask(&ports, port).await, Some(port % 2 == 0), "{port}");
+        }
+        let (port, same) = (ports.get(1000), ports.get(1000));
+        assert!(Arc::ptr_eq(&port, &same), "asked for once");
+        ports.wait_until_known(&port).await;
+        let seen = port.current();
+        service.has_turned.store(true, Ordering::Relaxed);
+        timeout(Duration::from_secs(5), port.changed_from(&seen)).await.unwrap();
+        assert_eq!(ask(&ports, 1000).await, Some(false));
+        drop((port, same));
+        server.stop().await;
+        assert_eq!(ask(&ports, 1000).await, Some(false), "the last that was told");
+        assert_eq!(ask(&ports, 1002).await, Some(true), "which it was of this one");
+        assert_eq!(ports.each(|_, _| ()).len(), MAX_OTHER_WATCHES);
     }
 
     #[tokio::test]
