@@ -67,7 +67,7 @@ struct Peer {
 impl Discover {
     /// All destinations in use, by address.
     pub(crate) fn shown(&self) -> Vec<Shown> {
-        let mut all: Vec<_> = self.known.lock().values().cloned().collect();
+        let mut all: Vec<_> = self.known.lock().all().cloned().collect();
         all.sort_unstable_by(|a, b| a.target.cmp(&b.target));
         let now = Instant::now();
         all.iter().map(|destination| Shown::of(destination, now)).collect()

@@ -7,7 +7,10 @@ use std::{
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
-use tokio::{sync::watch, time::Instant};
+use tokio::{
+    sync::{Notify, watch},
+    time::Instant,
+};
 use tulle_core::{addr::Addr, metrics::Counter};
 
 use crate::{
@@ -52,6 +55,8 @@ pub(crate) struct Destination {
     pub(super) counts: OnceLock<Arc<Counts>>,
     /// When a connection last came, or was last seen.
     pub(super) used_at: Mutex<Instant>,
+    /// Told when it makes room for another.
+    pub(super) forgotten: Notify,
 }
 
 /// Why the last policy and the last profile that came cannot be read, where that is so.
@@ -128,6 +133,7 @@ impl Destination {
             resolved: Resolved::default(),
             counts: OnceLock::new(),
             used_at: Mutex::new(Instant::now()),
+            forgotten: Notify::new(),
         }
     }
 

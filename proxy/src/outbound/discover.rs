@@ -1,6 +1,6 @@
 //! From what was dialled or named to what is known of it: looked up once, followed while in use.
 
-use std::{collections::HashMap, net::SocketAddr, sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 use tokio::{runtime::Handle, sync::watch, time::Instant};
@@ -18,6 +18,7 @@ use crate::{
     outbound::{
         backend::Factory,
         destination::{self, Destination, Snapshot},
+        known::{Known, is_used},
     },
     policy::{
         client::{ClientPolicy, ForwardParams},
@@ -41,7 +42,7 @@ pub(crate) struct Discover {
     pub(crate) idle: Duration,
     /// Where the followers run.
     pub(crate) runtime: Handle,
-    pub(crate) known: Mutex<HashMap<Addr, Arc<Destination>>>,
+    pub(crate) known: Mutex<Known>,
 }
 
 /// What is known of a target, and where else it is: addresses to turn to where nobody can be reached.
@@ -89,21 +90,20 @@ impl Discover {
             *found.used_at.lock() = Instant::now();
             return Ok(found.clone());
         }
-        if matches!(target, Addr::Name(_)) && known.len() >= MAX_KNOWN {
-            return Err(Error::TooManyNames { limit: MAX_KNOWN });
-        }
-        let made = Arc::new(Destination::new(target.clone()));
-        known.insert(target, made.clone());
+        let made = Arc::new(Destination::new(target));
+        known.insert(made.clone(), |other| !self.must_keep(other))?;
         self.runtime.spawn(follow(self.clone(), made.clone()));
         Ok(made)
+    }
+
+    /// Whether what is known of a destination could not be found out again: the control plane cannot be asked.
+    fn must_keep(&self, destination: &Destination) -> bool {
+        *destination.known.borrow() && !self.policies.can_answer()
     }
 }
 
 /// How long anybody waits for the control plane, whatever it may take to find out what a connection speaks.
 const MAX_WAIT: Duration = Duration::from_secs(10);
-
-/// With so many targets known no further name is looked up: names are chosen by clients.
-const MAX_KNOWN: usize = 4096;
 
 /// Keeps a destination's plan up to date until nobody has used it for a while.
 async fn follow(discover: Arc<Discover>, destination: Arc<Destination>) {
@@ -137,6 +137,7 @@ async fn follow(discover: Arc<Discover>, destination: Arc<Destination>) {
             }
             () = policy_changed => {}
             () = unused(&discover, &destination) => return,
+            () = destination.forgotten.notified() => return,
         }
     }
 }
@@ -262,18 +263,15 @@ fn unknown_there(refusal: &Refusal) -> bool {
 /// Short connections may all be over whenever this looks, so what counts is when the last one came or was still there.
 /// While the control plane cannot be asked again, what it has said is kept.
 async fn unused(discover: &Discover, destination: &Arc<Destination>) {
-    /// The map's and the follower's own.
-    const OURS: usize = 2;
     loop {
         let due = *destination.used_at.lock() + discover.idle;
         tokio::time::sleep_until(due).await;
         let mut known = discover.known.lock();
         let mut used_at = destination.used_at.lock();
-        let kept = *destination.known.borrow() && !discover.policies.can_answer();
-        if kept || Arc::strong_count(destination) > OURS {
+        if discover.must_keep(destination) || is_used(destination) {
             *used_at = Instant::now();
         } else if *used_at + discover.idle <= Instant::now() {
-            known.remove(&destination.target);
+            known.remove(destination);
             return;
         }
     }

@@ -12,6 +12,7 @@ mod dispatch;
 pub(crate) mod endpoint;
 mod explicit;
 mod http;
+mod known;
 pub(crate) mod metrics;
 mod named;
 mod opaque;
