@@ -162,6 +162,7 @@ impl<E: Ended> Observe for Classify<E> {
     fn end(&mut self, result: Result<(), &Error>) {
         self.report(match result {
             Ok(()) => End::Complete,
+            Err(Error::Left) => End::Abandoned,
             Err(error) => End::Broken(error.fault()),
         });
     }

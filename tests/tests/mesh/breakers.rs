@@ -1,12 +1,17 @@
 //! Endpoints that fail are left alone for a while, and come back.
 
+use std::net::Shutdown;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use http::{HeaderValue, Request, Response, Version};
+use http::{HeaderValue, Method, Request, Response, Version};
+use http_body_util::BodyExt as _;
+use hyper::body::Incoming;
+use socket2::SockRef;
+use tokio::io::AsyncWriteExt as _;
 use tulle_tests::apps::{self, App, dripping};
-use tulle_tests::client::{Http1, Http2, full, request};
+use tulle_tests::client::{Http1, Http2, full, read_until, request, request2};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, mesh};
 
@@ -117,10 +122,12 @@ fn clients_leave(pieces: usize) {
             let _app = apps::http(listener, move |_| async move {
                 dripping(pieces, Duration::from_millis(10), false)
             });
+            let mut waited_at_first = None;
             for _ in 0..5 {
                 let mut client = client(mesh).await;
                 let rsp = client.send(request("/")).await.unwrap();
                 assert_eq!(rsp.status(), 200);
+                waited_at_first = waited_at_first.or(Some(n_waited(mesh).await));
                 drop((rsp, client));
             }
             let left = ["error=\"client-left\""];
@@ -132,7 +139,138 @@ fn clients_leave(pieces: usize) {
             assert_eq!(mesh.metric("client", "tulle_failures_total", &failed).await, 5.0);
             let rsp = client(mesh).await.send(request("/")).await.unwrap();
             assert_eq!(rsp.status(), 200);
+            assert_eq!(Some(n_waited(mesh).await), waited_at_first);
         });
+}
+
+/// Requests of `client` that waited for an endpoint, as they do where all were taken out.
+async fn n_waited(mesh: &Mesh) -> f64 {
+    mesh.metric("client", "outbound_http_balancer_queue_requests_total", &[])
+        .await
+}
+
+#[test]
+fn a_client_that_leaves_amid_its_upload_says_nothing_of_an_endpoint() {
+    let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
+        balancer.linkerd.io/failure-accrual-consecutive-max-failures: '1'";
+    let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
+    let mesh = mesh.annotated("web", annotations).annotated("legacy", annotations);
+    mesh.run(async |mesh: &Mesh| {
+        let mut apps = Vec::new();
+        for workload in ["web", "legacy"] {
+            let listener = mesh.listen(workload, HTTP).await;
+            apps.push(apps::http(listener, |req: Request<Incoming>| async move {
+                if *req.method() == Method::GET {
+                    return Response::new(full("ok"));
+                }
+                tokio::spawn(req.into_body().collect());
+                dripping(1, Duration::ZERO, false)
+            }));
+        }
+        for workload in ["web", "legacy"] {
+            assert_eq!(mesh.get("client", mesh.service(workload, HTTP), "/").await.status, 200);
+            let waited_at_first = n_waited(mesh).await;
+            for _ in 0..5 {
+                let mut client = mesh.dial("client", mesh.service(workload, HTTP)).await;
+                let head = b"POST / HTTP/1.1\r\nhost: web.test\r\ntransfer-encoding: chunked\r\n\r\n";
+                client.write_all(head).await.unwrap();
+                read_until(&mut client, "x\r\n").await;
+                let left = async || mesh.metric("client", "response_total", &["error"]).await;
+                let left_before = left().await;
+                drop(client);
+                eventually("it has left", async || (left().await > left_before).then_some(())).await;
+                let answer = mesh.get("client", mesh.service(workload, HTTP), "/").await;
+                assert_eq!(
+                    (answer.status.as_u16(), n_waited(mesh).await),
+                    (200, waited_at_first),
+                    "{workload}"
+                );
+            }
+        }
+    });
+}
+
+/// How a client of HTTP/2 leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Leaving {
+    ResetsStream,
+    ClosesConnection,
+}
+
+#[test]
+fn a_client_of_http2_that_leaves_says_nothing_of_an_endpoint() {
+    let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
+        balancer.linkerd.io/failure-accrual-consecutive-max-failures: '1'";
+    let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
+    let mesh = mesh.annotated("web", annotations).annotated("legacy", annotations);
+    mesh.run(async |mesh: &Mesh| {
+        let n_silent = Arc::new(AtomicUsize::new(0));
+        let mut apps = Vec::new();
+        for workload in ["web", "legacy"] {
+            let n_silent = n_silent.clone();
+            let app = apps::http(mesh.listen(workload, HTTP).await, move |req: Request<Incoming>| {
+                let n_silent = n_silent.clone();
+                async move {
+                    match req.uri().path() {
+                        "/silent" => {
+                            n_silent.fetch_add(1, Ordering::Relaxed);
+                            std::future::pending().await
+                        }
+                        "/begun" => dripping(1, Duration::ZERO, false),
+                        "/slow" => dripping(2000, Duration::from_millis(10), false),
+                        "/upload" => {
+                            tokio::spawn(req.into_body().collect());
+                            dripping(1, Duration::ZERO, false)
+                        }
+                        _ => Response::new(full("ok")),
+                    }
+                }
+            });
+            apps.push(app);
+        }
+        let mut n_left = 0.;
+        for workload in ["web", "legacy"] {
+            assert_eq!(mesh.get("client", mesh.service(workload, HTTP), "/").await.status, 200);
+            let waited_at_first = n_waited(mesh).await;
+            for path in ["/silent", "/begun", "/slow", "/upload"] {
+                for leaving in [Leaving::ResetsStream, Leaving::ClosesConnection] {
+                    let stream = mesh.dial("client", mesh.service(workload, HTTP)).await;
+                    let socket = SockRef::from(&stream).try_clone().unwrap();
+                    let (mut client, connection) = h2::client::handshake(stream).await.unwrap();
+                    tokio::spawn(connection);
+                    let is_upload = path == "/upload";
+                    let mut req = request2(path).map(drop);
+                    if is_upload {
+                        *req.method_mut() = Method::POST;
+                    }
+                    let n_silent_before = n_silent.load(Ordering::Relaxed);
+                    let (rsp, mut stream) = client.send_request(req, !is_upload).unwrap();
+                    if path == "/silent" {
+                        eventually("it is asked", async || {
+                            (n_silent.load(Ordering::Relaxed) > n_silent_before).then_some(())
+                        })
+                        .await;
+                    } else {
+                        assert_eq!(rsp.await.unwrap().into_body().data().await.unwrap().unwrap(), "x");
+                    }
+                    match leaving {
+                        Leaving::ResetsStream => stream.send_reset(h2::Reason::CANCEL),
+                        Leaving::ClosesConnection => socket.shutdown(Shutdown::Both).unwrap(),
+                    }
+                    n_left += 1.;
+                    let left = ["cause=\"client-left\"", "direction=\"outbound\""];
+                    eventually(&format!("{workload}{path}: {leaving:?}"), async || {
+                        let counted = mesh.metric("client", "tulle_failures_total", &left).await;
+                        (counted == n_left).then_some(())
+                    })
+                    .await;
+                    let answer = mesh.get("client", mesh.service(workload, HTTP), "/").await;
+                    let what = (answer.status.as_u16(), n_waited(mesh).await);
+                    assert_eq!(what, (200, waited_at_first), "{workload}{path}: {leaving:?}");
+                }
+            }
+        }
+    });
 }
 
 #[test]

@@ -221,6 +221,8 @@ impl Received {
     fn failed(&self, error: h2::Error) -> Error {
         match self.from {
             From::Client(_) => Error::from_client(error),
+            // We have reset it ourselves, because the request's body has failed: its client is gone, or sends no more.
+            From::Server if error.is_reset() && !error.is_remote() && !error.is_library() => Error::Left,
             From::Server => Error::H2(error),
         }
     }
