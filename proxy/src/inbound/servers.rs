@@ -23,6 +23,8 @@ impl Servers {
         let mut unauthorized = peers;
         unauthorized.http2.max_concurrent_streams = bounded(MAX_UNAUTHORIZED_STREAMS);
         unauthorized.http2.max_header_list = peers.http2.max_header_list.min(MAX_UNAUTHORIZED_HEADER_LIST);
+        unauthorized.http2.stream_window = peers.http2.stream_window.min(MAX_UNAUTHORIZED_WINDOW);
+        unauthorized.http2.connection_window = peers.http2.connection_window.min(MAX_UNAUTHORIZED_WINDOW);
         unauthorized.http1.head_timeout = peers.http1.head_timeout.min(UNAUTHORIZED_IDLE_TIMEOUT);
         unauthorized.http1.idle_timeout = peers.http1.idle_timeout.min(UNAUTHORIZED_IDLE_TIMEOUT);
         Self {
@@ -41,6 +43,10 @@ const MAX_STRANGER_STREAMS: u32 = 1024;
 /// twice as much is read before a stream is reset, its requests have no more than 1 MiB of headers.
 const MAX_UNAUTHORIZED_STREAMS: u32 = 16;
 const MAX_UNAUTHORIZED_HEADER_LIST: u32 = 32 << 10;
+
+/// Bytes of one body that are taken before its request is answered on an HTTP/2 connection that the policy permits nothing: the
+/// protocol's own default (RFC 9113, section 6.9.2). A connection's window grows with the number of its bodies.
+const MAX_UNAUTHORIZED_WINDOW: u32 = (1 << 16) - 1;
 
 /// Maximum time that a connection which the policy permits nothing is without a request, or with a part of one.
 const UNAUTHORIZED_IDLE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -72,6 +78,7 @@ mod tests {
         let server::Config { http1, http2 } = servers.unauthorized;
         let n_streams = http2.max_concurrent_streams.unwrap_or(u32::MAX);
         assert!(2 * n_streams * http2.max_header_list <= 1 << 20);
+        assert!(http2.stream_window < 1 << 16 && http2.connection_window < 1 << 16);
         assert_eq!(
             (http1.head_timeout, http1.idle_timeout),
             (UNAUTHORIZED_IDLE_TIMEOUT, UNAUTHORIZED_IDLE_TIMEOUT)
