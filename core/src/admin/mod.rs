@@ -4,20 +4,19 @@
 //! memory.
 
 pub mod access;
+mod pages;
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::convert::Infallible;
 use std::future::Future;
-use std::io::{self, Write};
+use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use flate2::Compression;
-use flate2::write::GzEncoder;
 use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_TYPE};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full, Limited};
@@ -31,6 +30,7 @@ use tracing::debug;
 
 use crate::addr::canonical;
 use crate::admin::access::{Caller, Guard, Tls};
+use crate::admin::pages::{Coding, Pages};
 use crate::descriptors;
 use crate::drain::Watch;
 use crate::listener::{Accepted, Listener};
@@ -108,16 +108,11 @@ impl Admin {
             routes: Routes::default(),
             terminate: None,
         };
+        let pages = Arc::new(Pages::new(registry));
         admin
             .route("/metrics", move |req| {
-                // A large page takes a while, and others are served on this thread.
-                let registry = registry.clone();
-                let rendered = tokio::task::spawn_blocking(move || metrics(&registry, &req.headers));
-                async {
-                    rendered
-                        .await
-                        .unwrap_or_else(|_| text(StatusCode::INTERNAL_SERVER_ERROR, ""))
-                }
+                let pages = pages.clone();
+                async move { metrics(&pages, &req.headers).await }
             })
             .probe("/live", |_| std::future::ready(text(StatusCode::OK, "live\n")))
             .probe("/ready", move |_| std::future::ready(ready(&readiness)))
@@ -316,19 +311,20 @@ fn ready(readiness: &Readiness) -> Response<Full<Bytes>> {
     text(StatusCode::SERVICE_UNAVAILABLE, page)
 }
 
-fn metrics(registry: &Registry, headers: &HeaderMap) -> Response<Full<Bytes>> {
-    let plain = registry.render();
-    let mut rsp = match accepts_gzip(headers).then(|| gzip(plain.as_bytes())) {
-        Some(Ok(packed)) => {
-            let mut rsp = text(StatusCode::OK, packed);
-            rsp.headers_mut()
-                .insert(CONTENT_ENCODING, HeaderValue::from_static("gzip"));
-            rsp
-        }
-        Some(Err(_)) | None => text(StatusCode::OK, plain),
+async fn metrics(pages: &Pages, headers: &HeaderMap) -> Response<Full<Bytes>> {
+    let coding = match accepts_gzip(headers) {
+        true => Coding::Gzip,
+        false => Coding::Plain,
     };
-    rsp.headers_mut()
-        .insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4"));
+    let Some(page) = pages.get(coding).await else {
+        return text(StatusCode::INTERNAL_SERVER_ERROR, "");
+    };
+    let mut rsp = text(StatusCode::OK, page);
+    let headers = rsp.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4"));
+    if coding == Coding::Gzip {
+        headers.insert(CONTENT_ENCODING, HeaderValue::from_static("gzip"));
+    }
     rsp
 }
 
@@ -340,12 +336,6 @@ fn accepts_gzip(headers: &HeaderMap) -> bool {
     values
         .flat_map(|value| value.split(','))
         .any(|coding| coding.split(';').next().unwrap_or("").trim() == "gzip")
-}
-
-fn gzip(plain: &[u8]) -> io::Result<Vec<u8>> {
-    let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
-    encoder.write_all(plain)?;
-    encoder.finish()
 }
 
 /// More than any monitoring needs; less where the process may have few files.
