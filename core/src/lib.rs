@@ -17,6 +17,7 @@ pub mod drain;
 pub mod duration;
 pub mod identity;
 pub mod listener;
+pub mod log_limit;
 pub mod metrics;
 pub mod names;
 #[cfg(target_os = "linux")]

@@ -6,6 +6,7 @@ use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tulle_core::{
     connections::{ConnectionLimiter, Within},
+    log_limit::LogLimiter,
     metrics::{Labels, Registry},
 };
 
@@ -244,6 +245,7 @@ impl Parts<'_> {
             tracer: self.tracers[1].clone(),
             mode,
             name: self.creds.id().as_str().into(),
+            log: LogLimiter::default(),
         })
     }
 
@@ -322,6 +324,7 @@ impl Parts<'_> {
             tracer: self.tracers[0].clone(),
             name: self.creds.id().as_str().into(),
             names: Hosts::default(),
+            log: LogLimiter::default(),
             authorities: (config.inbound.authority_labels == Visibility::Shown).then(Hosts::default),
             gateway,
             apps: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),

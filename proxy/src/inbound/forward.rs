@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use tokio::io::AsyncWriteExt;
-use tulle_core::metrics::Labels;
+use tulle_core::{info_limited, metrics::Labels};
 
 use crate::{
     http::error::Error,
@@ -62,7 +62,7 @@ impl Forward<'_> {
             }
             Err((labels, denied)) => {
                 let (client, target) = (self.peer.client.0, self.peer.target);
-                tracing::info!(%client, %target, %denied, "connection refused");
+                info_limited!(self.inbound.log, client.ip(), "connection refused", %client, %target, %denied);
                 self.inbound.families.tcp_denied(&labels, denied);
                 None
             }
@@ -91,6 +91,7 @@ impl Forward<'_> {
         // It may have changed while the protocol was found out.
         let mut current = self.port.current();
         if current.demands_http {
+            client.reset();
             return self.inbound.families.not_http(self.peer.target);
         }
         let Some(permitted) = self.permit(&current) else {

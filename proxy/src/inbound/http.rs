@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use tokio::{sync::oneshot, time::Instant};
 use tulle_core::{
     addr::{Addr, NameAddr},
-    drain,
+    drain, info_limited,
     metrics::{Counter, Labels},
     names::header as names,
 };
@@ -398,7 +398,8 @@ impl HttpConnection {
         let authorization = permitted.map_err(|denied| {
             let labels = with_meta(labels(), "route", &found.route.meta);
             self.inbound.families.http_denied(&labels, denied);
-            tracing::info!(client = %self.peer.client.0, target = %self.peer.target, %denied, "request refused");
+            let (client, target) = (self.peer.client.0, self.peer.target);
+            info_limited!(self.inbound.log, client.ip(), "request refused", %client, %target, %denied);
             Error::Unauthorized {
                 rule: policy.meta.to_string(),
                 why: denied.name(),

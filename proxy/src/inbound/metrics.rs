@@ -208,6 +208,11 @@ impl Families {
         self.failures.count(cause);
     }
 
+    /// Counts a connection to an address that is not this workload's.
+    pub(super) fn foreign_address(&self) {
+        self.failures.count("target-forbidden");
+    }
+
     /// Counts a refused connection.
     pub(super) fn tcp_denied(&self, labels: &Labels, denied: Denied) {
         self.tcp_deny.get(labels).inc();

@@ -11,6 +11,7 @@ mod forward;
 pub(crate) mod gateway;
 mod http;
 pub(crate) mod metrics;
+mod opening;
 pub(crate) mod policy;
 pub(crate) mod profiles;
 pub(crate) mod servers;
@@ -27,10 +28,11 @@ use ::http::HeaderValue;
 use bytes::{Bytes, BytesMut};
 use futures_util::FutureExt as _;
 use parking_lot::Mutex;
-use tokio::{io::AsyncRead, time::Instant};
+use tokio::time::Instant;
 use tulle_core::{
     addr::{Addr, ClientAddr, NameAddr, OrigDst},
-    drain,
+    drain, info_limited,
+    log_limit::LogLimiter,
 };
 
 use crate::{
@@ -47,6 +49,7 @@ use crate::{
         gateway::{Gateway, Onward},
         http::{HttpConnection, To},
         metrics::Families,
+        opening::{LATE, Opening, is_plain},
         policy::{Current, Port, Ports},
         profiles::Profiles,
         servers::Servers,
@@ -58,7 +61,7 @@ use crate::{
         copy::Carrying,
         counts::Counts,
         detect::{self, Verdict},
-        first::{self, First},
+        first::First,
         io::{Io, Tcp},
         orig_dst,
     },
@@ -70,7 +73,7 @@ use crate::{
     tls::{
         creds::{Alpn, Credentials},
         header::SessionProtocol,
-        server::{self as tls_server, Hello},
+        server as tls_server,
         status::{ServerTls, WhyServerPlain},
         verify::HandshakeFailure,
     },
@@ -107,6 +110,8 @@ pub(crate) struct Inbound {
     pub(crate) authorities: Option<Hosts<Arc<str>>>,
     /// Who takes on what is for names of another network, if anybody.
     pub(crate) gateway: Option<Arc<dyn Gateway>>,
+    /// Keeps clients that are refused from filling the log.
+    pub(crate) log: LogLimiter,
     /// Clients of the application, by worker and what is dialled.
     pub(crate) apps: Vec<Mutex<HashMap<App, Arc<Client>>>>,
 }
@@ -126,16 +131,8 @@ pub(crate) struct App {
     client: Option<IpAddr>,
 }
 
-/// What it is called that a client does not go on in time.
-const LATE: &str = "tls detection timeout";
-
 /// Addresses of the application that are remembered without a connection to them; peers may try every port.
 const MAX_IDLE_APPS: usize = 64;
-
-/// Whether a client has said something that is not TLS.
-fn is_plain(first: &First) -> bool {
-    matches!(first, First::Client(seen, ..) if !matches!(tls_server::sni(seen), Hello::ClientHello { .. }))
-}
 
 /// Who is connected, and to what.
 #[derive(Clone, Copy, Debug)]
@@ -174,12 +171,16 @@ impl Inbound {
             }
         };
         if !self.ips.is_empty() && !self.ips.contains(&target.ip()) {
-            tracing::info!(client = %client.0, %target, "refused: not an address of this workload");
+            let ip = client.0.ip();
+            info_limited!(self.log, ip, "refused: not an address of this workload", client = %client.0, %target);
+            self.families.foreign_address();
+            stream.reset();
             return None;
         }
         if let Some(refusal) = self.wrappers.admission.refusal(&stream) {
             self.families.tcp_failed(target, refusal.label(), refusal.cause());
             tracing::debug!(client = %client.0, %target, %refusal, "connection refused");
+            stream.reset();
             return None;
         }
         let connection = Connection {
@@ -248,16 +249,6 @@ struct Connection {
     drain: drain::Watch,
 }
 
-/// The first bytes of a connection, before TLS.
-enum Opening {
-    /// TLS that ends here.
-    Ours(Bytes),
-    /// TLS for somebody else, which nobody looks into.
-    Foreign { seen: Bytes, sni: String },
-    /// No TLS: what was seen, and the application's side where it was dialled meanwhile.
-    Plain(First),
-}
-
 impl Connection {
     /// A connection that was redirected to us: the policy of the port it went to decides all.
     async fn redirected(&self, stream: Tcp, peer: Peer) -> Option<Start> {
@@ -295,6 +286,7 @@ impl Connection {
                 let tls = ServerTls::PassedThrough { sni };
                 if current.demands_http {
                     self.refuse_bytes(&peer, &tls, &port, &current);
+                    stream.reset();
                     return None;
                 }
                 let io = self.counted(stream.unread(seen), &peer, &tls, &current);
@@ -303,7 +295,9 @@ impl Connection {
             Opening::Plain(first) if current.policy.protocol == ServerProtocol::Tls && is_plain(&first) => {
                 let labels = metrics::connection_labels(peer.target, &plain, &current.policy.meta);
                 self.inbound.families.tcp_denied(&labels, Denied::NoTls);
-                tracing::info!(client = %peer.client.0, target = %peer.target, "connection refused: this port speaks TLS");
+                let (client, target) = (peer.client.0, peer.target);
+                info_limited!(self.inbound.log, client.ip(), "connection refused: this port speaks TLS", %client, %target);
+                stream.reset();
                 None
             }
             Opening::Plain(first) => {
@@ -319,10 +313,10 @@ impl Connection {
     /// A connection to our own port: mTLS with a transport header, or nothing.
     async fn direct(&self, stream: Tcp, client: ClientAddr, local: SocketAddr) -> Option<Start> {
         let peer = Peer { client, target: local };
-        let families = &self.inbound.families;
+        let (families, log) = (&self.inbound.families, &self.inbound.log);
         let fail = |failure: HandshakeFailure| {
             families.handshake_failed(local, failure);
-            tracing::info!(client = %client.0, %failure, "direct connection refused");
+            info_limited!(log, client.0.ip(), "direct connection refused", client = %client.0, %failure);
         };
         let deadline = Instant::now() + self.inbound.detect_timeout;
         // Which has the same limit.
@@ -338,7 +332,7 @@ impl Connection {
                 Ok(Ok(read)) => read,
                 Ok(Err(error)) => {
                     families.tcp_failed(local, "transport header", "bad-transport-header");
-                    tracing::info!(client = %client.0, %error, "direct connection refused");
+                    info_limited!(log, client.0.ip(), "direct connection refused", client = %client.0, %error);
                     return None;
                 }
                 Err(_) => {
@@ -366,13 +360,18 @@ impl Connection {
             }
             None if current.demands_http => {
                 self.refuse_bytes(&peer, &tls, &port, &current);
+                io.reset();
                 return None;
             }
             None => {
-                let server = match &header.name {
-                    Some(name) => Some(self.onward(name, &peer, &tls, &port, &current).await?),
-                    None => None,
-                };
+                let mut server = None;
+                if let Some(name) = &header.name {
+                    server = self.onward(name, &peer, &tls, &port, &current).await;
+                    if server.is_none() {
+                        io.reset();
+                        return None;
+                    }
+                }
                 return Some(Start::Bytes(BytesStart {
                     io,
                     app: server,
@@ -416,7 +415,8 @@ impl Connection {
                 Some(io)
             }
             Err(error) => {
-                tracing::info!(client = %peer.client.0, target = %name, %error, "connection refused");
+                let client = peer.client.0;
+                info_limited!(inbound.log, client.ip(), "connection refused", %client, target = %name, %error);
                 inbound.families.tcp_failed(peer.target, error.label(), error.cause());
                 None
             }
@@ -450,99 +450,6 @@ impl Connection {
         }
     }
 
-    /// Looks for TLS. Where the port's protocol is not known, silence may mean that the server speaks first, unless the policy has
-    /// rules for requests: those of HTTP come from clients, and nothing else may pass.
-    async fn opening(
-        &self,
-        stream: Tcp,
-        peer: &Peer,
-        plain: &ServerTls,
-        port: &Port,
-        current: &Current,
-    ) -> Result<(Tcp, Opening), &'static str> {
-        let limit = self.inbound.detect_timeout;
-        let deadline = Instant::now() + limit;
-        let mut stream = stream;
-        let first = if let ServerProtocol::Detect { timeout, .. } = &current.policy.protocol {
-            let limit = (*timeout).min(limit);
-            match self.first(&mut stream, peer, plain, port, current, limit).await {
-                Ok(first) => first,
-                Err(_) => {
-                    Io::tcp(stream).reset(); // whichever side broke
-                    return Err("i/o");
-                }
-            }
-        } else {
-            let mut seen = BytesMut::new();
-            let read = tokio::time::timeout_at(deadline, detect::read_some(&mut stream, &mut seen));
-            match read.await.map_err(|_| LATE)?.map_err(|_| "i/o")? {
-                0 => First::Closed,
-                _ => First::Client(seen.freeze(), Verdict::Incomplete, None),
-            }
-        };
-        let First::Client(seen, verdict, app) = first else {
-            return Ok((stream, Opening::Plain(first)));
-        };
-        if seen.is_empty() && app.is_none() {
-            Io::tcp(stream).reset();
-            return Err(LATE); // nothing came, and the application may not be dialled, or cannot be
-        }
-        let mut seen = BytesMut::from(seen);
-        loop {
-            match tls_server::sni(&seen) {
-                Hello::NotTls => {
-                    return Ok((stream, Opening::Plain(First::Client(seen.freeze(), verdict, app))));
-                }
-                Hello::ClientHello { sni: Some(sni) } if self.inbound.creds.is_ours(&sni) => {
-                    return Ok((stream, Opening::Ours(seen.freeze())));
-                }
-                Hello::ClientHello { sni: Some(sni) } => {
-                    return Ok((
-                        stream,
-                        Opening::Foreign {
-                            seen: seen.freeze(),
-                            sni,
-                        },
-                    ));
-                }
-                Hello::ClientHello { sni: None } => {
-                    return Ok((
-                        stream,
-                        Opening::Plain(First::Client(seen.freeze(), Verdict::NotHttp, app)),
-                    ));
-                }
-                Hello::Incomplete => {
-                    let read = tokio::time::timeout_at(deadline, detect::read_some(&mut stream, &mut seen));
-                    if read.await.map_err(|_| LATE)?.map_err(|_| "i/o")? == 0 {
-                        return Ok((
-                            stream,
-                            Opening::Plain(First::Client(seen.freeze(), Verdict::NotHttp, app)),
-                        ));
-                    }
-                }
-            }
-        }
-    }
-
-    /// How a connection to a port begins whose protocol has to be found out.
-    async fn first(
-        &self,
-        stream: &mut (impl AsyncRead + Unpin),
-        peer: &Peer,
-        tls: &ServerTls,
-        port: &Port,
-        current: &Current,
-        limit: Duration,
-    ) -> std::io::Result<First> {
-        let is_terminated = matches!(tls, ServerTls::Terminated { .. });
-        let learned = &port.learned[usize::from(is_terminated)];
-        if current.demands_http {
-            return first::of_client(stream, learned, limit).await;
-        }
-        let forward = self.forward(peer, tls, port);
-        first::words(stream, learned, limit, || forward.open(current)).await
-    }
-
     /// Refuses a connection whose bytes are not the HTTP that its port demands.
     fn refuse_bytes(&self, peer: &Peer, tls: &ServerTls, port: &Port, current: &Current) {
         if self.forward(peer, tls, port).permit(current).is_some() {
@@ -560,7 +467,8 @@ impl Connection {
             Ok(Ok((_, facts))) if facts.alpn != alpn => {
                 let families = &self.inbound.families;
                 families.tcp_failed(peer.target, "transport header", "bad-transport-header");
-                tracing::info!(client = %peer.client.0, "direct connection refused: no transport header follows");
+                let client = peer.client.0;
+                info_limited!(self.inbound.log, client.ip(), "direct connection refused: no transport header follows", %client);
                 None
             }
             Ok(Ok((tls, facts))) => Some((
@@ -571,7 +479,8 @@ impl Connection {
             )),
             Ok(Err(error)) => {
                 self.inbound.families.handshake_failed(peer.target, error.failure());
-                tracing::info!(client = %peer.client.0, target = %peer.target, %error, "TLS handshake failed");
+                let (client, target) = (peer.client.0, peer.target);
+                info_limited!(self.inbound.log, client.ip(), "TLS handshake failed", %client, %target, %error);
                 None
             }
             Err(_) => {
@@ -661,6 +570,7 @@ impl Connection {
             | (ServerProtocol::Detect { .. }, Verdict::Http2) => Protocol::Http2,
             _ if current.demands_http => {
                 self.refuse_bytes(&peer, &tls, &port, &current);
+                io.reset();
                 return None;
             }
             _ => {

@@ -87,6 +87,13 @@ impl Tcp {
         self
     }
 
+    /// Has the connection end with a reset when it is dropped.
+    pub(crate) fn reset(&self) {
+        if let Err(error) = SockRef::from(&self.stream).set_linger(Some(Duration::ZERO)) {
+            tracing::debug!(%error, "a broken connection ends as if it were not");
+        }
+    }
+
     /// Whether this connection was accepted and has a place.
     pub(crate) fn has_place(&self) -> bool {
         self.activity.is_some()

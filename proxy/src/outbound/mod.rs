@@ -28,7 +28,8 @@ use futures_util::FutureExt as _;
 use tokio::time::Instant;
 use tulle_core::{
     addr::{self, Addr, ClientAddr},
-    drain,
+    drain, info_limited,
+    log_limit::LogLimiter,
 };
 
 use crate::{
@@ -85,6 +86,8 @@ pub(crate) struct Outbound {
     pub(crate) mode: Mode,
     /// Our identity.
     pub(crate) name: Arc<str>,
+    /// Keeps clients that are refused from filling the log.
+    pub(crate) log: LogLimiter,
 }
 
 impl Outbound {
@@ -104,15 +107,16 @@ impl Outbound {
             }
         };
         if self.own.iter().any(|own| is_listener(*own, dst.0)) {
-            tracing::info!(client = %client.0, dst = %dst.0, "refused: this proxy was dialled itself");
-            Io::tcp(stream).reset();
+            let ip = client.0.ip();
+            info_limited!(self.log, ip, "refused: this proxy was dialled itself", client = %client.0, dst = %dst.0);
+            stream.reset();
             return None;
         }
         let dst = Addr::Socket(dst.0);
         if let Some(refusal) = self.wrappers.admission.refusal(&stream) {
             self.families.tcp_failed(&dst, refusal.label(), refusal.cause());
             tracing::debug!(%dst, %refusal, "connection refused");
-            Io::tcp(stream).reset();
+            stream.reset();
             return None;
         }
         let destination = match self.discover.get(dst.clone(), self.detect_timeout).await {

@@ -19,7 +19,9 @@ use tonic::{Code, Request, Response, Status};
 use tulle_core::{
     drain,
     identity::Identity,
+    info_limited,
     listener::{Accepted, Listener},
+    log_limit::LogLimiter,
     metrics::Registry,
 };
 use tulle_proto::tap::{
@@ -63,12 +65,19 @@ pub(crate) async fn serve(
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let listener = Listener::new("tap", listener, MAX_CONNECTIONS, registry).drain_within(Duration::ZERO);
     let clients: Arc<[Identity]> = clients.into();
-    let serve = move |accepted| connection(accepted, clients.clone(), taps.clone(), creds.clone());
+    let log = Arc::new(LogLimiter::default());
+    let serve = move |accepted| connection(accepted, clients.clone(), taps.clone(), creds.clone(), log.clone());
     listener.run(drain.signaled(), serve).await;
     Ok(())
 }
 
-async fn connection(accepted: Accepted, clients: Arc<[Identity]>, taps: Arc<Taps>, creds: Credentials) {
+async fn connection(
+    accepted: Accepted,
+    clients: Arc<[Identity]>,
+    taps: Arc<Taps>,
+    creds: Credentials,
+    log: Arc<LogLimiter>,
+) {
     let is_tls = accepted.is_tls();
     let Accepted {
         stream, client, place, ..
@@ -80,14 +89,17 @@ async fn connection(accepted: Accepted, clients: Arc<[Identity]>, taps: Arc<Taps
     let shaking = tls_server::accept(Tcp::new(stream), &creds, Alpn::Unset);
     match tokio::time::timeout(HANDSHAKE_LIMIT, shaking).await {
         Ok(Ok((stream, peer))) => {
-            let is_permitted = peer.client_id.as_ref().is_some_and(|id| clients.contains(id));
-            match is_permitted {
-                true => place.verified(),
-                false => tracing::info!(%client, id = ?peer.client_id, "may not tap"),
+            let permitted = peer.client_id.as_ref().filter(|id| clients.contains(id));
+            let is_permitted = permitted.is_some();
+            match permitted {
+                Some(_) => place.verified(),
+                None => info_limited!(log, client.ip(), "may not tap", %client, id = ?peer.client_id),
             }
             http2(place.watch(stream), Service { taps, is_permitted }).await;
         }
-        Ok(Err(error)) => tracing::info!(%client, %error, "TLS handshake with a client of tap failed"),
+        Ok(Err(error)) => {
+            info_limited!(log, client.ip(), "TLS handshake with a client of tap failed", %client, %error);
+        }
         Err(_) => {}
     }
 }

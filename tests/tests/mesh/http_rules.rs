@@ -1,5 +1,6 @@
 //! Ports whose policy has rules for requests: what is not a plain request does not get around them.
 
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -26,6 +27,7 @@ const GRPC: u16 = 20_005;
 const UNKNOWN: u16 = 20_006;
 const DEFAULT: u16 = 20_007;
 const DENIED: u16 = 20_008;
+const TLS: u16 = 20_009;
 
 /// How long a connection that is permitted nothing may be without a request.
 const UNAUTHORIZED_IDLE: Duration = Duration::from_secs(10);
@@ -70,7 +72,7 @@ fn taken_for_bytes() -> String {
 ---
 apiVersion: v1
 kind: Service
-metadata: {{name: bytes, namespace: shop, annotations: {{config.linkerd.io/opaque-ports: \"20001-20009\"}}}}
+metadata: {{name: bytes, namespace: shop, annotations: {{config.linkerd.io/opaque-ports: \"20001-20008\"}}}}
 spec: {{clusterIP: 10.66.2.7, selector: {{app: web}}, ports: [{}]}}
 ",
         ports.join(", ")
@@ -169,6 +171,36 @@ fn a_port_with_rules_for_requests_never_becomes_one_of_bytes() {
         for mut stream in [strangers, peers] {
             stream.write_all(&odd).await.unwrap();
             read_until(&mut stream, "forged\r\n\r\n").await;
+        }
+    });
+}
+
+#[test]
+fn a_connection_that_is_refused_is_reset() {
+    let mesh = mesh()
+        .workload("web")
+        .its_env("INBOUND_DETECT_TIMEOUT", "300ms")
+        .manifest("rules", &(manifests() + &server(TLS, "TLS", "all-unauthenticated")));
+    mesh.run(async |mesh: &Mesh| {
+        let bytes = b"not HTTP, and long enough to know\r\n";
+        let hello = client_hello("elsewhere.test");
+        for (port, words) in [
+            (ROUTED, &bytes[..]),
+            (ROUTED, &hello),
+            (ROUTED, &hello[..20]),
+            (ROUTED, b""),
+            (HTTP1, &hello),
+            (HTTP1, b""),
+            (TLS, bytes),
+            (TLS, &hello[..20]),
+            (DENIED, bytes),
+            (DENIED, &hello),
+        ] {
+            let mut stream = mesh.stray(STRANGER, "web", at(mesh, port)).await;
+            stream.write_all(words).await.unwrap();
+            let ended = stream.read_to_end(&mut Vec::new()).await;
+            let kind = ended.map_err(|error| error.kind());
+            assert_eq!(kind, Err(ErrorKind::ConnectionReset), "{port}, {} bytes", words.len());
         }
     });
 }
