@@ -22,6 +22,7 @@ use tracing::{info, warn};
 use tulle_core::admin::{Admin, text};
 use tulle_core::descriptors;
 use tulle_core::drain::{self, Signal, Watch};
+use tulle_core::memory;
 use tulle_core::metrics::{Registry, process_metrics};
 use tulle_core::ready::{Latch, Readiness};
 use tulle_core::telemetry as logging;
@@ -627,11 +628,7 @@ impl Parts {
     ) -> Result<SocketAddr> {
         let (listener, bound) = bind(addr).with_context(|| format!("serving {service}"))?;
         info!(service, addr = %bound, name = creds.name(), "serving gRPC");
-        let limits = serving::Limits {
-            // Three such ports, and what is left for webhooks, admin and our own connections.
-            connections: descriptors::limit() / 5,
-            streams_per_client: serving::STREAMS_PER_CLIENT,
-        };
+        let limits = serving::Limits::within(descriptors::limit(), memory::limit());
         let server = Server::new(creds, routes, self.grpc.clone(), limits, &self.registry);
         let drain = self.drain.clone();
         self.start(service, async move {

@@ -18,6 +18,7 @@ pub mod duration;
 pub mod identity;
 pub mod listener;
 pub mod log_limit;
+pub mod memory;
 pub mod metrics;
 pub mod names;
 #[cfg(target_os = "linux")]

@@ -56,6 +56,20 @@ pub struct Limits {
     pub streams_per_client: usize,
 }
 
+impl Limits {
+    /// Those of one port, where the process may have so many files open and so many bytes of memory.
+    pub fn within(files: usize, memory: Option<u64>) -> Self {
+        // Half of it is for connections, and the other half for what is served on them.
+        let held = memory.map(|memory| memory / 2 / PORTS / BYTES_PER_CONNECTION);
+        let held = held.map_or(usize::MAX, |n| usize::try_from(n).unwrap_or(usize::MAX));
+        Self {
+            // The rest of the files is for webhooks, admin and our own connections.
+            connections: (files / 5).min(held).max(1),
+            streams_per_client: STREAMS_PER_CLIENT,
+        }
+    }
+}
+
 #[derive(Debug, thiserror::Error)]
 enum ConnectionError {
     #[error("plaintext from another machine; expected TLS")]
@@ -183,6 +197,10 @@ fn keepalive() -> TcpKeepalive {
         .with_retries(6)
 }
 
+/// Ports of gRPC that a process has at most.
+const PORTS: u64 = 3;
+/// What a connection of TLS holds without a stream; 31 KiB were measured with 2000 of them.
+const BYTES_PER_CONNECTION: u64 = 32 << 10;
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 /// Leaves time for the rest of the process within the 5 seconds of a drain.
 const DRAIN_LIMIT: Duration = Duration::from_secs(4);

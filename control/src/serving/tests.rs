@@ -207,6 +207,15 @@ async fn a_client_without_a_certificate_is_refused_where_one_is_required() {
     );
 }
 
+#[test]
+fn connections_are_bounded_by_files_and_by_memory() {
+    let connections = |files, memory| Limits::within(files, memory).connections;
+    assert_eq!(connections(1_048_576, Some(250 << 20)), 1333);
+    assert_eq!(connections(1024, Some(250 << 20)), 204);
+    assert_eq!(connections(1024, None), 204);
+    assert_eq!(connections(1, Some(1)), 1);
+}
+
 #[tokio::test]
 async fn strangers_take_no_place_of_a_client_with_a_certificate() {
     let port = Port::start().await;

@@ -2,7 +2,6 @@
 
 use std::{
     fs,
-    path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -11,7 +10,10 @@ use std::{
 };
 
 use tokio::time::sleep;
-use tulle_core::metrics::{Gauge, Labels, Registry};
+use tulle_core::{
+    memory::{Group, named},
+    metrics::{Gauge, Labels, Registry},
+};
 
 /// Whether memory is about to run out; shared with all who admit work.
 #[derive(Clone, Debug, Default)]
@@ -39,12 +41,8 @@ pub(crate) struct Watch {
 enum Usage {
     /// What of this process is resident.
     Process,
-    /// What the kernel counts towards the limit of our control group, without the files that it can drop.
-    Group {
-        usage: PathBuf,
-        stat: PathBuf,
-        droppable: &'static str,
-    },
+    /// What the kernel counts towards the limit of our control group.
+    Group(Group),
 }
 
 impl Watch {
@@ -53,8 +51,9 @@ impl Watch {
         let (usage, limit) = match limit {
             Some(limit) => (Usage::Process, limit),
             None => {
-                let own = fs::read_to_string("/proc/self/cgroup").ok()?;
-                group(Path::new("/sys/fs/cgroup"), &own)?
+                let group = Group::own()?;
+                let limit = group.limit;
+                (Usage::Group(group), limit)
             }
         };
         let limits = registry.gauge("tulle_memory_limit_bytes", "Memory that this process may use");
@@ -115,35 +114,6 @@ fn is_short(used: u64, limit: u64, was_short: bool) -> bool {
     of_limit(90) || (was_short && of_limit(85))
 }
 
-/// Where our control group stands, and its limit, in either version of them.
-fn group(mount: &Path, own: &str) -> Option<(Usage, u64)> {
-    own.lines().find_map(|line| {
-        let mut fields = line.splitn(3, ':').skip(1);
-        let (controllers, path) = (fields.next()?, fields.next()?.trim_start_matches('/'));
-        let (root, usage, limit, droppable) = match controllers {
-            "" => (mount.to_owned(), "memory.current", "memory.max", "inactive_file"),
-            _ if controllers.split(',').any(|name| name == "memory") => (
-                mount.join("memory"),
-                "memory.usage_in_bytes",
-                "memory.limit_in_bytes",
-                "total_inactive_file",
-            ),
-            _ => return None,
-        };
-        // A container may see its own group as the root, whatever it is called outside.
-        let own = [root.join(path), root]
-            .into_iter()
-            .find(|dir| dir.join(usage).exists())?;
-        let limit = fs::read_to_string(own.join(limit)).ok()?.trim().parse().ok()?;
-        let usage = Usage::Group {
-            usage: own.join(usage),
-            stat: own.join("memory.stat"),
-            droppable,
-        };
-        (limit < NO_LIMIT).then_some((usage, limit))
-    })
-}
-
 impl Usage {
     fn read(&self) -> Option<u64> {
         match self {
@@ -151,19 +121,9 @@ impl Usage {
                 let status = fs::read_to_string("/proc/self/status").ok()?;
                 Some(named(&status, "VmRSS:")? * 1024)
             }
-            Self::Group { usage, stat, droppable } => {
-                let used: u64 = fs::read_to_string(usage).ok()?.trim().parse().ok()?;
-                let stat = fs::read_to_string(stat).ok()?;
-                Some(used.saturating_sub(named(&stat, droppable).unwrap_or(0)))
-            }
+            Self::Group(group) => group.used(),
         }
     }
-}
-
-/// The number behind a name, in lines of names and numbers.
-fn named(text: &str, name: &str) -> Option<u64> {
-    let mut lines = text.lines().map(str::split_ascii_whitespace);
-    lines.find_map(|mut words| (words.next()? == name).then(|| words.next()?.parse().ok())?)
 }
 
 /// Returns to the kernel what was freed and is kept for later.
@@ -183,8 +143,6 @@ fn give_back() {}
 const SELDOM: Duration = Duration::from_secs(1);
 /// The same, where less is.
 const OFTEN: Duration = Duration::from_millis(100);
-/// A limit so high is none: version 1 has no other way to say so.
-const NO_LIMIT: u64 = 1 << 60;
 
 #[cfg(test)]
 mod tests {
@@ -202,33 +160,6 @@ mod tests {
         ] {
             assert_eq!(is_short(used, 1000, was_short), expected, "{used} {was_short}");
         }
-    }
-
-    #[test]
-    fn groups_of_both_versions_are_found_wherever_they_are_mounted() {
-        let mount = tempfile::tempdir().unwrap();
-        let write = |path: &str, text: &str| {
-            let path = mount.path().join(path);
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, text).unwrap();
-        };
-        write("pod/memory.current", "5000\n");
-        write("pod/memory.max", "8000\n");
-        write("pod/memory.stat", "anon 1\ninactive_file 2000\n");
-        write("memory/memory.usage_in_bytes", "700\n");
-        write("memory/memory.limit_in_bytes", "9000\n");
-        write("memory/memory.stat", "inactive_file 1\ntotal_inactive_file 100\n");
-        write("free/memory.current", "1\n");
-        write("free/memory.max", "max\n");
-        let found = |own| group(mount.path(), own).map(|(usage, limit)| (usage.read(), limit));
-        assert_eq!(found("0::/pod\n"), Some((Some(3000), 8000)));
-        assert_eq!(
-            found("5:cpu:/x\n4:memory:/kubepods/of/outside\n0::/\n"),
-            Some((Some(600), 9000))
-        );
-        assert_eq!(found("0::/free\n"), None);
-        assert_eq!(found("0::/gone\n"), None);
-        assert_eq!(found(""), None);
     }
 
     #[cfg(target_env = "gnu")]
