@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
-use tulle_core::connections::group;
+use tulle_core::connections::network;
 
 /// A queue in which each address has one place; its further requests wait for that.
 pub(super) struct Turns {
@@ -38,7 +38,7 @@ impl Turns {
     /// # Errors
     /// The address has too many requests waiting already.
     pub(super) async fn run<T>(&self, client: IpAddr, work: impl Future<Output = T>) -> Result<T, Busy> {
-        let waiting = self.enter(group(client)).ok_or(Busy)?;
+        let waiting = self.enter(network(client)).ok_or(Busy)?;
         // Neither semaphore is ever closed, and both serve in the order of arrival.
         let _next = waiting.next.acquire().await;
         let _turn = self.all.acquire().await;

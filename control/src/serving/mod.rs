@@ -145,8 +145,8 @@ impl Server {
             .map_err(ConnectionError::Handshake)?;
         let leaf = tls.get_ref().1.peer_certificates().and_then(|chain| chain.first());
         let identities = leaf.map(identities).unwrap_or_default();
-        if !identities.is_empty() {
-            place.verified();
+        if let Some(identity) = identities.first() {
+            place.verified(identity.as_str());
         }
         let caller = Caller::Peer {
             ip: client.ip(),

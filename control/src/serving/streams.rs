@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use tulle_core::connections::group;
+use tulle_core::connections::network;
 
 use crate::grpc::Caller;
 
@@ -37,8 +37,11 @@ impl Streams {
     /// Counts a stream, unless its client has too many. Those of this machine are not bounded.
     pub(super) fn open(self: &Arc<Self>, caller: &Caller) -> Option<Stream> {
         let client = match caller {
-            Caller::Peer { ip, .. } if !ip.is_loopback() => Some(group(*ip)),
-            Caller::Peer { .. } | Caller::ThisMachine => None,
+            Caller::Peer { ip, .. } if ip.is_loopback() => None,
+            // Who proves an identity does not make up addresses.
+            Caller::Peer { ip, identities } if !identities.is_empty() => Some(*ip),
+            Caller::Peer { ip, .. } => Some(network(*ip)),
+            Caller::ThisMachine => None,
         };
         if let Some(client) = client {
             let mut by_client = self.by_client.lock();

@@ -107,7 +107,7 @@ impl<R: Respond> Port<R> {
                     .map_err(|_| ConnectionError::HandshakeTimeout(HANDSHAKE_LIMIT))?
                     .map_err(ConnectionError::Handshake)?;
                 if tls.get_ref().1.peer_certificates().is_some() {
-                    place.verified();
+                    place.verified(API_SERVER);
                 }
                 self.http1(tls, drain).await
             }
@@ -156,6 +156,8 @@ impl Transport {
     }
 }
 
+/// The identity of clients who have shown a certificate: only the API server's are believed.
+const API_SERVER: &str = "API server";
 /// Less where the process may have few files.
 const MAX_CONNECTIONS: usize = 1000;
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);

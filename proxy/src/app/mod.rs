@@ -511,14 +511,14 @@ impl Worker {
                 };
                 let runtime = seat.runtime().clone();
                 let activity = place.as_ref().map(Place::activity);
-                let serving = serve(seat.worker, stream.watched(activity.clone()), addr, drain.clone());
-                let held = (drain.guard(), place, seat);
+                let serving = serve(seat.worker, stream.placed(place), addr, drain.clone());
+                let held = (drain.guard(), seat);
+                let going_on = activity.clone();
                 // An async block would hold the future twice. What only carries bytes goes on by itself, in less memory.
                 let served = runtime.spawn(serving.map(move |carrying| {
                     let Some(carrying) = carrying else { return drop(held) };
-                    let activity = held.1.as_ref().map(Place::activity);
                     let carried = tokio::spawn(carrying.map(move |()| drop(held)));
-                    if let Some(activity) = activity {
+                    if let Some(activity) = going_on {
                         activity.handed_to(carried.abort_handle());
                     }
                 }));

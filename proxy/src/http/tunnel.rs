@@ -10,7 +10,7 @@ use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     sync::oneshot,
 };
-use tulle_core::drain;
+use tulle_core::{connections::Activity, drain};
 
 use crate::{
     http::h2::stream::Stream,
@@ -27,7 +27,8 @@ pub(crate) enum Leg {
 
 /// Joins the client's side, once the server lets go of it, with the upstream one; bytes pass until both have ended.
 ///
-/// A tunnel does not hear of a drain, it holds it open. It is cut when `refused` is ready.
+/// A tunnel does not hear of a drain, it holds it open. It is cut when `refused` is ready, or when the place of the client's
+/// connection goes to another one.
 pub(crate) fn spawn(
     client: oneshot::Receiver<Leg>,
     mut upstream: Leg,
@@ -35,11 +36,15 @@ pub(crate) fn spawn(
     refused: impl Future<Output = ()> + Send + 'static,
 ) {
     let guard = drain.guard();
-    tokio::spawn(async move {
+    let (named, name) = oneshot::channel();
+    let task = tokio::spawn(async move {
         let _guard = guard;
-        let Ok(mut client) = client.await else {
+        let (Ok(mut client), Ok(task)) = (client.await, name.await) else {
             return tracing::debug!("the client left before its upgrade");
         };
+        if let Some(activity) = client.activity() {
+            activity.handed_to(task);
+        }
         tokio::select! {
             copied = copy::both(&mut client, &mut upstream) => {
                 if let Err(error) = copied {
@@ -49,6 +54,18 @@ pub(crate) fn spawn(
             () = refused => {}
         }
     });
+    // An error is a task that has ended.
+    let _ = named.send(task.abort_handle());
+}
+
+impl Leg {
+    /// What the place of a connection is told; a stream has none.
+    fn activity(&self) -> Option<Activity> {
+        match self {
+            Self::Connection(io) => io.activity(),
+            Self::Stream(_) => None,
+        }
+    }
 }
 
 /// Runs a poll function on whichever leg this is.
@@ -87,5 +104,51 @@ impl AsyncWrite for Leg {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         on_leg!(self, s => Pin::new(s).poll_shutdown(cx))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{IpAddr, Ipv4Addr};
+
+    use tokio::{
+        io::{AsyncReadExt as _, AsyncWriteExt as _},
+        net::{TcpListener, TcpStream},
+    };
+    use tulle_core::{
+        connections::{ConnectionLimiter, Within},
+        metrics::Registry,
+    };
+
+    use super::*;
+    use crate::net::io::Tcp;
+
+    async fn pair() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let dialled = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        (dialled, listener.accept().await.unwrap().0)
+    }
+
+    #[tokio::test]
+    async fn a_tunnel_has_the_place_of_its_client_until_that_goes_to_another_one() {
+        let limiter = ConnectionLimiter::new("test", 1, Within::Replace, &Registry::new());
+        let ip = |last| IpAddr::from(Ipv4Addr::new(10, 0, 0, last));
+        let ((mut client, accepted), (upstream, mut application)) = (pair().await, pair().await);
+        let accepted = Tcp::new(accepted).placed(limiter.admit(ip(1)));
+        let (upgrade, upgraded) = oneshot::channel();
+        let (_signal, drain) = drain::channel();
+        let upstream = Leg::Connection(Io::tcp(Tcp::new(upstream)));
+        spawn(upgraded, upstream, &drain, std::future::pending());
+        assert!(upgrade.send(Leg::Connection(Io::tcp(accepted))).is_ok());
+        client.write_all(b"hello").await.unwrap();
+        application.read_exact(&mut [0; 5]).await.unwrap();
+        assert_eq!(limiter.n(), 1);
+        let newcomer = limiter.admit(ip(2)).unwrap();
+        for side in [&mut client, &mut application] {
+            assert!(side.read(&mut [0]).await.is_err(), "a reset");
+        }
+        assert_eq!(limiter.n(), 1);
+        drop(newcomer);
+        assert_eq!(limiter.n(), 0);
     }
 }

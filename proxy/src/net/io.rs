@@ -17,7 +17,7 @@ use tokio::{
     net::TcpStream,
 };
 use tokio_rustls::{client, server};
-use tulle_core::connections::Activity;
+use tulle_core::connections::{Activity, Place};
 
 use crate::net::{counts::Counts, peer_socket};
 
@@ -32,8 +32,8 @@ pub(crate) struct Tcp {
     corked: bool,
     /// Whether a write was told of a reset: the kernel tells once, and who reads then would find an end.
     was_reset: bool,
-    /// Of a connection that was accepted, and has a place.
-    activity: Option<Activity>,
+    /// Of a connection that was accepted; it is held for as long as the socket is open, whatever the bytes have become.
+    place: Option<Place>,
 }
 
 /// How what is corked is sent: an option of the socket would cost a system call of its own.
@@ -74,13 +74,13 @@ impl Tcp {
             held: false,
             corked: false,
             was_reset: false,
-            activity: None,
+            place: None,
         }
     }
 
-    /// Tells the place of this connection, if it has one, what it carries.
-    pub(crate) fn watched(mut self, activity: Option<Activity>) -> Self {
-        self.activity = activity;
+    /// Gives this connection its place, if there is one, which is told what the connection carries.
+    pub(crate) fn placed(mut self, place: Option<Place>) -> Self {
+        self.place = place;
         if !self.prefix.is_empty() {
             self.mark_active();
         }
@@ -96,12 +96,12 @@ impl Tcp {
 
     /// Whether this connection was accepted and has a place.
     pub(crate) fn has_place(&self) -> bool {
-        self.activity.is_some()
+        self.place.is_some()
     }
 
     fn mark_active(&self) {
-        if let Some(activity) = &self.activity {
-            activity.mark();
+        if let Some(place) = &self.place {
+            place.mark();
         }
     }
 
@@ -182,9 +182,7 @@ impl Io {
 
     /// Has the connection end with a reset when it is dropped: its receiver must not take the end for a clean one.
     pub(crate) fn reset(&self) {
-        if let Err(error) = SockRef::from(self.socket()).set_linger(Some(Duration::ZERO)) {
-            tracing::debug!(%error, "a broken connection ends as if it were not");
-        }
+        self.transport().reset();
     }
 
     /// Has the kernel acknowledge what has come: some clients send no more until then.
@@ -250,11 +248,20 @@ impl Io {
     }
 
     fn socket(&self) -> &TcpStream {
+        &self.transport().stream
+    }
+
+    fn transport(&self) -> &Tcp {
         match &self.stream {
-            Stream::Tcp(tcp) => &tcp.stream,
-            Stream::TlsClient(tls) => &tls.get_ref().0.stream,
-            Stream::TlsServer(tls) => &tls.get_ref().0.stream,
+            Stream::Tcp(tcp) => tcp,
+            Stream::TlsClient(tls) => tls.get_ref().0,
+            Stream::TlsServer(tls) => tls.get_ref().0,
         }
+    }
+
+    /// What its place is told, if it was accepted.
+    pub(crate) fn activity(&self) -> Option<Activity> {
+        self.transport().place.as_ref().map(Place::activity)
     }
 
     /// Whether this is a plain connection to `peer` on this host.

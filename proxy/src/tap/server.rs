@@ -92,7 +92,7 @@ async fn connection(
             let permitted = peer.client_id.as_ref().filter(|id| clients.contains(id));
             let is_permitted = permitted.is_some();
             match permitted {
-                Some(_) => place.verified(),
+                Some(id) => place.verified(id.as_str()),
                 None => info_limited!(log, client.ip(), "may not tap", %client, id = ?peer.client_id),
             }
             http2(place.watch(stream), Service { taps, is_permitted }).await;
