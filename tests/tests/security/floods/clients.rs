@@ -23,6 +23,7 @@ use tulle_proto::inbound::inbound_server_policies_client::InboundServerPoliciesC
 use super::webhooks::Review;
 
 /// One client, and where it is.
+#[derive(Clone)]
 pub(crate) struct Good<'a> {
     /// None is this process's own network.
     host: Option<&'a Arc<Namespace>>,
@@ -30,9 +31,10 @@ pub(crate) struct Good<'a> {
     question: Question<'a>,
 }
 
+#[derive(Clone)]
 enum Question<'a> {
-    /// Answered with any status below 500.
-    Http(&'a str),
+    /// A path, and the status that it is answered with.
+    Http(&'a str, u16),
     /// Answered by the settings of HTTP/2.
     Http2,
     Certify(&'a TrustAnchors),
@@ -42,12 +44,12 @@ enum Question<'a> {
 }
 
 impl<'a> Good<'a> {
-    pub(crate) fn http(host: &'a Arc<Namespace>, addr: SocketAddr, path: &'a str) -> Self {
-        Self::new(Some(host), addr, Question::Http(path))
+    pub(crate) fn http(host: &'a Arc<Namespace>, addr: SocketAddr, path: &'a str, status: u16) -> Self {
+        Self::new(Some(host), addr, Question::Http(path, status))
     }
 
-    pub(crate) fn http_here(addr: SocketAddr, path: &'a str) -> Self {
-        Self::new(None, addr, Question::Http(path))
+    pub(crate) fn http_here(addr: SocketAddr, path: &'a str, status: u16) -> Self {
+        Self::new(None, addr, Question::Http(path, status))
     }
 
     pub(crate) fn http2(host: &'a Arc<Namespace>, addr: SocketAddr) -> Self {
@@ -101,14 +103,17 @@ impl<'a> Good<'a> {
 
     async fn answer(&self) -> anyhow::Result<()> {
         match &self.question {
-            Question::Http(path) => {
+            Question::Http(path, due) => {
                 let mut stream = TcpStream::connect(self.addr).await?;
-                let request = format!("GET {path} HTTP/1.1\r\nhost: good\r\nconnection: close\r\n\r\n");
+                let request = format!(
+                    "GET {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n\r\n",
+                    self.addr
+                );
                 stream.write_all(request.as_bytes()).await?;
                 let mut answer = String::new();
                 stream.read_to_string(&mut answer).await?;
                 let status = answer.split(' ').nth(1).and_then(|status| status.parse::<u16>().ok());
-                ensure!(status.is_some_and(|status| status < 500), "{answer:?}");
+                ensure!(status == Some(*due), "expected {due}: {answer:?}");
             }
             Question::Http2 => {
                 let mut stream = TcpStream::connect(self.addr).await?;
@@ -169,7 +174,7 @@ impl<'a> Good<'a> {
 impl fmt::Display for Good<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let question = match &self.question {
-            Question::Http(path) => return write!(f, "GET {}{path}", self.addr),
+            Question::Http(path, _) => return write!(f, "GET {}{path}", self.addr),
             Question::Http2 => "HTTP/2",
             Question::Certify(_) => "Certify",
             Question::Destination(..) => "Get",

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use nix::unistd::Uid;
 use rustls::pki_types::pem::PemObject as _;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tempfile::TempDir;
 use tulle_bench::run::process::Process;
 use tulle_control::tls::anchors::TrustAnchors;
@@ -20,6 +20,9 @@ use tulle_core::netns::{self, Lab, Namespace};
 use tulle_tests::credentials::{Credentials, Validity};
 use tulle_tests::hosts::{admin, command};
 use tulle_tests::programs::{self, built};
+
+use super::anybody;
+use super::strangers::Peers;
 
 /// The mesh and its hosts; all of it vanishes with the value.
 pub(crate) struct Scene {
@@ -32,6 +35,8 @@ pub(crate) struct Scene {
     pub(crate) anchors: TrustAnchors,
     /// What the server's sidecar would show.
     pub(crate) leaf: Leaf,
+    /// Who floods the destination and policy services with an identity of the mesh.
+    pub(crate) peers: Peers,
     _lab: Lab,
     _dir: TempDir,
 }
@@ -62,10 +67,13 @@ impl Scene {
             ("good", GOOD),
             ("strange", stranger(0)),
         ];
-        let [control, server, good, strangers] =
-            hosts.map(|(name, ip)| lab.host(name, &format!("{ip}/16"), None).unwrap());
+        let [control, server, good, strangers] = hosts.map(|(name, ip)| {
+            lab.host(name, &format!("{ip}/16"), Some(&format!("{}/64", v6(ip))))
+                .unwrap()
+        });
         let others: String = (1..200)
-            .map(|n| format!("addr add {}/16 dev eth0\n", stranger(n)))
+            .map(stranger)
+            .map(|ip| format!("addr add {ip}/16 dev eth0\naddr add {}/64 dev eth0 nodad\n", v6(ip)))
             .collect();
         strangers.ip(&others).unwrap();
         let applications = [&server, &good].map(|host| application(host, dir.path()));
@@ -73,14 +81,9 @@ impl Scene {
         processes.extend(applications);
         redirect(&server);
         processes.push(sidecar(&server, &credentials, dir.path()));
-        let leaf = credentials.leaf(&identity("server"), Validity::Current);
-        let certificates = [&leaf.certificate, &leaf.chain];
-        let leaf = Leaf {
-            chain: certificates
-                .iter()
-                .map(|path| CertificateDer::from_pem_file(path).unwrap())
-                .collect(),
-            key: PrivateKeyDer::from_pem_file(&leaf.key).unwrap(),
+        let peers = Peers {
+            tls: Arc::new(anybody::config(Some(&leaf_of("attacker", &credentials)))),
+            server: ServerName::try_from(of_control("linkerd-destination")).unwrap(),
         };
         Self {
             _processes: processes,
@@ -89,16 +92,31 @@ impl Scene {
             good,
             strangers,
             anchors: TrustAnchors::read(&credentials.anchors()).unwrap(),
-            leaf,
+            leaf: leaf_of("server", &credentials),
+            peers,
             _lab: lab,
             _dir: dir,
         }
     }
 }
 
+/// A certificate of the mesh.
+fn leaf_of(service_account: &str, credentials: &Credentials) -> Leaf {
+    let leaf = credentials.leaf(&identity(service_account), Validity::Current);
+    let certificates = [&leaf.certificate, &leaf.chain];
+    Leaf {
+        chain: certificates
+            .iter()
+            .map(|path| CertificateDer::from_pem_file(path).unwrap())
+            .collect(),
+        key: PrivateKeyDer::from_pem_file(&leaf.key).unwrap(),
+    }
+}
+
 fn control_plane(host: &Arc<Namespace>, credentials: &Credentials, dir: &Path) -> Process {
-    let mut command = command(host, &[], &built("tulle-control").unwrap());
-    command.arg("all-in-one");
+    let mut command = command(host, &[], &PathBuf::from("prlimit"));
+    command.arg(format!("--nofile={FILES}"));
+    command.arg(built("tulle-control").unwrap()).arg("all-in-one");
     for (flag, path) in [
         ("--manifests", dir.join("manifests")),
         ("--trust-anchors", credentials.anchors()),
@@ -126,7 +144,13 @@ fn redirect(host: &Namespace) {
     let mut command = host.command(built("tulle-init").unwrap());
     let skipped = format!("{},{}", port::TAP, port::ADMIN);
     command.args(["-p", &port::INBOUND.to_string(), "-o", &port::OUTBOUND.to_string()]);
-    command.args(["-u", &PROXY_UID.to_string(), "--inbound-ports-to-ignore", &skipped]);
+    command.args([
+        "-u",
+        &PROXY_UID.to_string(),
+        "--inbound-ports-to-ignore",
+        &skipped,
+        "--ipv6",
+    ]);
     let output = command.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
@@ -139,30 +163,29 @@ fn sidecar(host: &Arc<Namespace>, credentials: &Credentials, dir: &Path) -> Proc
     command.arg(programs::install("tulle-proxy", dir).unwrap());
     let path = std::env::var_os("PATH").unwrap_or_default();
     command.env_clear().env("PATH", path);
-    let control = |account: &str| tulle_core::identity::service_account(account, "linkerd", "linkerd", "cluster.local");
     let at = |port: u16| SocketAddr::from((CONTROL, port)).to_string();
     let workload = r#"{"ns":"shop","external_workload":"server"}"#.to_owned();
     for (variable, value) in [
         ("LOG", "warn,tulle_proxy=info".to_owned()),
         ("DESTINATION_SVC_ADDR", at(port::DESTINATION)),
-        ("DESTINATION_SVC_NAME", control("linkerd-destination")),
+        ("DESTINATION_SVC_NAME", of_control("linkerd-destination")),
         ("DESTINATION_CONTEXT", workload.clone()),
         ("DESTINATION_PROFILE_NETWORKS", "10.0.0.0/8".into()),
-        ("INBOUND_LISTEN_ADDR", format!("0.0.0.0:{}", port::INBOUND)),
+        ("INBOUND_LISTEN_ADDR", format!("[::]:{}", port::INBOUND)),
         ("OUTBOUND_LISTEN_ADDR", format!("0.0.0.0:{}", port::OUTBOUND)),
-        ("ADMIN_LISTEN_ADDR", format!("0.0.0.0:{}", port::ADMIN)),
+        ("ADMIN_LISTEN_ADDR", format!("[::]:{}", port::ADMIN)),
         ("CONTROL_LISTEN_ADDR", format!("0.0.0.0:{}", port::TAP)),
         (
             "TAP_SVC_NAME",
             "tap.linkerd.serviceaccount.identity.linkerd.cluster.local".into(),
         ),
         ("POLICY_SVC_ADDR", at(port::POLICY)),
-        ("POLICY_SVC_NAME", control("linkerd-destination")),
+        ("POLICY_SVC_NAME", of_control("linkerd-destination")),
         ("POLICY_WORKLOAD", workload),
         ("POLICY_CLUSTER_NETWORKS", "10.0.0.0/8".into()),
         ("INBOUND_PORTS", HTTP.to_string()),
         ("IDENTITY_SVC_ADDR", at(port::IDENTITY)),
-        ("IDENTITY_SVC_NAME", control("linkerd-identity")),
+        ("IDENTITY_SVC_NAME", of_control("linkerd-identity")),
         ("IDENTITY_LOCAL_NAME", identity("server")),
         ("IDENTITY_TRUST_ANCHORS", credentials.anchor.certificate.clone()),
         ("IDENTITY_TOKEN_FILE", credentials.token("server").display().to_string()),
@@ -181,6 +204,15 @@ fn start_ready(host: &Arc<Namespace>, command: Command, dir: &Path) -> Process {
 
 fn identity(service_account: &str) -> String {
     tulle_core::identity::service_account(service_account, "shop", "linkerd", "cluster.local")
+}
+
+fn of_control(service_account: &str) -> String {
+    tulle_core::identity::service_account(service_account, "linkerd", "linkerd", "cluster.local")
+}
+
+/// The other address of a host: fd00::a4e:14 for 10.78.0.20.
+pub(crate) fn v6(ip: Ipv4Addr) -> Ipv6Addr {
+    Ipv6Addr::from_bits((0xfd00 << 112) | u128::from(ip.to_bits()))
 }
 
 /// The addresses of the strangers, from 0 to 199.
@@ -215,5 +247,5 @@ pub(crate) const HTTP: u16 = 8080;
 /// The user whose traffic is not redirected.
 const PROXY_UID: u32 = 2102;
 const PREFIX: &str = "fl-";
-/// A quarter of them is for connections of one direction.
+/// Of a sidecar a quarter of them is for connections of one direction, of the control plane a fifth for those of a port.
 const FILES: usize = 1500;

@@ -6,10 +6,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::crypto::{CryptoProvider, aws_lc_rs};
-use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use rustls::{ClientConfig, DigitallySignedStruct, SignatureScheme};
+use rustls::pki_types::ServerName;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
@@ -21,7 +18,7 @@ use tulle_tests::eventually::eventually;
 use tulle_tests::programs::built;
 
 use super::clients::Good;
-use super::{Row, cells, raise_limit_of_files, run, scene};
+use super::{Row, and, anybody, cells, raise_limit_of_files, run, scene};
 
 /// What an API server asks a webhook.
 #[derive(Clone, Copy)]
@@ -30,10 +27,11 @@ pub(crate) enum Review {
     Injection,
     /// A ServiceProfile that is good.
     Profile,
+    /// A Server that is good.
+    Policy,
 }
 
 #[test]
-#[ignore = "the webhooks of its scene do not become ready"]
 fn webhooks_answer_while_strangers_flood_them() {
     if !scene::can_run() {
         return;
@@ -47,60 +45,107 @@ fn webhooks_answer_while_strangers_flood_them() {
         }
         let annotate = ["annotate", "ns", "shop", "linkerd.io/inject=enabled"];
         server.kubectl(&annotate).await.unwrap();
+        // Without a configuration nobody calls a webhook, and it makes no certificate.
+        let configurations = server.dir().join("configurations.yaml");
+        std::fs::write(&configurations, configured()).unwrap();
+        let apply = ["apply", "-f", configurations.to_str().unwrap()];
+        server.kubectl(&apply).await.unwrap();
         server
     });
-    let process = control(&server);
-    let [injector, injector_admin, validator, validator_admin] =
-        PORTS.map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
-    for (addr, review) in [(injector, Review::Injection), (validator, Review::Profile)] {
+    let processes = control(&server);
+    let at = |port| SocketAddr::from(([127, 0, 0, 1], port));
+    let [injector, validator, policies] = [&INJECTOR, &PROFILES, &POLICIES].map(|webhook| at(webhook.port));
+    for (addr, review) in [
+        (injector, Review::Injection),
+        (validator, Review::Profile),
+        (policies, Review::Policy),
+    ] {
         runtime.block_on(eventually("the webhook answers", async || review.ask(addr).await.ok()));
     }
-    let probes = |addr| vec![Good::http_here(addr, "/live"), Good::http_here(addr, "/metrics")];
+    let probes = |webhook: &Webhook| {
+        let get = |path| Good::http_here(at(webhook.admin), path, 200);
+        vec![get("/live"), get("/ready"), get("/metrics")]
+    };
+    let row = |name, port, good| Row {
+        name,
+        port,
+        good,
+        peers: None,
+    };
     let rows = [
-        Row {
-            name: "8443, injector",
-            port: injector,
-            good: vec![Good::review(injector, Review::Injection)],
-        },
-        Row {
-            name: "8443, sp-validator",
-            port: validator,
-            good: vec![Good::review(validator, Review::Profile)],
-        },
-        Row {
-            name: "9995, admin of the injector",
-            port: injector_admin,
-            good: probes(injector_admin),
-        },
-        Row {
-            name: "9997, admin of the sp-validator",
-            port: validator_admin,
-            good: probes(validator_admin),
-        },
+        row(
+            "8443, injector",
+            injector,
+            and(
+                Good::review(injector, Review::Injection),
+                probes(&INJECTOR)[..2].to_vec(),
+            ),
+        ),
+        row(
+            "8443, sp-validator",
+            validator,
+            vec![Good::review(validator, Review::Profile)],
+        ),
+        row(
+            "9443, policy validator",
+            policies,
+            vec![Good::review(policies, Review::Policy)],
+        ),
+        row("9995, admin of the injector", at(INJECTOR.admin), probes(&INJECTOR)),
+        row("9997, admin of the sp-validator", at(PROFILES.admin), probes(&PROFILES)),
     ];
     let floods = rows.iter().flat_map(|row| cells(row, row.name == "8443, injector"));
     run(floods.collect(), |flood| flood());
-    drop(process);
+    drop(processes);
 }
 
-/// The injector and a validator, as the chart starts them, with ports of this test.
-fn control(server: &ApiServer) -> [Process; 2] {
+/// A webhook, where it listens in this test, and who calls it.
+struct Webhook {
+    service: &'static str,
+    addr_flag: &'static str,
+    port: u16,
+    admin_flag: &'static str,
+    admin: u16,
+    configuration: (&'static str, &'static str),
+}
+
+/// Configurations as a chart writes them: without a bundle. The API server asks nobody for objects of such a group.
+fn configured() -> String {
+    let configurations = [&INJECTOR, &PROFILES, &POLICIES].map(|webhook| {
+        let (kind, name) = webhook.configuration;
+        json!({
+            "apiVersion": "admissionregistration.k8s.io/v1",
+            "kind": kind,
+            "metadata": {"name": name},
+            "webhooks": [{
+                "name": name.replace("-webhook-config", ".linkerd.io"),
+                "clientConfig": {"url": format!("https://localhost:{}/", webhook.port)},
+                "admissionReviewVersions": ["v1"],
+                "sideEffects": "None",
+                "rules": [{"operations": ["CREATE"], "apiGroups": ["floods.test"], "apiVersions": ["*"], "resources": ["*"]}],
+            }],
+        })
+        .to_string()
+    });
+    configurations.join("\n---\n")
+}
+
+/// The webhooks as the chart starts them, with ports of this test.
+fn control(server: &ApiServer) -> [Process; 3] {
     let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
     let at = |name: &str| server.dir().join(name);
     std::fs::write(at("anchors.pem"), anchor.certificate).unwrap();
     std::fs::write(at("values.yaml"), VALUES).unwrap();
-    let [injector, injector_admin, validator, validator_admin] = PORTS.map(|port| format!("127.0.0.1:{port}"));
-    let start = |service: &str, addr: &str, admin: &str| {
-        let mut command = Command::new(built("tulle-control").unwrap());
-        command.args([
-            service,
-            "-addr",
-            addr,
-            "-metrics-addr",
-            admin,
-            "-linkerd-namespace",
-            "linkerd",
-        ]);
+    [&INJECTOR, &PROFILES, &POLICIES].map(|webhook| {
+        let mut command = Command::new("prlimit");
+        command
+            .arg(format!("--nofile={FILES}"))
+            .arg(built("tulle-control").unwrap());
+        command.arg(webhook.service);
+        for (flag, port) in [(webhook.addr_flag, webhook.port), (webhook.admin_flag, webhook.admin)] {
+            command.arg(flag).arg(format!("127.0.0.1:{port}"));
+        }
+        command.args(["-linkerd-namespace", "linkerd"]);
         for (flag, path) in [
             ("-kubeconfig", &*server.kubeconfig()),
             ("-values", &at("values.yaml")),
@@ -108,15 +153,13 @@ fn control(server: &ApiServer) -> [Process; 2] {
         ] {
             command.arg(flag).arg::<&Path>(path);
         }
-        Process::start(service, command, server.dir()).unwrap()
-    };
-    let mut processes = [
-        start("proxy-injector", &injector, &injector_admin),
-        start("sp-validator", &validator, &validator_admin),
-    ];
-    processes[0].listening(&PORTS[..2]).unwrap();
-    processes[1].listening(&PORTS[2..]).unwrap();
-    processes
+        if webhook.service == "policy" {
+            command.args(["-grpc-addr", "127.0.0.1:0"]);
+        }
+        let mut process = Process::start(webhook.service, command, server.dir()).unwrap();
+        process.listening(&[webhook.port, webhook.admin]).unwrap();
+        process
+    })
 }
 
 impl Review {
@@ -125,7 +168,9 @@ impl Review {
         let body = self.body().to_string();
         let tcp = TcpStream::connect(addr).await?;
         let name = ServerName::try_from("webhook.linkerd.svc").context("a name")?;
-        let mut tls = TlsConnector::from(Arc::new(config()?)).connect(name, tcp).await?;
+        let mut tls = TlsConnector::from(Arc::new(anybody::config(None)))
+            .connect(name, tcp)
+            .await?;
         let head = format!(
             "POST / HTTP/1.1\r\nhost: webhook\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
             body.len()
@@ -163,6 +208,14 @@ impl Review {
                 });
                 ("ServiceProfile", "linkerd.io", "v1alpha2", "serviceprofiles", profile)
             }
+            Self::Policy => {
+                let server = json!({
+                    "apiVersion": "policy.linkerd.io/v1beta3", "kind": "Server",
+                    "metadata": {"name": "web", "namespace": "shop"},
+                    "spec": {"podSelector": {"matchLabels": {"app": "web"}}, "port": 8080},
+                });
+                ("Server", "policy.linkerd.io", "v1beta3", "servers", server)
+            }
         };
         json!({
             "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
@@ -176,57 +229,33 @@ impl Review {
     }
 }
 
-/// An API server knows the webhook's authority; here it does not matter whose certificate it is.
-fn config() -> anyhow::Result<ClientConfig> {
-    let provider = Arc::new(aws_lc_rs::default_provider());
-    let config = ClientConfig::builder_with_provider(provider.clone())
-        .with_protocol_versions(&[&rustls::version::TLS13])?
-        .dangerous()
-        .with_custom_certificate_verifier(Arc::new(Anybody(provider)))
-        .with_no_client_auth();
-    Ok(config)
-}
-
-#[derive(Debug)]
-struct Anybody(Arc<CryptoProvider>);
-
-impl ServerCertVerifier for Anybody {
-    fn verify_server_cert(
-        &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
-        _: &[u8],
-        _: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = &self.0.signature_verification_algorithms;
-        rustls::crypto::verify_tls12_signature(message, cert, signature, algorithms)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = &self.0.signature_verification_algorithms;
-        rustls::crypto::verify_tls13_signature(message, cert, signature, algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.signature_verification_algorithms.supported_schemes()
-    }
-}
-
-/// The injector's, its admin's, and those of the validator.
-const PORTS: [u16; 4] = [28443, 29995, 28444, 29997];
+const INJECTOR: Webhook = Webhook {
+    service: "proxy-injector",
+    addr_flag: "-addr",
+    port: 28443,
+    admin_flag: "-metrics-addr",
+    admin: 29995,
+    configuration: ("MutatingWebhookConfiguration", "linkerd-proxy-injector-webhook-config"),
+};
+const PROFILES: Webhook = Webhook {
+    service: "sp-validator",
+    addr_flag: "-addr",
+    port: 28444,
+    admin_flag: "-metrics-addr",
+    admin: 29997,
+    configuration: ("ValidatingWebhookConfiguration", "linkerd-sp-validator-webhook-config"),
+};
+const POLICIES: Webhook = Webhook {
+    service: "policy",
+    addr_flag: "-server-addr",
+    port: 29443,
+    admin_flag: "-admin-addr",
+    admin: 29990,
+    configuration: (
+        "ValidatingWebhookConfiguration",
+        "linkerd-policy-validator-webhook-config",
+    ),
+};
+/// So few files that a flood takes all places, of which a webhook has a twentieth of them.
+const FILES: usize = 3000;
 const VALUES: &str = "{linkerdVersion: edge-1, identityTrustAnchorsPEM: anchors}";
