@@ -89,6 +89,10 @@ l5d-proxy-cause: no-endpoints; direction=outbound; hop=web.shop.serviceaccount.i
 - Clients without an identity are told a status and nothing more; but a stream of gRPC that breaks off says why in its trailers.
 
 Failures are counted in `tulle_failures_total{direction,cause}`, those of connections that carry no HTTP as well.
+
+The log has a line of level `info` for what inbound policy refuses and for TLS handshakes of clients that fail: one a minute for each
+client address and kind, of 256 such pairs at most, so that nobody can fill it. `left_out` is how many lines were not written in the
+minute before; the counter has all of them.
 ";
 
 const fn cause(
@@ -161,7 +165,7 @@ pub const ALL: &[Cause] = &[
     cause(
         "detect-timeout",
         Whose::Client,
-        "",
+        "the connection is closed; one without TLS is reset",
         "The client began to speak TLS and did not go on, or said nothing where something had to be said.",
         "Mark ports on which the server speaks first as opaque (`config.linkerd.io/opaque-ports`); else look for the client that stalls.",
     ),
@@ -273,8 +277,8 @@ pub const ALL: &[Cause] = &[
     cause(
         "target-forbidden",
         Whose::Client,
-        "403, PERMISSION_DENIED",
-        "The request names a target that no client is led to: an address of loopback, link-local or multicast, or, in `l5d-dst-override` of an ingress, a name of none of the suffixes that have profiles.",
+        "403, PERMISSION_DENIED; a byte stream is reset",
+        "The request names a target that no client is led to: an address of loopback, link-local or multicast, or, in `l5d-dst-override` of an ingress, a name of none of the suffixes that have profiles. Or an inbound connection is for an address that is not one of `LINKERD2_PROXY_INBOUND_IPS`.",
         "Dial such an address directly if it is meant. Names of other suffixes are allowed by `LINKERD2_PROXY_DESTINATION_PROFILE_SUFFIXES` of the ingress (`proxy.enableExternalProfiles` for all).",
     ),
     cause(
@@ -302,7 +306,7 @@ pub const ALL: &[Cause] = &[
         "policy_unknown",
         Whose::Mesh,
         "503, UNAVAILABLE",
-        "The control plane has not told who may use this port, so nobody may. A connection waits 3 seconds for the policy. Then it is refused: with this answer if its client has begun to speak HTTP, otherwise it is closed. A policy once known stays in force without a control plane.",
+        "The control plane has not told who may use this port, so nobody may. A connection waits 3 seconds for the policy. Then it is refused: with this answer if its client has begun to speak HTTP, otherwise it is reset. A policy once known stays in force without a control plane.",
         "Check `linkerd-destination` (its port 8090) and the way to it: `tulle check`, and `control plane is not reachable` in the proxy's log. Ports in `LINKERD2_PROXY_INBOUND_PORTS`, which the injector sets to the declared ones, are asked for when the proxy starts. `TULLE_INBOUND_UNKNOWN_POLICY=default` judges such connections by the environment's default instead, as Linkerd's proxy does.",
     ),
     cause(
@@ -315,14 +319,14 @@ pub const ALL: &[Cause] = &[
     cause(
         "not-http",
         Whose::Policy,
-        "",
+        "the connection is reset",
         "The policy of the port has rules for HTTP (routes, rate limits, or a Server whose `proxyProtocol` is HTTP or gRPC), and the connection is something else, or silent until the detection timeout, or became one of bytes before the policy had them.",
         "If the port carries other protocols too, give them a port of their own; if none of it is HTTP, remove the routes and limits, or let the Server say `proxyProtocol: opaque`.",
     ),
     cause(
         "policy-denied",
         Whose::Policy,
-        "403, PERMISSION_DENIED",
+        "403, PERMISSION_DENIED; a byte stream is reset",
         "No authorization permits this client. After the code stands the server or default policy that decided; `why` is what was missing: `network`, `no-tls`, `no-identity`, `identity`.",
         "`no-tls` and `no-identity`: mesh the client, or permit clients without identity. Else add the client to the AuthorizationPolicy (`tulle diagnostics policy` shows what is in force).",
     ),
@@ -428,7 +432,7 @@ pub const ALL: &[Cause] = &[
         "overload",
         Whose::Mesh,
         "503, UNAVAILABLE",
-        "The proxy has as many requests in flight as it may (`LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound twin); or clients name more targets at a time than it follows (4096); or they have more connections open, in one direction, than a quarter of the files that the proxy may open (`ulimit -n`). Then a client address that has fewer connections than another takes a place of the one that has the most: its longest silent connection is closed, which `tulle_connections_closed_total{cause=\"place_taken\"}` counts. A client address that has the most itself keeps the connections that it uses: those that have never carried a byte are closed for new ones, and where there are none, new ones are closed. Or the requests in flight on one HTTP/2 connection have header lists of more than 16 MiB, and further ones are reset with `REFUSED_STREAM`.",
+        "The proxy has as many requests in flight as it may (`LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound twin); or clients name more targets at a time than it follows (4096); or they have more connections open, in one direction, than a quarter of the files that the proxy may open (`ulimit -n`). Then a client address that has fewer connections than another takes a place of the one that has the most: its longest silent connection is closed, which `tulle_connections_closed_total{cause=\"place_taken\"}` counts. Tunnels (WebSocket, CONNECT) count as what they were before. A client address that has the most itself keeps the connections that it uses: those that have never carried a byte are closed for new ones, and where there are none, new ones are reset. Or the requests in flight on one HTTP/2 connection have header lists of more than 16 MiB, and further ones are reset with `REFUSED_STREAM`.",
         "Find out why they take so long, or who opens so many, add replicas, or raise the limit.",
     ),
     cause(
