@@ -123,7 +123,8 @@ fn parse_anchors(bundle: Option<String>) -> anyhow::Result<Option<Vec<Certificat
 /// The Secret of what was given, and its key.
 pub(super) const OVERRIDES: &str = "linkerd-config-overrides";
 const CONFIG: &str = "linkerd-config";
-const TRUST_ROOTS: &str = "linkerd-identity-trust-roots";
+/// The ConfigMap of the trust anchors.
+pub(super) const TRUST_ROOTS: &str = "linkerd-identity-trust-roots";
 
 #[cfg(test)]
 mod tests {

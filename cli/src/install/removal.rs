@@ -72,16 +72,22 @@ pub(crate) fn prune(args: &PruneArgs, flags: &kubernetes::Flags) -> anyhow::Resu
     let current = keys(&current);
     let leftovers = objects
         .into_iter()
-        .filter(|object| !current.contains(&super::key(object)) && !is_made_at_run_time(object));
+        .filter(|object| !current.contains(&super::key(object)) && !is_credential(object));
     let leftovers: Vec<_> = leftovers.collect();
     crate::print(&show(&leftovers, args.output)?)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Certificates of webhooks and of telemetry are in no chart: the control plane makes them.
-fn is_made_at_run_time(object: &Value) -> bool {
+/// Whether this object holds credentials of the control plane. The control plane uses it by its name although no chart
+/// renders it: it makes the certificates of webhooks and of telemetry at run time, and where values call an issuer, trust
+/// anchors or certificates external, others keep them. A label from an earlier installation stays on the object.
+fn is_credential(object: &Value) -> bool {
     let name = object["metadata"]["name"].as_str().unwrap_or_default();
-    object["kind"] == "Secret" && name.starts_with("linkerd-") && name.ends_with("-k8s-tls")
+    match object["kind"].as_str() {
+        Some("Secret") => name == ISSUER || (name.starts_with("linkerd-") && name.ends_with("-k8s-tls")),
+        Some("ConfigMap") => name == existing::TRUST_ROOTS,
+        _ => false,
+    }
 }
 
 async fn ensure_unused(cluster: &Cluster) -> anyhow::Result<()> {
@@ -143,7 +149,10 @@ async fn find(cluster: &Cluster) -> anyhow::Result<Vec<Value>> {
     Ok(objects)
 }
 
-#[derive(Clone, Copy)]
+/// The Secret of the issuer's certificate and key.
+const ISSUER: &str = "linkerd-identity-issuer";
+
+#[derive(Clone, Copy, Debug)]
 enum Place {
     Anywhere,
     /// The namespace of the control plane; labelled pods elsewhere are the user's.
@@ -169,6 +178,7 @@ const KINDS: &[(Place, &str, &str, &str)] = &[
     (Place::Home, "apps", "v1", "Deployment"),
     (Place::Home, "batch", "v1", "CronJob"),
     (Place::Home, "policy", "v1", "PodDisruptionBudget"),
+    (Place::Home, "networking.k8s.io", "v1", "NetworkPolicy"),
     (Place::Home, "", "v1", "Service"),
     (Place::Home, "", "v1", "ConfigMap"),
     (Place::Home, "", "v1", "Secret"),
@@ -189,16 +199,83 @@ const KINDS: &[(Place, &str, &str, &str)] = &[
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+    use std::fs;
+    use std::path::Path;
+
     use super::*;
 
     #[test]
-    fn certificates_that_the_control_plane_made_are_no_leftovers() {
+    fn credentials_of_the_control_plane_are_no_leftovers() {
         let object = |kind: &str, name: &str| json!({ "kind": kind, "metadata": { "name": name } });
-        assert!(is_made_at_run_time(&object("Secret", "linkerd-proxy-injector-k8s-tls")));
-        assert!(!is_made_at_run_time(&object("Secret", "linkerd-identity-issuer")));
-        assert!(!is_made_at_run_time(&object(
-            "ConfigMap",
-            "linkerd-proxy-injector-k8s-tls"
-        )));
+        for (kind, name) in [
+            ("Secret", "linkerd-proxy-injector-k8s-tls"),
+            ("Secret", "linkerd-identity-issuer"),
+            ("ConfigMap", "linkerd-identity-trust-roots"),
+        ] {
+            assert!(is_credential(&object(kind, name)), "{kind} {name}");
+        }
+        for (kind, name) in [
+            ("ConfigMap", "linkerd-proxy-injector-k8s-tls"),
+            ("ConfigMap", "linkerd-identity-issuer"),
+            ("Secret", "linkerd-config-overrides"),
+            ("Service", "linkerd-identity-trust-roots"),
+        ] {
+            assert!(!is_credential(&object(kind, name)), "{kind} {name}");
+        }
+    }
+
+    #[test]
+    fn every_kind_that_the_charts_render_is_looked_for() {
+        let charts = Path::new(env!("CARGO_MANIFEST_DIR")).join("../charts");
+        let mut rendered = BTreeSet::new();
+        for chart in ["tulle-control-plane", "tulle-crds"] {
+            kinds_below(&charts.join(chart).join("templates"), &mut rendered);
+        }
+        assert!(rendered.len() > 10, "{rendered:?}");
+        let missing: Vec<_> = rendered
+            .iter()
+            .filter(|kind| {
+                KINDS
+                    .iter()
+                    .all(|(_, group, _, known)| *group != kind.0 || *known != kind.1)
+            })
+            .collect();
+        assert!(missing.is_empty(), "{missing:?}");
+    }
+
+    /// Group and kind of every object in the templates below a directory. A template that chooses the kind, such as
+    /// `kind: {{ .kind }}Binding`, chooses among kinds of RBAC.
+    fn kinds_below(dir: &Path, found: &mut BTreeSet<(String, String)>) {
+        for entry in fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                kinds_below(&path, found);
+                continue;
+            }
+            let (mut group, text) = (String::new(), fs::read_to_string(&path).unwrap());
+            for line in text.lines() {
+                if let Some(version) = line.strip_prefix("apiVersion: ") {
+                    group = version
+                        .split_once('/')
+                        .map(|(group, _)| group)
+                        .unwrap_or_default()
+                        .to_owned();
+                }
+                let Some(kind) = line.strip_prefix("kind: ") else {
+                    continue;
+                };
+                match kind.strip_prefix("{{ .kind }}") {
+                    Some(rest) => {
+                        for kind in ["Role", "ClusterRole"] {
+                            found.insert((group.clone(), format!("{kind}{rest}")));
+                        }
+                    }
+                    None => {
+                        found.insert((group.clone(), kind.to_owned()));
+                    }
+                }
+            }
+        }
     }
 }

@@ -258,6 +258,32 @@ async fn a_control_plane_is_installed_checked_upgraded_pruned_and_removed() {
     contains(&pruned.out, &["kind: Service", "name: old"]);
     assert_eq!(pruned.out.matches("kind:").count(), 1, "{}", pruned.out);
 
+    // Credentials that are external from now on are still in use, and what the chart had made of them has its label still.
+    let external = tulle(&server, "upgrade --identity-external-issuer --identity-external-ca").await;
+    assert!(external.success, "{}", external.err);
+    kubectl(&server, "apply -f -", &external.out).await;
+    let policies = tulle(&server, "upgrade --set networkPolicies.enabled=true").await;
+    let documents = policies.out.split("---\n");
+    let policies: Vec<_> = documents.filter(|text| text.contains("kind: NetworkPolicy")).collect();
+    assert!(!policies.is_empty());
+    kubectl(&server, "apply -f -", &policies.join("---\n")).await;
+    let pruned = tulle(&server, "prune").await;
+    for used in ["linkerd-identity-issuer", "linkerd-identity-trust-roots"] {
+        assert!(!pruned.out.contains(used), "{}", pruned.out);
+    }
+    assert_eq!(
+        pruned.out.matches("kind: NetworkPolicy").count(),
+        policies.len(),
+        "{}",
+        pruned.out
+    );
+    assert_eq!(
+        pruned.out.matches("kind:").count(),
+        policies.len() + 1,
+        "{}",
+        pruned.out
+    );
+
     kubectl(&server, "create namespace shop", "").await;
     kubectl(&server, "create serviceaccount default -n shop", "").await;
     let pod = "\
