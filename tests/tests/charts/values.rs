@@ -143,7 +143,7 @@ fn is_none(value: &Value) -> bool {
 }
 
 /// Defaults of ours that are not Linkerd's.
-const OURS: [&str; 10] = [
+const OURS: [&str; 13] = [
     "controllerImage",
     "proxy.image.name",
     // There is none of ours.
@@ -160,6 +160,10 @@ const OURS: [&str; 10] = [
     // The injector has these without being told.
     "networkValidator.securityContext",
     "proxy.tracing.labels",
+    // No port bypasses policies unless somebody has skipped it: 4567 and 4568 (Galera) are opaque instead.
+    "proxyInit.ignoreInboundPorts",
+    "proxyInit.ignoreOutboundPorts",
+    "proxy.opaquePorts",
 ];
 
 /// Every value without effect, set to something.

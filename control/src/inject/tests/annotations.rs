@@ -19,12 +19,7 @@ const EFFECTS: &[(&str, &str, &str, &str)] = &[
     ("outbound-port", "14140", "init --outgoing-proxy-port", "14140"),
     ("admin-port", "14191", "env ADMIN_LISTEN_ADDR", "0.0.0.0:14191"),
     ("admin-port", "14191", "/readinessProbe/httpGet/port", "14191"),
-    (
-        "admin-port",
-        "14191",
-        "init --inbound-ports-to-ignore",
-        "4190,14191,4567,4568",
-    ),
+    ("admin-port", "14191", "init --inbound-ports-to-ignore", "4190,14191"),
     ("control-port", "14190", "env CONTROL_LISTEN_ADDR", "0.0.0.0:14190"),
     (
         "skip-inbound-ports",
@@ -240,8 +235,8 @@ fn values_that_cannot_be_used_are_told_and_ignored() {
         ("outbound-port", "65536", "a port"),
         ("admin-port", "-1", "a port"),
         ("control-port", "http", "a port"),
-        ("skip-inbound-ports", "4567,4568,80-", "80-"),
-        ("skip-outbound-ports", "4567,4568,90-80", "90-80"),
+        ("skip-inbound-ports", "80-", "80-"),
+        ("skip-outbound-ports", "90-80", "90-80"),
         ("skip-subnets", "10.0.0.0", "networks"),
         ("proxy-cpu-request", "half", "a quantity of CPU"),
         ("proxy-cpu-limit", "-1", "a quantity of CPU"),
@@ -274,7 +269,11 @@ fn values_that_cannot_be_used_are_told_and_ignored() {
         ("proxy-enable-native-sidecar", "x", "true or false"),
         ("proxy-additional-env", "{}", "a JSON list"),
         ("proxy-additional-env", r#"[{"value":"x"}]"#, "a JSON list"),
-        ("opaque-ports", "25,587,3306,4444,5432,6379,9300,11211,nobody", "nobody"),
+        (
+            "opaque-ports",
+            "25,587,3306,4444,4567,4568,5432,6379,9300,11211,nobody",
+            "nobody",
+        ),
     ] {
         let key = format!("config.linkerd.io/{name}");
         let case = Case::pod("").annotate(&[(&key, value)]);

@@ -141,7 +141,7 @@ fn redirection_is_told_the_mode_of_iptables() {
         Vec::from_iter(args.iter().map(|arg| arg.as_str().unwrap())).join(" ")
     };
     let common = "--incoming-proxy-port 4143 --outgoing-proxy-port 4140 --proxy-uid 2102 \
-         --inbound-ports-to-ignore 4190,4191,4567,4568 --outbound-ports-to-ignore 4567,4568";
+         --inbound-ports-to-ignore 4190,4191";
     let v4 = "--ipv6=false";
     let nft = "--firewall-bin-path iptables-nft --firewall-save-bin-path iptables-nft-save";
     let legacy = "--firewall-bin-path iptables-legacy --firewall-save-bin-path iptables-legacy-save";

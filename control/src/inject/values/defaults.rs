@@ -58,7 +58,7 @@ impl Default for Proxy {
             native_sidecar: true,
             wait_before_exit_seconds: 0,
             shutdown_grace_period: String::new(),
-            opaque_ports: "25,587,3306,4444,5432,6379,9300,11211".to_owned(),
+            opaque_ports: "25,587,3306,4444,4567,4568,5432,6379,9300,11211".to_owned(),
             default_inbound_policy: "all-unauthenticated".to_owned(),
             inbound_mode: InboundMode::Redirect,
             rewrite_probes: true,
@@ -184,8 +184,10 @@ impl Default for ProxyInit {
     fn default() -> Self {
         Self {
             iptables_mode: IptablesMode::Nft,
-            ignore_inbound_ports: "4567,4568".to_owned(),
-            ignore_outbound_ports: "4567,4568".to_owned(),
+            // Linkerd skips 4567 and 4568, for Galera. A skipped port is open to everybody, whatever policies say; here both
+            // ports are opaque.
+            ignore_inbound_ports: String::new(),
+            ignore_outbound_ports: String::new(),
             skip_subnets: String::new(),
             unredirected_ipv6: "drop".to_owned(),
             close_wait_timeout_secs: 0,
