@@ -52,9 +52,14 @@ impl Readiness {
 }
 
 impl Latch {
-    /// Says anew what is missing.
+    /// Says anew what is missing, and holds readiness back again if it was [released](Self::release).
     pub fn explain(&self, reason: impl Into<String>) {
         self.readiness.latches.lock().reasons.insert(self.id, reason.into());
+    }
+
+    /// Holds readiness back no longer, until there is another reason.
+    pub fn release(&self) {
+        self.readiness.latches.lock().reasons.remove(&self.id);
     }
 }
 
@@ -80,6 +85,20 @@ mod tests {
         drop(certificate);
         assert!(!readiness.is_ready());
         drop(listeners);
+        assert!(readiness.is_ready());
+    }
+
+    #[test]
+    fn a_latch_that_was_released_can_hold_readiness_back_again() {
+        let readiness = Readiness::new();
+        let latch = readiness.latch("certificate");
+        latch.release();
+        assert!(readiness.is_ready());
+        latch.explain("certificate: refused");
+        assert_eq!(readiness.reasons(), ["certificate: refused"]);
+        latch.release();
+        latch.explain("certificate: refused");
+        drop(latch);
         assert!(readiness.is_ready());
     }
 }

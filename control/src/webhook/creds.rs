@@ -1,6 +1,7 @@
 //! What a port shows to the API server and whom it believes, swapped as one.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use arc_swap::ArcSwapOption;
 use parking_lot::Mutex;
@@ -18,6 +19,8 @@ use crate::tls;
 pub struct Creds {
     current: ArcSwapOption<ServerConfig>,
     parts: Mutex<Parts>,
+    /// Whether the API server does not take what is shown, as far as we know.
+    refused: AtomicBool,
 }
 
 #[derive(Default)]
@@ -58,8 +61,8 @@ impl Creds {
             clients: Clients::Verified(None),
         };
         Self {
-            current: ArcSwapOption::empty(),
             parts: Mutex::new(parts),
+            ..Self::default()
         }
     }
 
@@ -78,6 +81,14 @@ impl Creds {
     pub(super) fn install(&self, pair: &Pair) -> Result<(), rustls::Error> {
         let certified = Arc::new(pair.certified()?);
         self.change(|parts| parts.shown = Some(certified))
+    }
+
+    pub(super) fn set_refused(&self, refused: bool) {
+        self.refused.store(refused, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_refused(&self) -> bool {
+        self.refused.load(Ordering::Relaxed)
     }
 
     pub(super) fn current(&self) -> Option<Arc<ServerConfig>> {

@@ -7,6 +7,7 @@
 //! written, because nobody calls.
 //! A Secret that does not belong to it is somebody else's: it is shown as it is, and so is one that cert-manager feeds;
 //! their bundles are not ours either, and the process is ready when the API server's bundle leads to what is shown.
+//! Where it stops leading there, a metric and the log say so, and the injector, which has a pod of its own, is not ready any more.
 //!
 //! Permissions: Secrets in the namespace of the control plane by name `create`, `patch`, `list`, `watch`, `update`: they
 //! are made by a server-side apply, as a POST that creates cannot be permitted by name;
@@ -50,7 +51,17 @@ pub struct Config {
     pub server_name: String,
     pub secret: &'static str,
     pub configuration: Configuration,
+    pub not_ready: NotReady,
     pub times: Times,
+}
+
+/// When the process is not ready because the API server would not take the certificate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NotReady {
+    /// Until the API server takes one; later proxies need this process, whether the API server can call it or not.
+    UntilFirst,
+    /// At any time: nobody but the API server needs this process.
+    Whenever,
 }
 
 /// Which webhook configuration calls this webhook, or which APIService this API.
@@ -79,6 +90,12 @@ pub struct Keeper {
     manager: String,
     /// What was told last of a certificate that is given.
     problem: Option<String>,
+}
+
+/// Readiness, as far as one certificate decides about it.
+struct Gate {
+    latch: Latch,
+    was_open: bool,
 }
 
 /// Why the API server would not take a certificate that is given.
@@ -135,12 +152,15 @@ impl Config {
     /// The certificate of the proxy injector.
     pub fn proxy_injector(namespace: String) -> Self {
         let configuration = Configuration::Mutating("linkerd-proxy-injector-webhook-config");
-        Self::new(
-            namespace,
-            "linkerd-proxy-injector",
-            "linkerd-proxy-injector-k8s-tls",
-            configuration,
-        )
+        Self {
+            not_ready: NotReady::Whenever,
+            ..Self::new(
+                namespace,
+                "linkerd-proxy-injector",
+                "linkerd-proxy-injector-k8s-tls",
+                configuration,
+            )
+        }
     }
 
     /// The certificate of the ServiceProfile validator.
@@ -183,6 +203,7 @@ impl Config {
             service,
             secret,
             configuration,
+            not_ready: NotReady::UntilFirst,
             times: Times::default(),
         }
     }
@@ -268,7 +289,7 @@ impl Keeper {
 
     /// Keeps it until the drain; the latch goes when the API server can call, or nobody wants it to.
     pub async fn run(mut self, latch: Latch, drain: Watch) {
-        let mut latch = Some(latch);
+        let mut gate = Gate { latch, was_open: false };
         let mut retries = RETRIES.steps();
         let secrets = watch_object(self.secrets.clone(), self.config.secret);
         let mut secrets = pin!(secrets.default_backoff());
@@ -276,7 +297,7 @@ impl Keeper {
         let configurations = watch_object(self.configurations.clone(), name);
         let mut configurations = pin!(configurations.default_backoff());
         loop {
-            let wait = match self.reconcile(&mut latch).await {
+            let wait = match self.reconcile(&mut gate).await {
                 Ok(wait) => {
                     retries.reset();
                     wait
@@ -292,9 +313,10 @@ impl Keeper {
                             "keeping a certificate failed"
                         ),
                     }
-                    if let Some(latch) = &latch {
-                        latch.explain(format!("{webhook}: {}", super::with_causes(&err)));
-                    }
+                    // What was shown before stays.
+                    gate.close(NotReady::UntilFirst, || {
+                        format!("{webhook}: {}", super::with_causes(&err))
+                    });
                     retries.next_delay()
                 }
             };
@@ -309,12 +331,12 @@ impl Keeper {
     }
 
     /// Brings Secret, bundle and what is shown in line, as far as possible now; returns when to look again.
-    async fn reconcile(&mut self, latch: &mut Option<Latch>) -> Result<Duration, Error> {
+    async fn reconcile(&mut self, gate: &mut Gate) -> Result<Duration, Error> {
         let (Some(secret), Some(configuration)) = (self.secret.clone(), self.configuration.clone()) else {
             return Ok(IDLE);
         };
         let Some(configuration) = configuration else {
-            latch.take();
+            self.settled(gate);
             return Ok(IDLE);
         };
         if self.is_given(secret.as_ref(), &configuration) {
@@ -322,15 +344,15 @@ impl Keeper {
                 self.show_given(secret)?;
             }
             match self.check_given(secret.as_ref(), &configuration) {
-                Ok(()) => drop(latch.take()),
-                Err(err) => self.tell(&err, latch.as_ref()),
+                Ok(()) => self.settled(gate),
+                Err(err) => self.tell(&err, gate),
             }
             return Ok(IDLE);
         }
         let state = self.store(secret, &configuration).await?;
         self.publish(&state, configuration).await?;
         let wait = self.show(&state)?;
-        latch.take();
+        self.settled(gate);
         self.held = Some(state);
         Ok(wait)
     }
@@ -391,13 +413,24 @@ impl Keeper {
         Ok(())
     }
 
-    /// Says why the API server cannot call, in `/ready` and once in the log.
-    fn tell(&mut self, err: &Untrusted, latch: Option<&Latch>) {
+    /// The API server can call, or nobody wants it to.
+    fn settled(&mut self, gate: &mut Gate) {
+        if self.problem.take().is_some() {
+            info!(
+                webhook = self.config.service,
+                "nothing keeps the API server from calling us"
+            );
+        }
+        self.creds.set_refused(false);
+        gate.open();
+    }
+
+    /// Says why the API server cannot call: in `/ready`, by a metric, and in the log, there once for each time that it begins.
+    fn tell(&mut self, err: &Untrusted, gate: &Gate) {
         let webhook = self.config.service;
         let text = super::with_causes(err);
-        if let Some(latch) = latch {
-            latch.explain(format!("{webhook}: {text}"));
-        }
+        self.creds.set_refused(true);
+        gate.close(self.config.not_ready, || format!("{webhook}: {text}"));
         if self.problem.as_ref() != Some(&text) {
             warn!(webhook, error = text, "the API server cannot call us");
             self.problem = Some(text);
@@ -548,6 +581,19 @@ impl Keeper {
     }
 }
 
+impl Gate {
+    fn open(&mut self) {
+        self.latch.release();
+        self.was_open = true;
+    }
+
+    fn close(&self, when: NotReady, why: impl FnOnce() -> String) {
+        if !self.was_open || when == NotReady::Whenever {
+            self.latch.explain(why());
+        }
+    }
+}
+
 impl Error {
     /// Whether somebody else wrote in between.
     fn is_conflict(&self) -> bool {
@@ -582,3 +628,43 @@ const RETRIES: Backoff = Backoff {
 const IDLE: Duration = Duration::from_secs(3600);
 /// A time that is due already is looked at this much later, so that no mistake spins.
 const SOON: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+mod tests {
+    use tulle_core::ready::Readiness;
+
+    use super::*;
+
+    #[test]
+    fn a_process_that_proxies_need_stays_ready_once_it_was() {
+        for (when, expected) in [(NotReady::UntilFirst, true), (NotReady::Whenever, false)] {
+            let readiness = Readiness::new();
+            let mut gate = Gate {
+                latch: readiness.latch("webhook"),
+                was_open: false,
+            };
+            gate.close(when, || "no bundle".to_owned());
+            assert_eq!(readiness.reasons(), ["no bundle"]);
+            gate.open();
+            assert!(readiness.is_ready());
+            gate.close(when, || "another bundle".to_owned());
+            assert_eq!(readiness.is_ready(), expected, "{when:?}");
+            gate.open();
+            assert!(readiness.is_ready());
+        }
+    }
+
+    #[test]
+    fn of_all_webhooks_the_injector_alone_has_a_process_that_nobody_else_needs() {
+        let not_ready = [
+            Config::proxy_injector,
+            Config::policy_validator,
+            Config::sp_validator,
+            Config::telemetry,
+        ]
+        .map(|config| config("linkerd".to_owned()).not_ready);
+        let [injector, others @ ..] = not_ready;
+        assert_eq!(injector, NotReady::Whenever);
+        assert_eq!(others, [NotReady::UntilFirst; 3]);
+    }
+}

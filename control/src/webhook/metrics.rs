@@ -1,10 +1,12 @@
-//! The `http_server_*` families of webhooks.
+//! The `http_server_*` families of webhooks, and whether the API server takes their certificates.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use http::{Method, StatusCode};
 use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
+
+use super::creds::Creds;
 
 /// Counts requests; clones count into the same families.
 #[derive(Clone)]
@@ -58,6 +60,16 @@ impl HttpMetrics {
             size: self.size.get(&labels),
         }
     }
+}
+
+/// Tells whether the API server takes the certificate of a webhook.
+pub(super) fn certificate(webhook: &str, creds: Arc<Creds>, registry: &Registry) {
+    let family = registry.gauge(
+        "webhook_certificate_refused",
+        "1 while the API server has no CA bundle that leads to the certificate given to a webhook, and cannot call it.",
+    );
+    let refused = family.get(&Labels::new().with("webhook", webhook));
+    registry.measured(move || refused.set(i64::from(creds.is_refused())));
 }
 
 const KNOWN: [Method; 7] = [

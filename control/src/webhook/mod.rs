@@ -77,6 +77,7 @@ enum Refusal {
 
 impl<H: Handler> Server<H> {
     pub fn new(name: &'static str, creds: Arc<Creds>, handler: H, metrics: HttpMetrics, registry: &Registry) -> Self {
+        metrics::certificate(name, creds.clone(), registry);
         Self {
             name,
             creds,

@@ -12,7 +12,7 @@ use tokio::net::TcpListener;
 use tokio::task::{JoinHandle, JoinSet};
 use tulle_control::admission::{PolicyValidator, ProfileValidator};
 use tulle_control::webhook::creds::Creds;
-use tulle_control::webhook::keeper::{Config, Keeper};
+use tulle_control::webhook::keeper::{Config, Keeper, NotReady};
 use tulle_control::webhook::metrics::HttpMetrics;
 use tulle_control::webhook::rotation::Times;
 use tulle_control::webhook::{Handler, Server};
@@ -372,6 +372,7 @@ async fn a_certificate_that_is_given_is_ready_once_the_api_server_has_its_author
     asked.register(POLICIES, &["policy.linkerd.io"], 1).await;
     let at = Config {
         server_name: "localhost".to_owned(),
+        not_ready: NotReady::Whenever,
         ..Config::policy_validator("linkerd".to_owned())
     };
     asked.serve(PolicyValidator, at).await;
@@ -399,6 +400,19 @@ async fn a_certificate_that_is_given_is_ready_once_the_api_server_has_its_author
     publish(&other).await;
     why("does not lead to the CA bundle of linkerd-policy-validator-webhook-config").await;
     publish(&ca).await;
+    let is_refused = |n: u8| {
+        let line = format!("webhook_certificate_refused{{webhook=\"linkerd-policy-validator\"}} {n}\n");
+        asked.registry.render().contains(&line)
+    };
+    // What begins again is told again.
+    for _ in 0..2 {
+        eventually("readiness", async || asked.readiness.is_ready().then_some(())).await;
+        assert!(is_refused(0));
+        publish(&other).await;
+        why("does not lead to the CA bundle of linkerd-policy-validator-webhook-config").await;
+        assert!(is_refused(1));
+        publish(&ca).await;
+    }
     eventually("readiness", async || asked.readiness.is_ready().then_some(())).await;
     // It is shown as it was given, and so is the bundle.
     assert_eq!(asked.data("tls.crt").await, Some(leaf.pem()));
