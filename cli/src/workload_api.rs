@@ -4,11 +4,12 @@
 //! that are named gets the identities that are named, and nobody else gets any.
 
 use std::fs::{self, Permissions};
+use std::io;
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::UnixStream as StdUnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, bail, ensure};
 use clap::Args as ClapArgs;
@@ -17,15 +18,17 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 use tokio_stream::wrappers::WatchStream;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::{Request, Response, Status};
 use tower::ServiceExt as _;
 use tulle_control::tls::anchors::TrustAnchors;
 use tulle_control::trust::{self, CertificateAuthority};
+use tulle_core::descriptors;
+use tulle_core::due::Due;
 use tulle_core::identity::Identity;
 use tulle_core::names::WORKLOAD_API_METADATA;
 use tulle_proto::workload::spiffe_workload_api_server::{SpiffeWorkloadApi, SpiffeWorkloadApiServer};
@@ -89,32 +92,47 @@ async fn serve(args: &Args) -> anyhow::Result<()> {
         args.socket.display()
     );
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    let uids = match args.uids.is_empty() {
+    let users = Users::new(match args.uids.is_empty() {
         true => vec![nix::unistd::Uid::current().as_raw()],
         false => args.uids.clone(),
-    };
-    let mut due = Instant::now() + args.lifetime / 2;
+    });
+    descriptors::limit();
+    let mut due = Due::after(args.lifetime / 2, SystemTime::now);
     let mut look = interval(LOOK_INTERVAL);
     look.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut connections = JoinSet::new();
     let mut told = None;
+    let mut accept_at = Instant::now();
+    let mut complaints = Complaints::default();
     loop {
         // All branches only wait; an accepted connection is never lost, because `accept` is cancel-safe.
         tokio::select! {
             _ = terminate.recv() => return Ok(()),
             _ = interrupt.recv() => return Ok(()),
             Some(_) = connections.join_next() => {}
-            accepted = socket.listener.accept() => {
-                let (stream, _) = accepted.context("accepting a connection")?;
-                let uid = stream.peer_cred().context("asking who connects")?.uid();
-                let api = Api { caller: Caller { uid, is_served: uids.contains(&uid) }, answers: answers.clone() };
-                connections.spawn(api.connection(stream));
-            }
-            _ = look.tick() => match renewed(args, &files, due) {
+            accepted = accept_after(accept_at, &socket.listener) => match accepted {
+                Ok((stream, uid)) => match users.admit(uid) {
+                    Some((caller, place)) => {
+                        let api = Api { caller, answers: answers.clone() };
+                        connections.spawn(api.connection(stream, place));
+                    }
+                    None if users.is_served(uid) => complaints.tell(format_args!(
+                        "user {uid} has {MAX_CONNECTIONS_PER_USER} connections already; another one is closed"
+                    )),
+                    // Who is not served does not fill the log either.
+                    None => {}
+                },
+                Err(error) => {
+                    complaints.tell(format_args!("accepting a connection failed: {error}"));
+                    // Out of descriptors, most likely: trying again at once would only burn the CPU.
+                    accept_at = Instant::now() + ACCEPT_PAUSE;
+                }
+            },
+            _ = look.tick() => match renewed(args, &files, &due) {
                 Ok(None) => {}
                 Ok(Some((new, answers))) => {
                     files = new;
-                    due = Instant::now() + args.lifetime / 2;
+                    due = Due::after(args.lifetime / 2, SystemTime::now);
                     told = None;
                     sender.send_replace(Arc::new(answers));
                 }
@@ -131,10 +149,18 @@ async fn serve(args: &Args) -> anyhow::Result<()> {
     }
 }
 
+/// The next connection, and whose it is; none is lost when this is dropped.
+async fn accept_after(at: Instant, listener: &UnixListener) -> io::Result<(UnixStream, u32)> {
+    sleep_until(at).await;
+    let (stream, _) = listener.accept().await?;
+    let uid = stream.peer_cred()?.uid();
+    Ok((stream, uid))
+}
+
 /// New answers, when the files have changed or the certificates are half over.
-fn renewed(args: &Args, files: &Files, due: Instant) -> anyhow::Result<Option<(Files, Answers)>> {
+fn renewed(args: &Args, files: &Files, due: &Due) -> anyhow::Result<Option<(Files, Answers)>> {
     let now = Files::read(args)?;
-    if now == *files && Instant::now() < due {
+    if now == *files && !due.is_now() {
         return Ok(None);
     }
     let answers = now.answers(args)?;
@@ -220,6 +246,52 @@ impl Drop for Socket {
     }
 }
 
+/// Who is served, and how many connections each user may have. The socket is open to every user of the machine: none of them
+/// may take the descriptors of this process from the others.
+struct Users {
+    served: Vec<(u32, Arc<Semaphore>)>,
+    /// Places of all others together, who are told that they have no identity.
+    others: Arc<Semaphore>,
+}
+
+impl Users {
+    fn new(uids: Vec<u32>) -> Self {
+        let places = |uid| (uid, Arc::new(Semaphore::new(MAX_CONNECTIONS_PER_USER)));
+        Self {
+            served: uids.into_iter().map(places).collect(),
+            others: Arc::new(Semaphore::new(MAX_REFUSALS)),
+        }
+    }
+
+    fn is_served(&self, uid: u32) -> bool {
+        self.served.iter().any(|(served, _)| *served == uid)
+    }
+
+    /// A place for a connection of this user, if there is one.
+    fn admit(&self, uid: u32) -> Option<(Caller, OwnedSemaphorePermit)> {
+        let own = self.served.iter().find(|(served, _)| *served == uid);
+        let is_served = own.is_some();
+        let places = own.map_or(&self.others, |(_, places)| places);
+        let place = places.clone().try_acquire_owned().ok()?;
+        Some((Caller { uid, is_served }, place))
+    }
+}
+
+/// Lines on standard error about clients, which clients can provoke at will: at most one a minute.
+#[derive(Default)]
+struct Complaints {
+    last_at: Option<Instant>,
+}
+
+impl Complaints {
+    fn tell(&mut self, text: std::fmt::Arguments<'_>) {
+        if self.last_at.is_none_or(|at| at.elapsed() >= COMPLAINT_INTERVAL) {
+            eprintln!("{text}");
+            self.last_at = Some(Instant::now());
+        }
+    }
+}
+
 /// The API as one connection sees it.
 #[derive(Clone)]
 struct Api {
@@ -234,7 +306,21 @@ struct Caller {
 }
 
 impl Api {
-    async fn connection(self, stream: UnixStream) {
+    /// Serves a connection for as long as it may last; its place is free again at the end.
+    async fn connection(self, stream: UnixStream, _place: OwnedSemaphorePermit) {
+        match self.caller.is_served {
+            true => {
+                // An end of the stream, or an error, is for the server to see.
+                if timeout(FIRST_BYTE_TIMEOUT, stream.readable()).await.is_ok() {
+                    self.serve(stream).await;
+                }
+            }
+            // Long enough to ask and to be told why not.
+            false => drop(timeout(REFUSAL_TIMEOUT, self.serve(stream)).await),
+        }
+    }
+
+    async fn serve(self, stream: UnixStream) {
         let api = SpiffeWorkloadApiServer::new(self);
         let service = service_fn(move |req| api.clone().oneshot(req));
         // Sidecars come and go.
@@ -306,6 +392,14 @@ fn spiffe(text: &str) -> Result<String, String> {
 
 /// How late a changed file is noticed.
 const LOOK_INTERVAL: Duration = Duration::from_secs(2);
+/// A sidecar has one, and another one while it is replaced.
+const MAX_CONNECTIONS_PER_USER: usize = 32;
+/// Connections of users who are not served, at a time and of all of them.
+const MAX_REFUSALS: usize = 8;
+const REFUSAL_TIMEOUT: Duration = Duration::from_secs(1);
+const FIRST_BYTE_TIMEOUT: Duration = Duration::from_secs(10);
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+const COMPLAINT_INTERVAL: Duration = Duration::from_secs(60);
 
 const EXAMPLE: &str = "\
 A machine outside of the cluster that serves as spiffe://root.linkerd.cluster.local/vm-1:
@@ -325,6 +419,9 @@ With SPIRE on the machine, name the socket of its agent instead. docs/vm.md has 
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::time::UNIX_EPOCH;
+
     use clap::Parser as _;
 
     use super::*;
@@ -380,6 +477,38 @@ mod tests {
             error.contains("may not sign a certificate for spiffe://root/other"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn certificates_are_renewed_by_the_time_of_day() {
+        static NOW: AtomicU64 = AtomicU64::new(0);
+        let dir = tempfile::tempdir().unwrap();
+        credentials(dir.path());
+        let args = args(dir.path(), "spiffe://root/vm");
+        let files = Files::read(&args).unwrap();
+        let due = Due::after(args.lifetime / 2, || {
+            UNIX_EPOCH + Duration::from_secs(NOW.load(Ordering::SeqCst))
+        });
+        assert!(renewed(&args, &files, &due).unwrap().is_none());
+        // As on a machine that was suspended, and its timers with it.
+        NOW.store(1800, Ordering::SeqCst);
+        assert!(renewed(&args, &files, &due).unwrap().is_some());
+    }
+
+    #[test]
+    fn no_user_takes_the_places_of_another() {
+        let users = Users::new(vec![2102, 2103]);
+        let places: Vec<_> = std::iter::from_fn(|| users.admit(2102)).collect();
+        assert_eq!(places.len(), MAX_CONNECTIONS_PER_USER);
+        assert!(places.iter().all(|(caller, _)| caller.is_served));
+        // Those who are not served share theirs.
+        let mut uids = 5000..;
+        let others: Vec<_> = std::iter::from_fn(|| users.admit(uids.next()?)).collect();
+        assert_eq!(others.len(), MAX_REFUSALS);
+        assert!(others.iter().all(|(caller, _)| !caller.is_served));
+        assert!(users.admit(2103).is_some());
+        drop(places);
+        assert!(users.admit(2102).is_some());
     }
 
     #[test]

@@ -14,6 +14,7 @@ pub mod causes;
 pub mod connections;
 pub mod descriptors;
 pub mod drain;
+pub mod due;
 pub mod duration;
 pub mod identity;
 pub mod listener;

@@ -9,11 +9,12 @@ use rcgen::{CertificateParams, DistinguishedName, DnType, KeyPair, PublicKeyData
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use time::OffsetDateTime;
 use tokio::sync::watch;
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 use tracing::{info, warn};
 use tulle_core::addr::Addr;
 use tulle_core::backoff::Backoff;
 use tulle_core::drain::Watch;
+use tulle_core::due::{Clock, Due};
 use tulle_core::ready::Latch;
 use tulle_proto::identity as proto;
 use tulle_proto::identity::identity_client::IdentityClient;
@@ -29,6 +30,8 @@ use crate::tls::files::{Changes, WatchError, Watched};
 pub struct LeafKeeper {
     creds: Arc<ServerCreds>,
     source: Source,
+    /// The clock by which certificates expire.
+    pub(super) clock: Clock,
 }
 
 /// How an identity service elsewhere is asked.
@@ -100,6 +103,7 @@ impl LeafKeeper {
         Self {
             creds,
             source: Source::Here { service, issuer },
+            clock: SystemTime::now,
         }
     }
 
@@ -116,6 +120,7 @@ impl LeafKeeper {
                 changes,
                 used: None,
             },
+            clock: SystemTime::now,
         })
     }
 
@@ -128,7 +133,7 @@ impl LeafKeeper {
                 Ok(valid_until) => {
                     latch.take();
                     retries.reset();
-                    refresh_in(valid_until, SystemTime::now())
+                    refresh_in(valid_until, (self.clock)())
                 }
                 Err(err) => {
                     let name = self.creds.name();
@@ -140,10 +145,11 @@ impl LeafKeeper {
                     retries.next_delay()
                 }
             };
+            let due = Due::after(wait, self.clock);
             // All branches only wait, and a change that is lost is seen at the next renewal.
             tokio::select! {
                 () = drain.signaled() => return,
-                () = sleep(wait) => {}
+                () = due.wait() => {}
                 () = self.source.changed() => {}
             }
         }

@@ -4,6 +4,7 @@ use std::fs;
 use std::io;
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use http_body_util::BodyExt as _;
@@ -397,6 +398,28 @@ async fn the_service_signs_its_own_certificate_and_renews_it_when_the_issuer_cha
     fs::write(room.at("issuer/key.pem"), second.key).unwrap();
     fs::write(room.at("issuer/crt.pem"), second.certificate).unwrap();
     room.service.authority.reload();
+    eventually(|| !Arc::ptr_eq(&before, &creds.current().unwrap())).await;
+    signal.drain().await;
+    keeper.await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_certificate_that_is_due_after_a_jump_of_the_clock_is_renewed_within_seconds() {
+    static AHEAD: AtomicU64 = AtomicU64::new(0);
+    let room = Room::new();
+    let creds = Arc::new(ServerCreds::new(
+        room.service.name().to_owned(),
+        ClientCertificates::Optional,
+    ));
+    let readiness = Readiness::new();
+    let (signal, watch) = drain::channel();
+    let mut keeper = LeafKeeper::here(creds.clone(), room.service.clone());
+    keeper.clock = || SystemTime::now() + Duration::from_secs(AHEAD.load(Ordering::SeqCst));
+    let keeper = tokio::spawn(keeper.run(readiness.latch("certificate"), watch));
+    eventually(|| readiness.is_ready()).await;
+    let before = creds.current().unwrap();
+    // As after 20 hours in which a machine was suspended, and its timers with it.
+    AHEAD.store(20 * 3600, Ordering::SeqCst);
     eventually(|| !Arc::ptr_eq(&before, &creds.current().unwrap())).await;
     signal.drain().await;
     keeper.await.unwrap();

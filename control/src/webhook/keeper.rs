@@ -16,7 +16,7 @@
 use std::path::Path;
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use futures_util::StreamExt;
 use k8s_openapi::ByteString;
@@ -29,10 +29,11 @@ use kube::runtime::watcher::{self, watch_object};
 use kube::{Api, Client, ResourceExt};
 use serde_json::{Value, json};
 use time::OffsetDateTime;
-use tokio::time::{Instant, sleep};
+use tokio::time::Instant;
 use tracing::{debug, info, warn};
 use tulle_core::backoff::Backoff;
 use tulle_core::drain::Watch;
+use tulle_core::due::Due;
 use tulle_core::names::{label, telemetry::API_SERVICE};
 use tulle_core::ready::Latch;
 
@@ -287,7 +288,7 @@ impl Keeper {
         }
     }
 
-    /// Keeps it until the drain; the latch goes when the API server can call, or nobody wants it to.
+    /// Keeps it until the drain; the latch is released when the API server can call, or nobody wants it to.
     pub async fn run(mut self, latch: Latch, drain: Watch) {
         let mut gate = Gate { latch, was_open: false };
         let mut retries = RETRIES.steps();
@@ -320,12 +321,13 @@ impl Keeper {
                     retries.next_delay()
                 }
             };
+            let due = Due::after(wait, SystemTime::now);
             // All branches only wait, and a stream that is not polled to its end loses nothing.
             tokio::select! {
                 () = drain.signaled() => return,
                 Some(seen) = secrets.next() => update(&mut self.secret, seen, self.config.secret),
                 Some(seen) = configurations.next() => update(&mut self.configuration, seen, name),
-                () = sleep(wait) => {}
+                () = due.wait() => {}
             }
         }
     }

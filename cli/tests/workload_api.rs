@@ -1,0 +1,118 @@
+//! The Workload API as a process, whose socket every user of the machine may connect to.
+#![allow(clippy::unwrap_used)] // helpers of tests are tests
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
+
+use nix::unistd::Uid;
+use tulle_control::trust;
+
+/// A Workload API that ends with its test.
+struct Server {
+    dir: tempfile::TempDir,
+    child: Child,
+}
+
+impl Server {
+    /// Serves one user, with few descriptors.
+    fn start(uid: u32, descriptors: u32) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
+        let issuer = trust::create_workload_issuer("spiffe://root/vm", trust::ISSUER_LIFETIME, &anchor).unwrap();
+        std::fs::create_dir(at("issuer")).unwrap();
+        anchor.write(&at("ca.crt"), &at("ca.key")).unwrap();
+        issuer.write(&at("issuer/crt.pem"), &at("issuer/key.pem")).unwrap();
+        let line = format!(
+            "ulimit -n {descriptors}; exec {} trust serve-workload-api --identity spiffe://root/vm --uid {uid} \
+             --issuer issuer --trust-anchors ca.crt --socket api.sock 2> errors",
+            env!("CARGO_BIN_EXE_tulle")
+        );
+        let child = Command::new("sh")
+            .args(["-c", &line])
+            .current_dir(dir.path())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let server = Self { dir, child };
+        until("the socket is served", || UnixStream::connect(server.socket()).is_ok());
+        server
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.dir.path().join("api.sock")
+    }
+
+    fn connect(&self) -> UnixStream {
+        let stream = UnixStream::connect(self.socket()).unwrap();
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
+        stream
+    }
+
+    /// What the process has said of trouble.
+    fn errors(&self) -> String {
+        std::fs::read_to_string(self.dir.path().join("errors")).unwrap()
+    }
+
+    fn assert_runs(&mut self) {
+        let ended = self.child.try_wait().unwrap();
+        assert!(ended.is_none(), "{ended:?}: {}", self.errors());
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn connections_of_a_user_who_is_not_served_are_closed_and_end_nothing() {
+    let mut server = Server::start(own_uid() + 1, 64);
+    let mut idle: Vec<_> = (0..200).map(|_| server.connect()).collect();
+    for stream in &mut idle {
+        // What HTTP/2 begins with may come first, where there was a place.
+        stream.read_to_end(&mut Vec::new()).unwrap();
+    }
+    server.assert_runs();
+    assert_eq!(server.errors(), "");
+}
+
+#[test]
+fn a_process_without_descriptors_serves_again_once_it_has_some() {
+    let mut server = Server::start(own_uid(), 24);
+    let idle: Vec<_> = (0..40).map(|_| server.connect()).collect();
+    until("it has run out of descriptors", || {
+        server.errors().contains("accepting a connection failed: ")
+    });
+    server.assert_runs();
+    drop(idle);
+    let mut stream = server.connect();
+    stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").unwrap();
+    stream.write_all(&[0, 0, 0, 4, 0, 0, 0, 0, 0]).unwrap();
+    let mut head = [0; 9];
+    stream.read_exact(&mut head).unwrap();
+    assert_eq!(head[3], 4, "no SETTINGS: {head:?}");
+    server.assert_runs();
+}
+
+fn own_uid() -> u32 {
+    Uid::current().as_raw()
+}
+
+fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    for _ in 0..1000 {
+        if condition() {
+            return;
+        }
+        sleep(Duration::from_millis(20));
+    }
+    panic!("not true in time: {what}");
+}
+
+const LIMIT: Duration = Duration::from_secs(20);
