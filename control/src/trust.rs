@@ -366,7 +366,7 @@ fn not_after(lifetime: Duration) -> Result<OffsetDateTime, Error> {
         .ok_or(Error::Lifetime(lifetime))
 }
 
-/// Whether this is one label of a DNS name, as the names of namespaces and service accounts are.
+/// Whether this is one label of a DNS name, as the names of namespaces are, and those of service accounts that have identities.
 pub(crate) fn is_label(text: &str) -> bool {
     let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
     (1..=63).contains(&text.len()) && text.bytes().all(inner) && !text.starts_with('-') && !text.ends_with('-')

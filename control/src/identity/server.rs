@@ -69,6 +69,11 @@ pub(super) enum CertifyError {
     Review(#[source] ReviewError),
     #[error("the token is for {0:?}; expected system:serviceaccount:<namespace>:<name>")]
     Username(String),
+    #[error(
+        "the token is for service account {service_account:?} in namespace {namespace:?}, of which no identity can be made: both \
+         names must be DNS labels, of lower-case letters, digits and '-', at most 63; use a service account with another name"
+    )]
+    NoLabel { namespace: String, service_account: String },
     #[error("the token is for {proven}, and the request for {requested}")]
     Mismatch { proven: String, requested: String },
     #[error(transparent)]
@@ -187,7 +192,10 @@ impl Naming {
             return Err(CertifyError::Username(username.to_owned()));
         };
         if !crate::trust::is_label(ns) || !crate::trust::is_label(sa) {
-            return Err(CertifyError::Username(username.to_owned()));
+            return Err(CertifyError::NoLabel {
+                namespace: ns.to_owned(),
+                service_account: sa.to_owned(),
+            });
         }
         let proven = identity::service_account(sa, ns, &self.controller_namespace, &self.trust_domain);
         match proven == requested {
@@ -206,9 +214,11 @@ impl CertifyError {
             Self::NotReady => Code::Unavailable,
             Self::Missing(_) | Self::Identity(_) | Self::Malformed(_) | Self::InvalidToken(_) => Code::InvalidArgument,
             Self::Issuer(_) => Code::Unknown,
-            Self::Names(_) | Self::Unauthenticated(_) | Self::Username(_) | Self::Mismatch { .. } => {
-                Code::FailedPrecondition
-            }
+            Self::Names(_)
+            | Self::Unauthenticated(_)
+            | Self::Username(_)
+            | Self::NoLabel { .. }
+            | Self::Mismatch { .. } => Code::FailedPrecondition,
             Self::Review(ReviewError::Busy | ReviewError::UnknownIssuer(_)) => Code::ResourceExhausted,
             Self::Review(_) | Self::Key(_) | Self::Sign(_) => Code::Internal,
         }
@@ -222,7 +232,7 @@ impl CertifyError {
             Self::Names(_) => "wrong_names",
             Self::InvalidToken(_) => "invalid_token",
             Self::Unauthenticated(_) => "unauthenticated",
-            Self::Username(_) | Self::Mismatch { .. } => "wrong_identity",
+            Self::Username(_) | Self::NoLabel { .. } | Self::Mismatch { .. } => "wrong_identity",
             Self::Review(_) => "review_failed",
             Self::Key(_) => "wrong_key",
             Self::Sign(_) => "signing_failed",

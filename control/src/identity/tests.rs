@@ -268,7 +268,6 @@ async fn a_subject_that_is_no_service_account_is_refused() {
         "system:node:shop:web",
         "system:serviceaccount:shop",
         "system:serviceaccount:shop:web:x",
-        "system:serviceaccount:shop:a.b",
     ] {
         room.refused(
             |req| req.token = sign(sub),
@@ -276,6 +275,18 @@ async fn a_subject_that_is_no_service_account_is_refused() {
             "expected system:serviceaccount",
         )
         .await;
+    }
+    for (sub, names) in [
+        (
+            "system:serviceaccount:shop:a.b",
+            r#"service account "a.b" in namespace "shop""#,
+        ),
+        ("system:serviceaccount::web", r#"service account "web" in namespace """#),
+    ] {
+        for part in [names, "at most 63; use a service account with another name"] {
+            room.refused(|req| req.token = sign(sub), Code::FailedPrecondition, part)
+                .await;
+        }
     }
 }
 

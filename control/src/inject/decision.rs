@@ -49,6 +49,8 @@ pub enum Reason {
     InvalidRestriction,
     /// The application runs as the proxy's user.
     RunsAsProxy,
+    /// The identity service certifies no service account of this name.
+    ServiceAccount,
 }
 
 /// Decides on a pod.
@@ -197,6 +199,7 @@ impl Reason {
             Self::Windows => "windows_node",
             Self::InvalidRestriction => "invalid_restriction",
             Self::RunsAsProxy => "runs_as_proxy_user",
+            Self::ServiceAccount => "invalid_service_account",
         }
     }
 
@@ -218,6 +221,7 @@ impl Reason {
             Self::Windows => "the pod is for Windows nodes, and the proxy runs on Linux alone",
             Self::InvalidRestriction => "an annotation that restricts who may reach the pod is not understood",
             Self::RunsAsProxy => "a container runs as the proxy's user or group, whose connections bypass the mesh",
+            Self::ServiceAccount => "the name of the pod's service account cannot be part of an identity",
         }
     }
 }

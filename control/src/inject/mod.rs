@@ -2,7 +2,7 @@
 //!
 //! Nothing here asks anybody or waits: the webhook and the command line both call it, and get the same.
 //! What is wrong in an annotation becomes a warning, and the pod gets its sidecar all the same. A pod whose sidecar would not
-//! restrict what it is to restrict is refused.
+//! restrict what it is to restrict, or would never be certified, is refused.
 
 mod containers;
 mod decision;
@@ -13,6 +13,7 @@ mod patch;
 mod ports;
 mod probes;
 mod proxy_user;
+mod service_account;
 pub mod values;
 
 #[cfg(test)]
@@ -84,8 +85,8 @@ pub struct Outcome {
     pub patch: Patch,
     /// Sentences about annotations that were ignored.
     pub warnings: Vec<String>,
-    /// Why the pod must not run as it is: with a sidecar it would not be restricted as it says. The decision is to skip it, for
-    /// pods that are never refused.
+    /// Why the pod must not run as it is: with a sidecar it would not be restricted as it says, or never be ready. The decision is
+    /// to skip it, for pods that are never refused.
     pub refusal: Option<String>,
 }
 
@@ -126,6 +127,10 @@ pub fn pod(config: &Config, subject: &Subject<'_>) -> Outcome {
     let reasons = [
         (Reason::InvalidRestriction, problems.restricting),
         (Reason::RunsAsProxy, as_proxy.into_iter().collect()),
+        (
+            Reason::ServiceAccount,
+            service_account::problem(subject.spec).into_iter().collect(),
+        ),
     ];
     let (reasons, texts): (Vec<_>, Vec<_>) = reasons.into_iter().filter(|(_, texts)| !texts.is_empty()).unzip();
     if !reasons.is_empty() {

@@ -163,6 +163,41 @@ fn an_application_that_runs_as_the_proxy_is_refused_with_both_ways_out() {
 }
 
 #[test]
+fn a_service_account_that_cannot_be_certified_is_refused_with_both_ways_out() {
+    let refusal = |fields: &str| Case::pod(&format!("spec: {{{fields}}}")).outcome().refusal;
+    for fields in [
+        "serviceAccountName: web.v2".to_owned(),
+        "serviceAccountName: null, serviceAccount: web.v2".to_owned(),
+        format!("serviceAccountName: {}", "a".repeat(64)),
+    ] {
+        let outcome = Case::pod(&format!("spec: {{{fields}}}")).outcome();
+        assert_eq!(
+            outcome.decision,
+            Decision::Skip(vec![Reason::ServiceAccount]),
+            "{fields}"
+        );
+        let text = outcome.refusal.unwrap();
+        for part in [
+            "run the pod as a service account whose name",
+            "linkerd.io/inject: disabled",
+        ] {
+            assert!(text.contains(part), "{text}");
+        }
+    }
+    assert!(refusal("serviceAccountName: web.v2").unwrap().contains("\"web.v2\""));
+    for fields in [
+        "serviceAccountName: web-v2",
+        "serviceAccountName: null",
+        "serviceAccountName: ''",
+    ] {
+        assert_eq!(refusal(fields), None, "{fields}");
+    }
+    // A pod that is not in the mesh needs no identity.
+    let outside = Case::pod("{metadata: {annotations: null}, spec: {serviceAccountName: web.v2}}").outcome();
+    assert_eq!(outside.refusal, None);
+}
+
+#[test]
 fn without_a_projected_token_the_pod_needs_that_of_its_service_account() {
     const OFF: &str = "identity: {serviceAccountTokenProjection: false}";
     const LACKS: &str = "disabled_automount_service_account_token_account";
