@@ -108,12 +108,18 @@ pub(crate) fn main(args: &Args, cluster: &kubernetes::Flags) -> anyhow::Result<(
         annotations,
         opaque_ports: args.proxy.opaque_ports().map(str::to_owned),
     };
+    let mut n_manual = 0;
     streams::each(&args.inputs, args.output, |object| {
         let title = Title::of(object);
         let verdict = injection.apply(object).with_context(|| title.to_string())?;
         report(&title, "injected", &verdict);
+        n_manual += usize::from(args.manual && matches!(verdict, Verdict::Injected(_)));
         Ok(())
-    })
+    })?;
+    if n_manual > 0 {
+        eprintln!("{NAMESPACES_NOT_READ}");
+    }
+    Ok(())
 }
 
 /// Runs `tulle uninject`.
@@ -275,6 +281,9 @@ const IMPOSSIBLE: [Reason; 3] = [
     Reason::SidecarExists,
     Reason::NoServiceAccountToken,
 ];
+const NAMESPACES_NOT_READ: &str = "tulle: annotations of namespaces have not been read. Of these, the injector adds \
+     config.linkerd.io/default-inbound-policy and config.linkerd.io/proxy-require-identity-inbound-ports when the pods are made; \
+     where it does not run, or for other annotations, write them into the manifests";
 const NO_ANCHORS: &str = "there are no trust anchors, without which no proxy starts: leave out --ignore-cluster, or give a file with \
      identityTrustAnchorsPEM by --values";
 

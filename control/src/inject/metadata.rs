@@ -6,7 +6,7 @@ use aws_lc_rs::digest;
 use tulle_core::names::{annotation, label};
 
 use crate::inject::values::Values;
-use crate::inject::{Config, Origin, Subject, containers, ports};
+use crate::inject::{Config, Origin, Subject, containers, decision, ports};
 use crate::resources::annotations::Annotations;
 
 /// What is added to a pod's metadata.
@@ -29,15 +29,7 @@ pub(super) fn inherited(subject: &Subject<'_>) -> Annotations {
 pub(super) fn of_injected(config: &Config, values: &Values, subject: &Subject<'_>) -> Metadata {
     let mut annotations = inherited(subject);
     annotations.extend(opaque_ports(config, subject));
-    // The policy of a port is told by the pod, so that the chart's value has to stand there.
-    let (key, of_chart) = (
-        annotation::REQUIRE_IDENTITY_INBOUND_PORTS,
-        &config.values.proxy.require_identity_on_inbound_ports,
-    );
-    let is_said = subject.annotations().is_some_and(|pod| pod.contains_key(key));
-    if !of_chart.is_empty() && !is_said {
-        annotations.entry(key.to_owned()).or_insert_with(|| of_chart.clone());
-    }
+    annotations.extend(restrictions(config, subject));
     let created_by = match config.origin {
         Origin::Webhook => "proxy-injector",
         Origin::CommandLine => "cli",
@@ -73,12 +65,36 @@ pub(super) fn of_injected(config: &Config, values: &Values, subject: &Subject<'_
     Metadata { labels, annotations }
 }
 
-/// What a pod gets that is not injected: nothing but opaque ports, which its clients' proxies read.
+/// What a pod gets that is not injected: opaque ports, which its clients' proxies read. A pod that has our sidecar already, from
+/// `tulle inject --manual`, is restricted as its namespace says.
 pub(super) fn of_skipped(config: &Config, subject: &Subject<'_>) -> Metadata {
+    let mut annotations: Annotations = opaque_ports(config, subject).into_iter().collect();
+    if decision::has_own_sidecar(subject.spec) {
+        annotations.extend(restrictions(config, subject));
+    }
     Metadata {
         labels: BTreeMap::new(),
-        annotations: opaque_ports(config, subject).into_iter().collect(),
+        annotations,
     }
+}
+
+/// The annotations that say who may reach the pod, where it has none: of its namespace, or of the chart. The policy of a port is
+/// told by the annotations of the pod.
+fn restrictions(config: &Config, subject: &Subject<'_>) -> Annotations {
+    let of_chart = &config.values.proxy.require_identity_on_inbound_ports;
+    let of_chart = (!of_chart.is_empty()).then_some(of_chart);
+    let keys = [
+        (annotation::DEFAULT_INBOUND_POLICY, None),
+        (annotation::REQUIRE_IDENTITY_INBOUND_PORTS, of_chart),
+    ];
+    let absent = keys
+        .into_iter()
+        .filter(|(key, _)| subject.annotations().is_none_or(|pod| !pod.contains_key(*key)));
+    let values = absent.filter_map(|(key, of_chart)| {
+        let value = subject.namespace_annotations.get(key).or(of_chart)?;
+        Some((key.to_owned(), value.clone()))
+    });
+    values.collect()
 }
 
 /// The opaque-ports annotation, where the pod has none: of its namespace, or of what it exposes.

@@ -266,6 +266,37 @@ fn a_skipped_pod_still_learns_its_opaque_ports() {
 }
 
 #[test]
+fn a_pod_that_has_a_sidecar_already_is_restricted_as_its_namespace_says() {
+    const POLICY: &str = annotation::DEFAULT_INBOUND_POLICY;
+    const PORTS: &str = annotation::REQUIRE_IDENTITY_INBOUND_PORTS;
+    let namespace = [
+        (POLICY, "deny"),
+        (PORTS, "80"),
+        (annotation::PROXY_CPU_REQUEST, "1"),
+        (annotation::INJECT, "enabled"),
+    ];
+    let manual = "{spec: {containers: [{name: app, image: a}, {name: linkerd-proxy, image: p}]}}";
+    let restricted = |case: Case| {
+        let outcome = case.outcome();
+        assert_eq!(outcome.decision, Decision::Skip(vec![Reason::SidecarExists]));
+        let pod = case.patched(&outcome);
+        assert_eq!(pod.annotation(annotation::PROXY_CPU_REQUEST), None);
+        [POLICY, PORTS].map(|key| pod.annotation(key).map(str::to_owned))
+    };
+    let said = |policy: &str, ports: &str| [policy, ports].map(|value| Some(value.to_owned()));
+    assert_eq!(restricted(Case::pod(manual).namespace(&namespace)), said("deny", "80"));
+    // What the pod says itself counts, as in a pod that is injected.
+    let own = [(POLICY, "all-authenticated"), (PORTS, "")];
+    let case = Case::pod(manual).namespace(&namespace).annotate(&own);
+    assert_eq!(restricted(case), said("all-authenticated", ""));
+    let of_chart = Case::pod(manual).values("proxy: {requireIdentityOnInboundPorts: '90'}");
+    assert_eq!(restricted(of_chart), [None, Some("90".to_owned())]);
+    // The sidecar of another mesh has nothing to do with it.
+    let foreign = "{spec: {containers: [{name: app, image: a}, {name: istio-proxy, image: p}]}}";
+    assert_eq!(restricted(Case::pod(foreign).namespace(&namespace)), [None, None]);
+}
+
+#[test]
 fn a_service_gets_nothing_but_its_opaque_ports() {
     let namespace = [(annotation::OPAQUE_PORTS, "9000")];
     for (yaml, namespace, expected) in [
