@@ -3,8 +3,8 @@
 //! What a pod gets is decided in `inject/`; here is what that takes: the namespace's annotations and the pod's workload
 //! ([`metadata`]), the chart's values ([`settings`]), an event on the workload, and the counters.
 //! A pod that asks for a restriction which its sidecar would not keep, or whose service account has no identity, is refused
-//! with the reason. A pod of the control plane's
-//! own namespace or of `kube-system` is never refused: without them nothing would be mended.
+//! with the reason. A pod of the control plane's own namespace or of `kube-system` is never refused: without them nothing would
+//! be mended.
 //!
 //! Permissions: cluster-wide `namespaces`, `replicasets` (apps), `jobs` (batch) `get`, `list`, `watch`; `pods` `list`;
 //! `events` (events.k8s.io) `create`, `patch`; and those of the certificate's keeper in `webhook/`.
