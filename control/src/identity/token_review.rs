@@ -1,5 +1,6 @@
 //! Tokens of Kubernetes' service accounts, reviewed by the API server that made them.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -14,6 +15,7 @@ use parking_lot::Mutex;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::warn;
 use tulle_core::backoff::Backoff;
+use tulle_core::connections::group;
 use tulle_core::drain::Watch;
 use tulle_core::names::TOKEN_AUDIENCE;
 use tulle_core::ready::Latch;
@@ -48,8 +50,8 @@ struct Refused {
 #[derive(Default)]
 struct Issuers {
     known: HashSet<String>,
-    /// When a token of an unknown issuer may be reviewed again.
-    next_unknown_at: Option<Instant>,
+    /// Client addresses of which a token of an unknown issuer was reviewed, and when they may have another.
+    next_unknown_at: HashMap<IpAddr, Instant>,
 }
 
 /// Why tokens cannot be reviewed at all.
@@ -155,7 +157,7 @@ impl TokenReviews {
             return Ok(review);
         }
         let issuer = own.filter(|_| !claims.is_legacy()).map(|own| own.issuer);
-        if issuer.is_some_and(|own| !self.issuers.lock().may_review(&claims.issuer, &own)) {
+        if issuer.is_some_and(|own| !self.issuers.lock().may_review(&claims.issuer, &own, client)) {
             return Err(ReviewError::UnknownIssuer(claims.issuer));
         }
         let Ok(token) = std::str::from_utf8(token) else {
@@ -223,17 +225,25 @@ impl Refused {
 
 impl Issuers {
     /// Whether a token of this issuer may be reviewed now. A cluster whose issuer was changed accepts tokens of the former one,
-    /// and nobody tells us which that is: of unknown issuers one token a second is reviewed, until one is accepted.
-    fn may_review(&mut self, issuer: &str, own: &str) -> bool {
+    /// and nobody tells us which that is: of unknown issuers one token a second and client address is reviewed, and so
+    /// many of all clients, until one is accepted.
+    fn may_review(&mut self, issuer: &str, own: &str, client: IpAddr) -> bool {
         if issuer == own || self.known.contains(issuer) {
             return true;
         }
         let now = Instant::now();
-        let is_time = self.next_unknown_at.is_none_or(|next| next <= now);
-        if is_time {
-            self.next_unknown_at = Some(now + UNKNOWN_ISSUER_INTERVAL);
+        let next = &mut self.next_unknown_at;
+        next.retain(|_, at| *at > now);
+        if next.len() >= MAX_UNKNOWN_ISSUERS {
+            return false;
         }
-        is_time
+        match next.entry(group(client)) {
+            Entry::Occupied(_) => false,
+            Entry::Vacant(entry) => {
+                entry.insert(now + UNKNOWN_ISSUER_INTERVAL);
+                true
+            }
+        }
     }
 
     fn learn(&mut self, issuer: String) {
@@ -274,6 +284,8 @@ const REVIEWS_AT_ONCE: usize = 16;
 const REFUSED_FOR: Duration = Duration::from_secs(10);
 const MAX_REFUSED: usize = 4096;
 const UNKNOWN_ISSUER_INTERVAL: Duration = Duration::from_secs(1);
+/// Tokens of unknown issuers that are reviewed in that time, each of another client address.
+const MAX_UNKNOWN_ISSUERS: usize = 16;
 /// Clusters have one, or two while they change it.
 const MAX_ISSUERS: usize = 16;
 
@@ -353,15 +365,17 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn of_unknown_issuers_one_token_a_second_is_reviewed_until_one_is_accepted() {
+    async fn of_unknown_issuers_one_token_a_second_and_client_is_reviewed_until_one_is_accepted() {
         let (mut reviews, reviewed) = start().await;
         let own = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(own.path(), token(OWN_ISSUER, "us", 0)).unwrap();
         reviews.own_token = own.path().to_owned();
-        let ask = async |issuer: &str, subject: &str, n| {
+        let ask_as = async |client: IpAddr, issuer: &str, subject: &str, n| {
             let token = token(issuer, subject, n);
-            reviews.review(token.as_bytes(), CLIENT).await
+            reviews.review(token.as_bytes(), client).await
         };
+        let ask = async |issuer: &str, subject: &str, n| ask_as(CLIENT, issuer, subject, n).await;
+        let other = |last: u8| IpAddr::V4(Ipv4Addr::new(10, 0, 1, last));
         ask("https://elsewhere", "bad", 0).await.unwrap();
         for n in 1..100 {
             let refused = ask("https://elsewhere", "bad", n).await.unwrap_err();
@@ -372,7 +386,18 @@ mod tests {
         }
         assert_eq!(reviewed.lock().len(), 1);
         ask(OWN_ISSUER, "good", 0).await.unwrap();
+        // Others have their own share, as long as they are not too many.
+        for last in 1..100 {
+            let _ = ask_as(other(last), "https://elsewhere", "bad", 100 + u32::from(last)).await;
+        }
+        assert_eq!(reviewed.lock().len(), MAX_UNKNOWN_ISSUERS + 1);
         tokio::time::advance(UNKNOWN_ISSUER_INTERVAL).await;
+        ask("https://elsewhere", "bad", 100).await.unwrap();
+        let review = ask_as(other(1), "https://former", "good", 0).await.unwrap();
+        assert!(
+            matches!(review, Review::Authenticated { .. }),
+            "a stranger took its share: {review:?}"
+        );
         for n in 0..10 {
             let review = ask("https://former", "good", n).await.unwrap();
             assert!(matches!(review, Review::Authenticated { .. }), "{review:?}");
