@@ -9,7 +9,6 @@ use anyhow::{Context as _, anyhow, ensure};
 use k8s_openapi::api::core::v1::Pod as KubernetesPod;
 use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
 use kube::{Api, ResourceExt as _};
-use serde::de::IntoDeserializer as _;
 use serde_json::Value;
 use tulle_control::cluster::inbound::{Key, Workload};
 use tulle_control::cluster::{self, Cluster as State};
@@ -17,6 +16,7 @@ use tulle_control::model::inbound::{Authorization, AuthorizationReference, Route
 use tulle_control::model::reference::Reference;
 use tulle_control::resources::event::Event;
 use tulle_control::resources::service::PortRef;
+use tulle_control::resources::unreadable::Unreadable;
 use tulle_control::resources::workload::Pod;
 use tulle_control::resources::{self, Kind, Object};
 use tulle_core::metrics::Registry;
@@ -51,14 +51,14 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
             "{} of namespace {namespace} has no pods",
             args.resource.join(" ")
         );
-        let mut objects = Vec::new();
+        let mut events = Vec::new();
         for kind in KINDS {
-            objects.extend(list(&cluster, Some(namespace), kind).await?);
+            events.extend(list(&cluster, Some(namespace), kind).await?);
         }
         for kind in REFERENCED_KINDS {
             // Authorizations may refer to those of other namespaces, which not everybody may read.
             let everywhere = list(&cluster, None, kind).await;
-            objects.extend(match everywhere {
+            events.extend(match everywhere {
                 Ok(found) => found,
                 Err(_) => list(&cluster, Some(namespace), kind).await?,
             });
@@ -67,7 +67,7 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
             eprintln!("tulle: the cluster's default policy is assumed to be all-unauthenticated: {error:#}");
             Value::Null
         });
-        let rows = rows(settings(&cluster, &values)?, objects, pods)?;
+        let rows = rows(settings(&cluster, &values)?, events, pods)?;
         crate::print(&table::text(&TITLES, rows))?;
         Ok(ExitCode::SUCCESS)
     })
@@ -90,7 +90,7 @@ fn settings(cluster: &Cluster, values: &Value) -> anyhow::Result<cluster::Config
 }
 
 /// The objects of a kind in a namespace, or in all; none where the kind is not installed.
-async fn list(cluster: &Cluster, namespace: Option<&str>, kind: Kind) -> anyhow::Result<Vec<Object>> {
+async fn list(cluster: &Cluster, namespace: Option<&str>, kind: Kind) -> anyhow::Result<Vec<Event>> {
     let info = kind.info();
     let mut found = Vec::new();
     // The newest version that the cluster serves.
@@ -110,34 +110,42 @@ async fn list(cluster: &Cluster, namespace: Option<&str>, kind: Kind) -> anyhow:
             }
         }
     }
-    let mut objects = Vec::new();
+    let mut events = Vec::new();
     for object in found {
         let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
         let value = serde_json::to_value(&object).context("reading an object")?;
-        match resources::decode(kind, value.into_deserializer()) {
-            Ok(object) => objects.push(object),
-            // The policy service leaves such an object out as well.
-            Err(error) => eprintln!("tulle: {} {namespace}/{name} is left out: {error}", info.name),
+        match resources::decode(kind, &value) {
+            Ok(object) => events.push(Event::Applied(object)),
+            // The policy service knows its last readable form, if there was one since it started.
+            Err(error) => {
+                eprintln!("tulle: {} {namespace}/{name} cannot be read: {error}", info.name);
+                let unreadable = Unreadable::of(kind, &value, &error.to_string());
+                events.extend(unreadable.map(|unreadable| Event::Unreadable(unreadable.into())));
+            }
         }
     }
-    Ok(objects)
+    Ok(events)
 }
 
 /// Route, server, AuthorizationPolicy, ServerAuthorization; `*` where a row speaks of all routes.
 fn rows(
     config: cluster::Config,
-    objects: Vec<Object>,
+    mut events: Vec<Event>,
     pods: Vec<KubernetesPod>,
 ) -> anyhow::Result<BTreeSet<[String; 4]>> {
-    let servers: Vec<PortRef> = objects
+    let object = |event: &Event| match event {
+        Event::Applied(object) => Some(object.clone()),
+        Event::Unreadable(unreadable) => unreadable.stand_in.clone(),
+        Event::Deleted(..) | Event::Synced => None,
+    };
+    let servers: Vec<PortRef> = events
         .iter()
-        .filter_map(|object| match object {
-            Object::Server(server) => Some(server.port.clone()),
+        .filter_map(|event| match object(event)? {
+            Object::Server(server) => server.port.clone(),
             _ => None,
         })
         .collect();
     let mut workloads = Vec::new();
-    let mut events: Vec<Event> = objects.into_iter().map(Event::Applied).collect();
     for pod in pods {
         let name = pod.name_any();
         let pod = Pod::from_kubernetes(pod).map_err(|error| anyhow!("reading pod {name}: {error}"))?;
@@ -256,7 +264,7 @@ mod tests {
             "spec": spec,
             "status": { "parents": parents },
         });
-        resources::decode(kind, value.into_deserializer()).unwrap()
+        resources::decode(kind, &value).unwrap()
     }
 
     fn pod(app: &str, ports: &[u16]) -> KubernetesPod {
@@ -283,7 +291,8 @@ mod tests {
     }
 
     fn shown(objects: Vec<Object>, pod: KubernetesPod) -> String {
-        let rows = rows(cluster::Config::default(), objects, vec![pod]).unwrap();
+        let events = objects.into_iter().map(Event::Applied).collect();
+        let rows = rows(cluster::Config::default(), events, vec![pod]).unwrap();
         table::text(&TITLES, rows)
     }
 

@@ -598,7 +598,9 @@ impl Parts {
             });
         if let Some(report) = report.cloned() {
             admin = admin.route("/manifest-errors", move |_| {
-                let lines: String = report.errors().iter().map(|err| format!("{err}\n")).collect();
+                let errors = report.errors();
+                let lines = errors.iter().map(ToString::to_string).chain(report.unread_kinds());
+                let lines: String = lines.map(|line| format!("{line}\n")).collect();
                 std::future::ready(text(StatusCode::OK, lines))
             });
         }

@@ -33,4 +33,6 @@ impl Handler for ProfileValidator {
 }
 
 #[cfg(test)]
+mod route_tests;
+#[cfg(test)]
 mod tests;

@@ -5,11 +5,11 @@ use kube::core::GroupVersionKind;
 use serde_json::{Value, json};
 
 use crate::resources::policy::reference::{GATEWAY_GROUP, POLICY_GROUP};
+use crate::resources::unreadable::Unreadable;
 use crate::resources::unserved::{self, Unserved};
 use crate::resources::{self, KINDS, Kind, Object, route_admission};
 use crate::webhook::review::{Answer, Request};
 
-/// Gateway routes may use what we do not know yet: they are admitted with a warning when they cannot be read.
 pub(super) fn verdict(req: Request) -> Answer {
     let Some(kind) = judged(&req.kind) else {
         let GroupVersionKind { group, version, kind } = &req.kind;
@@ -18,17 +18,37 @@ pub(super) fn verdict(req: Request) -> Answer {
     let Some(object) = req.object else {
         return Answer::deny("there is no object to judge");
     };
-    match resources::decode(kind, spec_of(object, req.namespace.as_deref())) {
+    let value = spec_of(object, req.namespace.as_deref());
+    match resources::decode(kind, &value) {
+        // What others serve is theirs to judge.
+        Ok(object) if object.route().is_some_and(|route| is_of_others(kind, route.is_ours())) => Answer::allow(),
         Ok(object) => match admit(&object) {
-            Ok(()) => Answer::allow(),
+            Ok(()) => warnings(&object).into_iter().fold(Answer::allow(), Answer::warn),
             Err(reason) => Answer::deny(reason),
         },
-        Err(err) if req.kind.group == GATEWAY_GROUP => {
-            let kind = &req.kind.kind;
-            Answer::allow().warn(format!("the mesh cannot read this {kind} and does not serve it: {err}"))
+        Err(err) => {
+            let reason = err.to_string();
+            let is_ours = Unreadable::of(kind, &value, &reason).is_some();
+            match is_of_others(kind, is_ours) {
+                true => Answer::allow(),
+                false => Answer::deny(format!("the mesh cannot read this {}: {reason}", req.kind.kind)),
+            }
         }
-        Err(err) => Answer::deny(err.to_string()),
     }
+}
+
+/// Routes of the Gateway API may be for gateways only.
+fn is_of_others(kind: Kind, names_ours: bool) -> bool {
+    kind.info().group == GATEWAY_GROUP && !names_ours
+}
+
+/// What is stored and not served: others may serve it, but for the mesh it has no effect, or answers with an error.
+fn warnings(object: &Object) -> Vec<String> {
+    let found = object.route().map(|_| unserved::of(object)).unwrap_or_default();
+    found
+        .into_iter()
+        .map(|Unserved { field, reason }| format!("the mesh does not serve a part of {field}: {reason}"))
+        .collect()
 }
 
 /// The kinds that are judged, whatever their version.

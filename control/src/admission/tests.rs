@@ -7,7 +7,7 @@ use super::*;
 
 /// What a row of a table expects.
 #[derive(Clone, Copy)]
-enum Verdict {
+pub(super) enum Verdict {
     Allowed,
     /// With this in the reason.
     Denied(&'static str),
@@ -43,7 +43,7 @@ fn expect(row: &str, answer: &Answer, verdict: Verdict) {
 }
 
 /// Judges specs of one kind.
-async fn policies<const N: usize>(api_version: &str, kind: &str, rows: [(&str, Verdict); N]) {
+pub(super) async fn policies<const N: usize>(api_version: &str, kind: &str, rows: [(&str, Verdict); N]) {
     for (spec, verdict) in rows {
         let answer = review(api_version, kind, "{name: x, namespace: shop}", spec, PolicyValidator).await;
         expect(spec, &answer, verdict);
@@ -327,7 +327,7 @@ async fn egress_networks() {
 }
 
 /// Parts of a route.
-const SERVICE: &str = "parentRefs: [{group: core, kind: Service, name: web, port: 80}]";
+pub(super) const SERVICE: &str = "parentRefs: [{group: core, kind: Service, name: web, port: 80}]";
 const EGRESS: &str = "parentRefs: [{group: policy.linkerd.io, kind: EgressNetwork, name: out}]";
 
 #[tokio::test]
@@ -404,9 +404,12 @@ async fn routes_differ_by_group() {
     policies("policy.linkerd.io/v1beta3", "HTTPRoute", policy).await;
     let gateway = [
         (&*backend, Denied("backendRef web is a Service and needs a port")),
-        (&*filter, Allowed),
-        (&*negative, Warned("does not serve it")),
-        (&*shape, Warned("cannot read this HTTPRoute")),
+        (&*filter, Warned("filter URLRewrite is not supported by the mesh")),
+        (&*negative, Denied("is not a duration")),
+        (
+            &*shape,
+            Denied("cannot read this HTTPRoute: invalid type: integer `7`, expected a sequence"),
+        ),
         (&*see_other, Allowed),
     ];
     policies("gateway.networking.k8s.io/v1beta1", "HTTPRoute", gateway).await;
@@ -433,7 +436,7 @@ async fn grpc_routes() {
         ),
         (
             format!("{{{SERVICE}, rules: [{{matches: 7}}]}}"),
-            Warned("cannot read this GRPCRoute"),
+            Denied("cannot read this GRPCRoute: invalid type: integer `7`"),
         ),
     ];
     for (spec, verdict) in rows {
@@ -461,7 +464,7 @@ async fn tls_and_tcp_routes() {
                 format!("{{{EGRESS}, rules: [{{}}]}}"),
                 Denied("is an EgressNetwork and needs a port"),
             ),
-            (format!("{{{SERVICE}, rules: 7}}"), Warned("cannot read this T")),
+            (format!("{{{SERVICE}, rules: 7}}"), Denied("cannot read this T")),
         ];
         for (spec, verdict) in rows {
             policies("gateway.networking.k8s.io/v1alpha2", kind, [(&spec, verdict)]).await;

@@ -25,11 +25,12 @@ use crate::resources::meta::Name;
 use crate::resources::policy::authorization::{
     AuthorizationPolicy, AuthorizationTarget, RequiredClient, ServerAuthorization, ServerClient, Servers,
 };
+use crate::resources::policy::rate_limit::RateLimitPolicy;
 use crate::resources::policy::reference::{MeshClient, POLICY_GROUP};
 use crate::resources::policy::server::{
     Clients as DefaultClients, DefaultPolicy, Networks as DefaultNetworks, ProxyProtocol, Server,
 };
-use crate::resources::route::{self as raw, ParentKind, Rules};
+use crate::resources::route::{self as raw, ParentKind, RouteKind, Rules};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
@@ -64,14 +65,29 @@ impl View for InboundView {
             port: key.port,
             probes: &probes,
         };
-        Some(match subject.server(reader, key.port) {
-            Some(server) => view.of_server(server),
-            None => view.of_default(),
+        Some(match &subject.servers(reader, key.port)[..] {
+            [server, others @ ..] => Model {
+                overridden: others.iter().map(|other| other.meta.name.name.clone()).collect(),
+                ..view.of_server(server)
+            },
+            [] => view.of_default(),
         })
     }
 
-    fn metrics(metrics: &Metrics, _key: &Key, _value: &Option<Model>) -> SlotMetrics {
-        metrics.inbound()
+    fn metrics(metrics: &Metrics, key: &Key, _value: &Option<Model>) -> SlotMetrics {
+        let (Workload::Pod(name) | Workload::External(name)) = &key.workload;
+        metrics.inbound(&name.namespace)
+    }
+
+    fn observe(metrics: &SlotMetrics, value: &Option<Model>) {
+        match value {
+            Some(Model {
+                reference: ServerReference::Server(by),
+                overridden,
+                ..
+            }) => metrics.overrode(overridden, by),
+            _ => metrics.overrode(&[], ""),
+        }
     }
 
     fn table(state: &mut State) -> &mut Table<Self> {
@@ -102,6 +118,7 @@ impl Port<'_> {
                 _ => Routes::Http(self.default_routes()),
             },
             rate_limit: None,
+            overridden: Vec::new(),
         }
     }
 
@@ -146,6 +163,9 @@ impl Port<'_> {
 
     fn of_server(&self, server: &Server) -> Model {
         let protocol = self.protocol(Some(server));
+        if server.unread.is_some() {
+            return self.of_unread_server(server, protocol);
+        }
         let routes = match protocol {
             Protocol::Detect(_) | Protocol::Http1 | Protocol::Http2 => Routes::Http(self.http_routes(server)),
             Protocol::Grpc => Routes::Grpc(self.grpc_routes(server)),
@@ -157,6 +177,24 @@ impl Port<'_> {
             authorizations: self.server_authorizations(server),
             routes,
             rate_limit: self.rate_limit(server),
+            overridden: Vec::new(),
+        }
+    }
+
+    /// Permits nobody but probes: what cannot be read of the Server may be what was to restrict those whom
+    /// authorizations permit.
+    fn of_unread_server(&self, server: &Server, protocol: Protocol) -> Model {
+        Model {
+            reference: ServerReference::Server(server.meta.name.name.clone()),
+            protocol,
+            authorizations: Vec::new(),
+            routes: match protocol {
+                Protocol::Detect(_) | Protocol::Http1 | Protocol::Http2 => Routes::Http(self.default_routes()),
+                Protocol::Grpc => Routes::Grpc(vec![default_route(GrpcMatch::default())]),
+                Protocol::Opaque | Protocol::Tls => Routes::Nothing,
+            },
+            rate_limit: None,
+            overridden: Vec::new(),
         }
     }
 
@@ -297,7 +335,11 @@ impl Port<'_> {
 
     fn http_routes(&self, server: &Server) -> Vec<Route<HttpMatch>> {
         let mut found = Vec::new();
-        for route in self.attached(server) {
+        let attached = self.attached(server);
+        if let Some(route) = routes::of_unknown_requests(&attached, RouteKind::GatewayHttp) {
+            return vec![self.failing(route, HttpMatch::everything())];
+        }
+        for route in attached {
             if let Rules::Http(rules) = &route.rules {
                 let rules = rules.iter().map(|rule| Rule {
                     matches: routes::http_matches(rule),
@@ -306,12 +348,35 @@ impl Port<'_> {
                 found.push(self.route(route, rules.collect()));
             }
         }
-        if found.is_empty() { self.default_routes() } else { found }
+        let mut found = if found.is_empty() { self.default_routes() } else { found };
+        if let Some((limit, reason)) = self.unread_rate_limit(server) {
+            let message = format!("HTTPLocalRateLimitPolicy {}: {reason}", limit.meta.name);
+            for rule in found.iter_mut().flat_map(|route| &mut route.rules) {
+                rule.filters = vec![routes::failure(RouteKind::GatewayHttp, message.clone())];
+            }
+        }
+        found
+    }
+
+    /// Answers all requests of the Server with an error: nobody can tell which of them the route was to restrict.
+    fn failing<M>(&self, route: &raw::Route, everything: M) -> Route<M> {
+        let rule = Rule {
+            matches: vec![everything],
+            filters: vec![routes::failure_of(route)],
+        };
+        Route {
+            hosts: Vec::new(),
+            ..self.route(route, vec![rule])
+        }
     }
 
     fn grpc_routes(&self, server: &Server) -> Vec<Route<GrpcMatch>> {
         let mut found = Vec::new();
-        for route in self.attached(server) {
+        let attached = self.attached(server);
+        if let Some(route) = routes::of_unknown_requests(&attached, RouteKind::Grpc) {
+            return vec![self.failing(route, GrpcMatch::default())];
+        }
+        for route in attached {
             if let Rules::Grpc(rules) = &route.rules {
                 let rules = rules.iter().map(|rule| Rule {
                     matches: routes::grpc_matches(rule),
@@ -370,10 +435,20 @@ impl Port<'_> {
         found
     }
 
-    fn rate_limit(&self, server: &Server) -> Option<RateLimit> {
+    /// The oldest of the Server's rate limits.
+    fn oldest_rate_limit(&self, server: &Server) -> Option<&Arc<RateLimitPolicy>> {
         let limits = self.reader.rate_limits(server.meta.namespace()).into_iter();
         let limits = limits.filter(|limit| limit.server == server.meta.name.name);
-        let limit = limits.min_by(|a, b| a.meta.seniority().cmp(&b.meta.seniority()))?;
+        limits.min_by(|a, b| a.meta.seniority().cmp(&b.meta.seniority()))
+    }
+
+    fn unread_rate_limit(&self, server: &Server) -> Option<(&Arc<RateLimitPolicy>, &Arc<str>)> {
+        let limit = self.oldest_rate_limit(server)?;
+        Some((limit, limit.unread.as_ref()?))
+    }
+
+    fn rate_limit(&self, server: &Server) -> Option<RateLimit> {
+        let limit = self.oldest_rate_limit(server).filter(|limit| limit.unread.is_none())?;
         let per_client = limit.overrides.iter().map(|per_client| {
             let identities = per_client
                 .clients

@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tulle_core::metrics::{Counter, Family, Gauge, Labels, Registry};
 
 use crate::cluster::Follower;
@@ -10,6 +11,7 @@ use crate::cluster::store::{Change, Fact, Store};
 use crate::resources::event::Event;
 use crate::resources::meta::Name;
 use crate::resources::route::ParentKind;
+use crate::resources::unreadable::Unreadable;
 use crate::resources::unserved::{self, Unserved};
 use crate::resources::{Kind, Object};
 
@@ -27,6 +29,8 @@ pub(super) struct Metrics {
     policy_subscribers: Family<Gauge>,
     policy_updates: Family<Counter>,
     unserved: Family<Gauge>,
+    unreadable: Family<Gauge>,
+    overridden: Family<Gauge>,
     service_addresses: Arc<Gauge>,
     services: Arc<Gauge>,
     routed_services: Family<Gauge>,
@@ -61,6 +65,14 @@ impl Metrics {
                 "unserved_configuration",
                 "Parts of an object that cannot be read, or that no proxy does: annotations by their key, and rules of routes.",
             ),
+            unreadable: registry.gauge(
+                "tulle_unreadable_objects",
+                "1 for each object that cannot be read: its last readable form holds, or else what permits nobody.",
+            ),
+            overridden: registry.gauge(
+                "tulle_overridden_servers",
+                "Ports that proxies ask about and that a Server selects in vain, because the one that is named is older.",
+            ),
             service_addresses: registry
                 .gauge("outbound_index_service_index_size", "Addresses of Services.")
                 .get(&Labels::new()),
@@ -93,6 +105,7 @@ impl Metrics {
             updates: self.endpoints_updates.get(&labels),
             size: Some((self.endpoints_pods.get(&labels), self.endpoints_exists.get(&labels))),
             _service_port: None,
+            overridden: None,
         }
     }
 
@@ -103,6 +116,7 @@ impl Metrics {
             updates: self.workload_updates.get(&labels),
             size: None,
             _service_port: None,
+            overridden: None,
         }
     }
 
@@ -113,6 +127,7 @@ impl Metrics {
             updates: self.profile_updates.get(&labels),
             size: None,
             _service_port: None,
+            overridden: None,
         }
     }
 
@@ -121,8 +136,16 @@ impl Metrics {
         self.service_subscribers.get(&labels)
     }
 
-    pub(super) fn inbound(&self) -> SlotMetrics {
-        self.policy("inbound", None)
+    /// `namespace` is that of the workload, and so of its Servers.
+    pub(super) fn inbound(&self, namespace: &Arc<str>) -> SlotMetrics {
+        SlotMetrics {
+            overridden: Some(Overridden {
+                family: self.overridden.clone(),
+                namespace: namespace.clone(),
+                counted: Mutex::default(),
+            }),
+            ..self.policy("inbound", None)
+        }
     }
 
     /// `service_namespace` is that of the service that the policy is about.
@@ -141,6 +164,7 @@ impl Metrics {
             updates: self.policy_updates.get(&labels),
             size: None,
             _service_port: service_port,
+            overridden: None,
         }
     }
 }
@@ -153,6 +177,15 @@ pub(super) struct SlotMetrics {
     size: Option<(Arc<Gauge>, Arc<Gauge>)>,
     /// Counts the policy of a service's port.
     _service_port: Option<Follower>,
+    /// Of the policy of a workload's port.
+    overridden: Option<Overridden>,
+}
+
+/// Servers that select a port in vain.
+struct Overridden {
+    family: Family<Gauge>,
+    namespace: Arc<str>,
+    counted: Mutex<Vec<Follower>>,
 }
 
 impl SlotMetrics {
@@ -166,6 +199,19 @@ impl SlotMetrics {
 
     pub(super) fn updated(&self) {
         self.updates.inc();
+    }
+
+    /// These Servers select the port as well as the one that decides.
+    pub(super) fn overrode(&self, servers: &[Arc<str>], by: &str) {
+        let Some(overridden) = &self.overridden else { return };
+        let counted = servers.iter().map(|name| {
+            let labels = Labels::new()
+                .with("namespace", &overridden.namespace)
+                .with("name", name)
+                .with("by", by);
+            Follower::new(overridden.family.get(&labels))
+        });
+        *overridden.counted.lock() = counted.collect();
     }
 
     pub(super) fn sized(&self, n_endpoints: usize, exists: bool) {
@@ -187,6 +233,8 @@ pub(super) struct Census {
     routes: HashMap<Fact, Follower>,
     /// What objects ask for in vain, each counted.
     unserved: HashMap<(Kind, Name), Vec<(Unserved, Follower)>>,
+    /// Objects that cannot be read, and why, each counted.
+    unreadable: HashMap<(Kind, Name), (String, Follower)>,
 }
 
 impl Census {
@@ -198,12 +246,38 @@ impl Census {
         }
     }
 
+    /// Counts an object that cannot be read until it can, and says whether that is new.
+    pub(super) fn note_unreadable(&mut self, metrics: &Metrics, event: &Event) -> bool {
+        match event {
+            Event::Unreadable(unreadable) => {
+                let Unreadable { kind, name, reason, .. } = &**unreadable;
+                let labels = Labels::new()
+                    .with("kind", kind.info().name)
+                    .with("namespace", &name.namespace)
+                    .with("name", &name.name);
+                let counted = (reason.clone(), Follower::new(metrics.unreadable.get(&labels)));
+                let before = self.unreadable.insert((*kind, name.clone()), counted);
+                before.is_none_or(|(before, _)| before != *reason)
+            }
+            Event::Applied(object) if !self.unreadable.is_empty() => {
+                self.unreadable.remove(&(object.kind(), object.meta().name.clone()));
+                false
+            }
+            Event::Deleted(kind, name) => {
+                self.unreadable.remove(&(*kind, name.clone()));
+                false
+            }
+            Event::Applied(_) | Event::Synced => false,
+        }
+    }
+
     /// Counts what an object asks for in vain, and returns what of it is new.
     pub(super) fn judge(&mut self, metrics: &Metrics, event: &Event) -> Vec<(Kind, Name, Unserved)> {
         let (id, found) = match event {
             Event::Applied(object) => ((object.kind(), object.meta().name.clone()), unserved::of(object)),
             Event::Deleted(kind, name) => ((*kind, name.clone()), Vec::new()),
-            Event::Synced => return Vec::new(),
+            // What it asked for in its last readable form stays as it was.
+            Event::Unreadable(_) | Event::Synced => return Vec::new(),
         };
         let before = self.unserved.remove(&id).unwrap_or_default();
         let is_new = |one: &&Unserved| !before.iter().any(|(old, _)| old == *one);

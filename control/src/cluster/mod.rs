@@ -45,6 +45,7 @@ use crate::model::profile::Profile;
 use crate::resources::event::{Event, Writer};
 use crate::resources::meta::Name;
 use crate::resources::policy::server::DefaultPolicy;
+use crate::resources::unreadable::Unreadable;
 use crate::resources::unserved::Unserved;
 use crate::resources::{Kind, Object};
 
@@ -272,6 +273,7 @@ impl Shared {
     fn apply(&self, events: Vec<Event>) {
         let mut synced = false;
         let mut unserved = Vec::new();
+        let mut unreadable = Vec::new();
         {
             let state = &mut *self.state.lock();
             let mut touched = HashSet::new();
@@ -279,6 +281,12 @@ impl Shared {
                 synced |= matches!(event, Event::Synced);
                 log(&self.config.addr, &state.store, &event);
                 unserved.extend(state.census.judge(&self.metrics, &event));
+                if state.census.note_unreadable(&self.metrics, &event)
+                    && let Event::Unreadable(found) = &event
+                {
+                    let in_force = in_force(&state.store, found);
+                    unreadable.push((found.clone(), in_force));
+                }
                 let change = state.store.apply(event, &mut touched);
                 state.census.record(&self.metrics, &change);
             }
@@ -295,9 +303,22 @@ impl Shared {
         for (kind, name, Unserved { field, reason }) in unserved {
             warn!(kind = kind.info().name, object = %name, field, reason, "a part of the object is not served");
         }
+        for (found, in_force) in unreadable {
+            let Unreadable { kind, name, reason, .. } = &*found;
+            warn!(kind = kind.info().name, object = %name, reason, in_force, "an object cannot be read");
+        }
         if synced {
             self.synced.send_replace(true);
         }
+    }
+}
+
+/// What holds in place of an object that cannot be read.
+fn in_force(store: &Store, unreadable: &Unreadable) -> &'static str {
+    match &unreadable.stand_in {
+        _ if store.is_readable(unreadable.kind, &unreadable.name) => "its last form that could be read",
+        Some(_) => "refusal of what it is for",
+        None => "nothing",
     }
 }
 
@@ -335,7 +356,7 @@ fn log(addr: &str, store: &Store, event: &Event) {
             };
             debug!(addr, component, ns = %name.namespace, svc, "Deleting ES {name}");
         }
-        Event::Applied(_) | Event::Deleted(..) | Event::Synced => {}
+        Event::Applied(_) | Event::Deleted(..) | Event::Unreadable(_) | Event::Synced => {}
     }
 }
 

@@ -22,6 +22,7 @@ use crate::resources::meta::{Meta, Name};
 use crate::resources::policy::egress_network::{EgressNetwork, TrafficPolicy};
 use crate::resources::policy::reference::POLICY_GROUP;
 use crate::resources::route::{self as raw, BackendRef, ParentKind, RouteKind, Rules};
+use crate::resources::route_admission;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
@@ -218,6 +219,9 @@ impl Client<'_> {
         };
         let (kind, name, meta) = (ParentKind::EgressNetwork, &network.meta.name, Some(&network.meta));
         let parent = Parent::new(kind, name, addr.port(), reference, default, Load::PeakEwma, meta);
+        if let Some(reason) = &network.unread {
+            return parent.of_unread_network(reason);
+        }
         let allow = network.traffic == TrafficPolicy::Allow;
         let mut http = self.http_routes(&parent);
         let mut grpc = self.grpc_routes(&parent);
@@ -292,15 +296,11 @@ impl Client<'_> {
                 continue;
             }
             served.push(route);
-            let backends = match &rules[..] {
-                [rule] => self.backends(route, &rule.backend_refs, parent),
-                rules => {
-                    let message = format!(
-                        "{} {}: it has {} rules; exactly one is accepted",
-                        kind.kind(),
-                        route.meta.name,
-                        rules.len()
-                    );
+            let backends = match (&rules[..], route_admission::unserved(route, parent.kind)) {
+                ([rule], None) => self.backends(route, &rule.backend_refs, parent),
+                (_, reason) => {
+                    let reason = reason.as_deref().unwrap_or("it cannot be served");
+                    let message = format!("{} {}: {reason}", kind.kind(), route.meta.name);
                     let refusal = failing(Reference::Default("invalid"), kind, &message);
                     Distribution::FirstAvailable(Box::new(refusal))
                 }
@@ -476,6 +476,24 @@ impl<'a> Parent<'a> {
                 verdict: StreamVerdict::Forbidden,
                 ..self.default_stream(denied)
             },
+        }
+    }
+
+    /// Refuses everything: routes may permit what the network that cannot be read was to forbid.
+    fn of_unread_network(self, reason: &str) -> Policy {
+        let refusal = Filter::FailHttp {
+            status: 500,
+            message: format!("EgressNetwork {}: {reason}", self.name),
+        };
+        let name = "http-egress-unreadable";
+        Policy {
+            protocol: Protocol::Detect {
+                timeout: DETECT_TIMEOUT,
+                http: vec![self.default_route(name, HttpMatch::everything(), None, vec![refusal])],
+                opaque: self.egress_stream(false, "", "tcp-egress-unreadable"),
+            },
+            accrual: self.accrual,
+            reference: self.reference,
         }
     }
 

@@ -181,13 +181,47 @@ pub(super) fn backend_filters(route: &Route, filters: &[raw::Filter], parent: Pa
 }
 
 fn filters_or_failure(route: &Route, filters: &[raw::Filter], served: Result<(), String>) -> Vec<Filter> {
+    let served = match &route.unread {
+        Some(unread) => Err(unread.reason.clone()),
+        None => served,
+    };
     match served {
         Ok(()) => filters.iter().filter_map(filter).collect(),
-        Err(reason) => vec![failure(
-            route.kind,
-            format!("{} {}: {reason}", route.kind.kind(), route.meta.name),
-        )],
+        Err(reason) => vec![named_failure(route, &reason)],
     }
+}
+
+fn named_failure(route: &Route, reason: &str) -> Filter {
+    failure(
+        route.kind,
+        format!("{} {}: {reason}", route.kind.kind(), route.meta.name),
+    )
+}
+
+/// What answers the requests of a route that cannot be served.
+pub(super) fn failure_of(route: &Route) -> Filter {
+    let reason = route_admission::unserved(route, ParentKind::Server);
+    named_failure(route, reason.as_deref().unwrap_or("it cannot be served"))
+}
+
+/// The first route of a protocol of which it cannot be told which requests it is for.
+pub(super) fn of_unknown_requests<'a>(routes: &[&'a Arc<Route>], protocol: RouteKind) -> Option<&'a Arc<Route>> {
+    let is_unknown =
+        |unread: Option<&raw::Unread>| unread.is_some_and(|unread| unread.requests == raw::Requests::Unknown);
+    let has_unknown = |route: &&&Arc<Route>| {
+        let of_protocol = (route.kind == RouteKind::Grpc) == (protocol == RouteKind::Grpc);
+        let rules_are_unknown = match &route.rules {
+            raw::Rules::Http(rules) => rules
+                .iter()
+                .any(|rule| is_unknown(rule.unread.as_ref()) || route_admission::http_matches(rule).is_err()),
+            raw::Rules::Grpc(rules) => rules
+                .iter()
+                .any(|rule| is_unknown(rule.unread.as_ref()) || route_admission::grpc_matches(rule).is_err()),
+            raw::Rules::Stream(_) => false,
+        };
+        of_protocol && (rules_are_unknown || is_unknown(route.unread.as_ref()))
+    };
+    routes.iter().find(has_unknown).copied()
 }
 
 /// Answers instead of sending, in the manner of a route's protocol.

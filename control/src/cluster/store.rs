@@ -80,8 +80,19 @@ impl Store {
                     Change::None
                 }
             }
+            Event::Unreadable(unreadable) => match &unreadable.stand_in {
+                Some(object) if !self.is_readable(unreadable.kind, &unreadable.name) => {
+                    self.apply(Event::Applied(object.clone()), touched)
+                }
+                _ => Change::None,
+            },
             Event::Synced => Change::None,
         }
+    }
+
+    /// Whether a form of the object is known that could be read.
+    pub(super) fn is_readable(&self, kind: Kind, name: &Name) -> bool {
+        self.object(kind, name).is_some_and(|object| !object.is_stand_in())
     }
 
     fn remove(&mut self, id: &(Kind, Name), touched: &mut HashSet<Fact>) -> bool {

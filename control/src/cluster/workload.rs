@@ -48,23 +48,30 @@ impl<'a> Subject<'a> {
     }
 
     fn is_selected_by(self, server: &Server, port: u16) -> bool {
-        match (self, &server.workloads) {
-            (Self::Pod(pod), Workloads::Pods(selector)) => {
-                pod.resolve(&server.port).contains(&port) && selector.matches(&pod.meta.labels)
+        let is_its_port = match (self, &server.port) {
+            (_, None) => true,
+            (Self::Pod(pod), Some(its)) => pod.resolve(its).contains(&port),
+            (Self::External(workload), Some(its)) => workload.resolve(its).contains(&port),
+        };
+        is_its_port
+            && match (self, &server.workloads) {
+                (_, Workloads::All) => true,
+                (Self::Pod(pod), Workloads::Pods(selector)) => selector.matches(&pod.meta.labels),
+                (Self::External(workload), Workloads::External(selector)) => selector.matches(&workload.meta.labels),
+                (Self::Pod(_), Workloads::External(_)) | (Self::External(_), Workloads::Pods(_)) => false,
             }
-            (Self::External(workload), Workloads::External(selector)) => {
-                workload.resolve(&server.port).contains(&port) && selector.matches(&workload.meta.labels)
-            }
-            (Self::Pod(_), Workloads::External(_)) | (Self::External(_), Workloads::Pods(_)) => false,
-        }
     }
 
-    /// The Server that decides about a port: the oldest of those that select it.
-    pub(super) fn server<'r>(self, reader: &Reader<'r>, port: u16) -> Option<&'r Arc<Server>> {
-        let servers = reader.servers(self.meta().namespace()).into_iter();
+    /// The Servers that select a port, the oldest first: that one decides.
+    pub(super) fn servers<'r>(self, reader: &Reader<'r>, port: u16) -> Vec<&'r Arc<Server>> {
+        let mut servers = reader.servers(self.meta().namespace());
+        servers.retain(|server| self.is_selected_by(server, port));
+        servers.sort_by(|a, b| a.meta.seniority().cmp(&b.meta.seniority()));
         servers
-            .filter(|server| self.is_selected_by(server, port))
-            .min_by(|a, b| a.meta.seniority().cmp(&b.meta.seniority()))
+    }
+
+    pub(super) fn server<'r>(self, reader: &Reader<'r>, port: u16) -> Option<&'r Arc<Server>> {
+        self.servers(reader, port).into_iter().next()
     }
 
     /// What speaks on a port, for its clients and for its policy alike: what the Server says; annotations that mark ports as

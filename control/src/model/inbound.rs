@@ -16,6 +16,8 @@ pub struct Server {
     pub authorizations: Vec<Authorization>,
     pub routes: Routes,
     pub rate_limit: Option<RateLimit>,
+    /// Younger Servers of its namespace that select the port in vain.
+    pub overridden: Vec<Arc<str>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::resources::meta::Name;
+use crate::resources::unreadable::Unreadable;
 use crate::resources::{Kind, Object};
 
 #[derive(Clone, Debug)]
@@ -10,6 +11,8 @@ pub enum Event {
     /// The object exists in this form.
     Applied(Object),
     Deleted(Kind, Name),
+    /// The newest form of the object cannot be read. The last one that could be holds, or what stands for the object.
+    Unreadable(Arc<Unreadable>),
     /// Everything that existed when the source started has been reported.
     Synced,
 }
@@ -46,6 +49,7 @@ impl Event {
         match self {
             Self::Applied(object) => Some(object.kind()),
             Self::Deleted(kind, _) => Some(*kind),
+            Self::Unreadable(unreadable) => Some(unreadable.kind),
             Self::Synced => None,
         }
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelectorRequirement;
 use serde::{Deserialize, Deserializer};
 
 use crate::resources::text::shared;
@@ -52,6 +52,15 @@ enum Test {
     DoesNotExist,
 }
 
+/// A selector as manifests write it. A field that nobody reads would select more than was meant.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+#[derive(Default)]
+struct RawSelector {
+    match_labels: BTreeMap<String, String>,
+    match_expressions: Vec<LabelSelectorRequirement>,
+}
+
 impl Selector {
     /// The selector of a Service: each label with its value.
     pub fn exact(labels: &BTreeMap<String, String>) -> Self {
@@ -83,15 +92,15 @@ impl Selector {
         })
     }
 
-    fn from_kubernetes(selector: LabelSelector) -> Result<Self, String> {
+    fn from_raw(selector: RawSelector) -> Result<Self, String> {
         let mut requirements = Vec::new();
-        for (key, value) in selector.match_labels.unwrap_or_default() {
+        for (key, value) in selector.match_labels {
             requirements.push(Requirement {
                 key,
                 test: Test::In(vec![value]),
             });
         }
-        for expression in selector.match_expressions.unwrap_or_default() {
+        for expression in selector.match_expressions {
             let values = expression.values.unwrap_or_default();
             let test = match (expression.operator.as_str(), values.is_empty()) {
                 ("In", false) => Test::In(values),
@@ -117,8 +126,8 @@ impl Selector {
 
 impl<'de> Deserialize<'de> for Selector {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let selector = LabelSelector::deserialize(deserializer)?;
-        Self::from_kubernetes(selector).map_err(serde::de::Error::custom)
+        let selector = RawSelector::deserialize(deserializer)?;
+        Self::from_raw(selector).map_err(serde::de::Error::custom)
     }
 }
 

@@ -19,6 +19,7 @@ pub mod service;
 pub mod service_profile;
 pub mod status;
 pub mod text;
+pub mod unreadable;
 pub mod unserved;
 pub mod workload;
 
@@ -154,6 +155,20 @@ impl Object {
     }
 }
 
+impl Object {
+    /// The route, for a source that completes it.
+    pub(crate) fn route_mut(&mut self) -> Option<&mut Route> {
+        match self {
+            Self::PolicyHttpRoute(route)
+            | Self::GatewayHttpRoute(route)
+            | Self::GrpcRoute(route)
+            | Self::TlsRoute(route)
+            | Self::TcpRoute(route) => Some(Arc::make_mut(route)),
+            _ => None,
+        }
+    }
+}
+
 impl Kind {
     pub fn is_route(self) -> bool {
         matches!(
@@ -173,6 +188,13 @@ impl Kind {
         let found = KINDS
             .iter()
             .find(|info| info.group == group && info.name == kind && info.versions.contains(&version));
+        found.map(|info| info.kind)
+    }
+
+    /// The same, whatever the version.
+    pub fn of_any_version(api_version: &str, kind: &str) -> Option<Self> {
+        let (group, _) = api_version.split_once('/').unwrap_or(("", api_version));
+        let found = KINDS.iter().find(|info| info.group == group && info.name == kind);
         found.map(|info| info.kind)
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use serde::de::DeserializeOwned;
+use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Deserializer};
 
 use crate::resources::meta::{Meta, Name};
@@ -62,6 +62,22 @@ pub struct Route {
     pub rules: Rules,
     /// What controllers, ours among them, have written about it.
     pub statuses: Vec<ParentStatus>,
+    /// Set where what stands outside of the rules cannot be read: none of its rules is served.
+    pub unread: Option<Unread>,
+}
+
+/// Why a part of a route cannot be read. Its requests are answered with an error.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unread {
+    pub reason: String,
+    /// Whether it can be told which requests the part is for.
+    pub requests: Requests,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Requests {
+    Known,
+    Unknown,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -129,7 +145,11 @@ pub enum Acceptance {
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize)]
-#[serde(rename_all = "camelCase", bound(deserialize = "M: Deserialize<'de>"))]
+#[serde(
+    rename_all = "camelCase",
+    deny_unknown_fields,
+    bound(deserialize = "M: Deserialize<'de>")
+)]
 pub struct Rule<M> {
     pub matches: Option<Vec<M>>,
     #[serde(default)]
@@ -138,18 +158,69 @@ pub struct Rule<M> {
     pub backend_refs: Vec<BackendRef>,
     #[serde(default)]
     pub timeouts: RuleTimeouts,
+    /// Parts of the Gateway API that no proxy implements.
+    retry: Option<IgnoredAny>,
+    session_persistence: Option<IgnoredAny>,
+    /// For those who refer to the rule.
+    #[serde(rename = "name", default)]
+    _name: IgnoredAny,
+    #[serde(skip)]
+    pub unread: Option<Unread>,
+}
+
+impl<M> Rule<M> {
+    /// The API's default for a route without rules is one that matches everything.
+    pub(super) fn everything() -> Self {
+        Self {
+            matches: None,
+            filters: Vec::new(),
+            backend_refs: Vec::new(),
+            timeouts: RuleTimeouts::default(),
+            retry: None,
+            session_persistence: None,
+            _name: IgnoredAny,
+            unread: None,
+        }
+    }
+
+    pub(super) fn unread(matches: Option<Vec<M>>, unread: Unread) -> Self {
+        Self {
+            matches,
+            unread: Some(unread),
+            ..Self::everything()
+        }
+    }
+
+    /// The first field that is set and that no proxy implements.
+    pub fn unimplemented_field(&self) -> Option<&'static str> {
+        let retry = self.retry.map(|_| "retry");
+        retry.or_else(|| self.session_persistence.map(|_| "sessionPersistence"))
+    }
 }
 
 /// Where a connection goes that nobody looks into.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
-#[serde(rename_all = "camelCase")]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct StreamRule {
     #[serde(default)]
     pub backend_refs: Vec<BackendRef>,
+    #[serde(rename = "name", default)]
+    _name: IgnoredAny,
+    #[serde(skip)]
+    pub unread: Option<Unread>,
+}
+
+impl StreamRule {
+    pub(super) fn unread(unread: Unread) -> Self {
+        Self {
+            unread: Some(unread),
+            ..Self::default()
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub struct RuleTimeouts {
     #[serde(deserialize_with = "duration")]
     pub request: Option<Duration>,
@@ -191,7 +262,7 @@ fn gateway_duration(text: &str) -> Result<Duration, String> {
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub struct HttpMatch {
     pub path: Option<PathMatch>,
     pub headers: Vec<NamedMatch>,
@@ -200,13 +271,14 @@ pub struct HttpMatch {
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(default)]
+#[serde(default, deny_unknown_fields)]
 pub struct GrpcMatch {
     pub method: Option<RpcMatch>,
     pub headers: Vec<NamedMatch>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct PathMatch {
     #[serde(rename = "type", default)]
     pub kind: PathKind,
@@ -228,6 +300,7 @@ pub enum PathKind {
 
 /// A header or a query parameter by name.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct NamedMatch {
     #[serde(rename = "type", default)]
     pub kind: ValueKind,
@@ -243,6 +316,7 @@ pub enum ValueKind {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct RpcMatch {
     #[serde(rename = "type", default)]
     pub kind: ValueKind,
@@ -260,7 +334,7 @@ pub enum Filter {
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(default)]
+#[serde(default, deny_unknown_fields)]
 pub struct HeaderModifier {
     pub add: Vec<Header>,
     pub set: Vec<Header>,
@@ -268,13 +342,14 @@ pub struct HeaderModifier {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Header {
     pub name: String,
     pub value: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "camelCase")]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Redirect {
     pub scheme: Option<String>,
     pub hostname: Option<String>,
@@ -333,6 +408,7 @@ impl<'de> Deserialize<'de> for Filter {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct BackendRef {
     #[serde(default)]
     group: String,
@@ -381,17 +457,24 @@ pub(super) struct RawRoute<R> {
 }
 
 #[derive(Deserialize)]
-#[serde(rename_all = "camelCase", bound(deserialize = "R: DeserializeOwned"))]
+#[serde(
+    rename_all = "camelCase",
+    deny_unknown_fields,
+    bound(deserialize = "R: DeserializeOwned")
+)]
 struct RawSpec<R> {
     #[serde(default)]
     parent_refs: Vec<ParentRef>,
     #[serde(default)]
     hostnames: Vec<String>,
     rules: Option<Vec<R>>,
+    /// Says something of gateways only.
+    #[serde(rename = "useDefaultGateways", default)]
+    _default_gateways: IgnoredAny,
 }
 
 #[derive(Deserialize)]
-struct RawStatus {
+pub(super) struct RawStatus {
     #[serde(default)]
     parents: Vec<ParentStatus>,
 }
@@ -418,27 +501,45 @@ impl Route {
     ) -> Result<Self, String> {
         let generation = raw.metadata.generation;
         let meta = Meta::from_kubernetes(raw.metadata)?;
-        let mut parents: Vec<Parent> = raw
-            .spec
-            .parent_refs
-            .iter()
-            .map(|parent| Parent::resolve(parent, kind, meta.namespace()))
-            .collect();
-        for parent in &mut parents {
-            parent.acceptance = raw.status.as_ref().map_or(Acceptance::Refused, |status| {
-                parent.judged_by(&status.parents, kind, meta.namespace())
-            });
-        }
-        let rules = rules(raw.spec.rules);
-        Ok(Self {
+        let mut route = Self {
             meta,
             generation,
             kind,
             hostnames: raw.spec.hostnames,
-            parents,
-            rules,
-            statuses: raw.status.map(|status| status.parents).unwrap_or_default(),
-        })
+            parents: Vec::new(),
+            rules: rules(raw.spec.rules),
+            statuses: Vec::new(),
+            unread: None,
+        };
+        route.attach(&raw.spec.parent_refs, raw.status);
+        Ok(route)
+    }
+
+    /// Takes the parents, and what the status says of them.
+    pub(super) fn attach(&mut self, references: &[ParentRef], status: Option<RawStatus>) {
+        self.statuses = status.map(|status| status.parents).unwrap_or_default();
+        let namespace = self.meta.namespace();
+        let parent = |reference| {
+            let mut parent = Parent::resolve(reference, self.kind, namespace);
+            parent.acceptance = parent.judged_by(&self.statuses, self.kind, namespace);
+            parent
+        };
+        self.parents = references.iter().map(parent).collect();
+    }
+
+    /// Whether it names a parent that the mesh may serve it for; routes of others are none of our business.
+    pub fn is_ours(&self) -> bool {
+        self.parents.iter().any(|parent| parent.kind != ParentKind::Foreign)
+    }
+
+    /// Why the route, or one of its rules, cannot be read.
+    pub fn unread(&self) -> Option<&Unread> {
+        let of_rules = || match &self.rules {
+            Rules::Http(rules) => rules.iter().find_map(|rule| rule.unread.as_ref()),
+            Rules::Grpc(rules) => rules.iter().find_map(|rule| rule.unread.as_ref()),
+            Rules::Stream(rules) => rules.iter().find_map(|rule| rule.unread.as_ref()),
+        };
+        self.unread.as_ref().or_else(of_rules)
     }
 
     /// Forgets the status, for a source that nobody writes one into.
@@ -450,14 +551,8 @@ impl Route {
     }
 }
 
-/// The API's default for a route without rules is one that matches everything.
-fn everything<M>() -> Vec<Rule<M>> {
-    vec![Rule {
-        matches: None,
-        filters: vec![],
-        backend_refs: vec![],
-        timeouts: RuleTimeouts::default(),
-    }]
+pub(super) fn everything<M>() -> Vec<Rule<M>> {
+    vec![Rule::everything()]
 }
 
 impl Parent {

@@ -7,7 +7,7 @@ use regex::RegexBuilder;
 use crate::resources::annotations;
 use crate::resources::route::{
     BackendRef, Filter, GrpcMatch, HeaderModifier, HttpMatch, NamedMatch, ParentKind, PathKind, PathModifier, Redirect,
-    Route, RouteKind, Rule, Rules, StreamRule, ValueKind,
+    Route, RouteKind, Rule, RuleTimeouts, Rules, StreamRule, ValueKind,
 };
 
 /// Refuses what admission refuses for the kind of the route.
@@ -59,6 +59,9 @@ pub fn admit(route: &Route) -> Result<(), String> {
 /// Why some part of a route cannot be served for a parent of this kind, although a route with it can be stored: the first
 /// reason.
 pub fn unserved(route: &Route, parent: ParentKind) -> Option<String> {
+    if let Some(unread) = &route.unread {
+        return Some(unread.reason.clone());
+    }
     let check = || match &route.rules {
         Rules::Http(rules) => rules.iter().try_for_each(|rule| {
             serve_http_rule(rule, route.kind, parent)?;
@@ -68,9 +71,30 @@ pub fn unserved(route: &Route, parent: ParentKind) -> Option<String> {
             serve_grpc_rule(rule, route.kind, parent)?;
             serve_backends(&rule.backend_refs, route.kind, parent)
         }),
-        Rules::Stream(rules) => one_rule(rules),
+        Rules::Stream(rules) => serve_stream_rules(rules),
     };
     check().err()
+}
+
+/// Fields of a route's rules that say nothing where all parents of ours are Servers: the inbound side sends to the
+/// application alone, once, and as long as it takes.
+pub fn unused_inbound(route: &Route) -> Option<&'static str> {
+    let mut ours = route.parents.iter().filter(|parent| parent.kind != ParentKind::Foreign);
+    if !route.is_ours() || ours.any(|parent| parent.kind != ParentKind::Server) {
+        return None;
+    }
+    fn unused<M>(rules: &[Rule<M>]) -> Option<&'static str> {
+        let of_rule = |rule: &Rule<M>| match rule.timeouts == RuleTimeouts::default() {
+            true => rule.unimplemented_field(),
+            false => Some("timeouts"),
+        };
+        rules.iter().find_map(of_rule)
+    }
+    match &route.rules {
+        Rules::Http(rules) => unused(rules),
+        Rules::Grpc(rules) => unused(rules),
+        Rules::Stream(_) => None,
+    }
 }
 
 /// Checks the matches and filters of a rule.
@@ -78,6 +102,7 @@ pub fn unserved(route: &Route, parent: ParentKind) -> Option<String> {
 /// # Errors
 /// Why requests of this rule are answered with an error.
 pub fn serve_http_rule(rule: &Rule<HttpMatch>, route: RouteKind, parent: ParentKind) -> Result<(), String> {
+    serve_rule(rule, parent)?;
     http_matches(rule)?;
     rule.filters.iter().try_for_each(|one| serve_filter(one, route, parent))
 }
@@ -87,8 +112,31 @@ pub fn serve_http_rule(rule: &Rule<HttpMatch>, route: RouteKind, parent: ParentK
 /// # Errors
 /// As of [`serve_http_rule`].
 pub fn serve_grpc_rule(rule: &Rule<GrpcMatch>, route: RouteKind, parent: ParentKind) -> Result<(), String> {
+    serve_rule(rule, parent)?;
     grpc_matches(rule)?;
     rule.filters.iter().try_for_each(|one| serve_filter(one, route, parent))
+}
+
+fn serve_rule<M>(rule: &Rule<M>, parent: ParentKind) -> Result<(), String> {
+    if let Some(unread) = &rule.unread {
+        return Err(unread.reason.clone());
+    }
+    match rule.unimplemented_field().filter(|_| parent != ParentKind::Server) {
+        Some(field) => Err(format!("rules[].{field} is not supported by the mesh")),
+        None => Ok(()),
+    }
+}
+
+/// Checks the rules of a TLSRoute or a TCPRoute.
+///
+/// # Errors
+/// Why its connections are closed.
+pub fn serve_stream_rules(rules: &[StreamRule]) -> Result<(), String> {
+    one_rule(rules)?;
+    match rules.iter().find_map(|rule| rule.unread.as_ref()) {
+        Some(unread) => Err(unread.reason.clone()),
+        None => Ok(()),
+    }
 }
 
 /// # Errors
@@ -154,6 +202,9 @@ fn admit_rule<M>(rule: &Rule<M>, kind: RouteKind) -> Result<(), String> {
         return Err(format!(
             "timeouts.backendRequest of {backend:?} is longer than timeouts.request of {request:?}"
         ));
+    }
+    if let Some(field) = rule.unimplemented_field().filter(|_| kind == RouteKind::PolicyHttp) {
+        return Err(format!("rules[].{field} is not supported by the mesh; leave it out"));
     }
     rule.filters.iter().try_for_each(|admitted| filter(admitted, kind))?;
     for backend in &rule.backend_refs {

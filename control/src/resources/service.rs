@@ -273,6 +273,8 @@ pub struct EndpointSlice {
     /// The service it belongs to; a slice without one serves nobody.
     pub service: Option<Name>,
     pub subset: Subset,
+    /// Its addresses are names (address type FQDN), which no proxy dials: none of them is read.
+    pub has_names: bool,
 }
 
 impl Endpoints {
@@ -333,8 +335,8 @@ impl EndpointSlice {
             }
         }
         let mut addresses = Vec::new();
-        // Names (address type FQDN) are not dialled by proxies, so such slices are empty for us.
-        if slice.address_type != "FQDN" {
+        let has_names = slice.address_type == "FQDN";
+        if !has_names {
             for endpoint in slice.endpoints {
                 addresses.extend(Address::from_kubernetes(endpoint, meta.namespace())?);
             }
@@ -344,6 +346,7 @@ impl EndpointSlice {
             managed,
             service,
             subset: Subset { ports, addresses },
+            has_names,
         })
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Admission refuses what it is asked about; what is stored all the same is counted by these findings.
 
-use tulle_core::names::annotation;
+use tulle_core::names::{annotation, label};
 
 use crate::resources::Object;
 use crate::resources::annotations;
@@ -11,7 +11,7 @@ use crate::resources::policy::server::DefaultPolicy;
 use crate::resources::port_list::{PortList, ResolvedPorts};
 use crate::resources::route::{ParentKind, Route};
 use crate::resources::route_admission;
-use crate::resources::service::Service;
+use crate::resources::service::{EndpointSlice, Service};
 use crate::resources::workload::{ContainerPort, resolve_declared};
 
 /// One part of an object that is not served, and why.
@@ -33,6 +33,7 @@ pub fn of(object: &Object) -> Vec<Unserved> {
             }));
             found
         }
+        Object::EndpointSlice(slice) => of_slice(slice),
         Object::Pod(pod) => of_workload(&pod.meta, &pod.ports),
         Object::ExternalWorkload(workload) => of_workload(&workload.meta, &workload.ports),
         object => object.route().map(|route| of_route(route)).unwrap_or_default(),
@@ -48,6 +49,19 @@ fn of_service(service: &Service) -> Vec<Unserved> {
         })
     }));
     found
+}
+
+/// A slice that serves nobody.
+fn of_slice(slice: &EndpointSlice) -> Vec<Unserved> {
+    let nameless = slice.service.is_none().then(|| {
+        let label = label::SERVICE_NAME;
+        format!("it names no Service: it has neither the label {label} nor a Service as its only owner")
+    });
+    let names = slice
+        .has_names
+        .then(|| "FQDN: no proxy dials names; accepted: IPv4, IPv6".to_owned());
+    let checks = [("metadata.labels", nameless), ("addressType", names)];
+    checks.into_iter().filter_map(unserved).collect()
 }
 
 /// Annotations of what routes are attached to.
@@ -80,6 +94,9 @@ fn of_route(route: &Route) -> Vec<Unserved> {
     let reasons = parents.into_iter().filter(is_named);
     let reason = reasons.filter_map(|kind| route_admission::unserved(route, kind)).next();
     found.extend(unserved(("spec.rules", reason)));
+    let unused = route_admission::unused_inbound(route);
+    let unused = unused.map(|field| format!("{field} says nothing where the parent is a Server"));
+    found.extend(unserved(("spec.rules", unused)));
     found
 }
 

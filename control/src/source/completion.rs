@@ -80,6 +80,13 @@ fn complete_pod(pod: &mut Pod) -> Result<(), String> {
     Ok(())
 }
 
+/// Statuses in files are ignored.
+pub(super) fn forget_status(object: &mut Object) {
+    if let Some(route) = object.route_mut() {
+        route.forget_status();
+    }
+}
+
 fn complete_route(route: &mut Route) -> Result<(), String> {
     route.forget_status();
     route_admission::admit(route)

@@ -4,6 +4,7 @@
 //! flaw is reported and its last good objects stay; defaults, admission, status and endpoint slices are ours to add,
 //! so that nobody behind the events can tell the source from a cluster.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use tokio::sync::mpsc;
 use tokio::time::{self, Instant};
 use tracing::{error, info, warn};
 use tulle_core::drain;
-use tulle_core::metrics::{Gauge, Labels, Registry};
+use tulle_core::metrics::{Family, Gauge, Labels, Registry};
 
 use crate::resources::event::{Event, Writer};
 use crate::source::directory::{Directory, Reload};
@@ -44,7 +45,12 @@ impl fmt::Display for ManifestError {
 pub struct Report {
     errors: Arc<Mutex<Vec<ManifestError>>>,
     n_errors: Arc<Gauge>,
+    unread_files: Family<Gauge>,
+    /// The files of each kind that is not read, and what counts them.
+    unread_kinds: Arc<Mutex<UnreadKinds>>,
 }
+
+type UnreadKinds = BTreeMap<(String, String), (Vec<PathBuf>, Arc<Gauge>)>;
 
 impl Report {
     pub fn new(registry: &Registry) -> Self {
@@ -55,7 +61,46 @@ impl Report {
         Self {
             errors: Arc::default(),
             n_errors: family.get(&Labels::new()),
+            unread_files: registry.gauge(
+                "tulle_unread_manifests",
+                "Files with documents of a kind that is not read, by kind.",
+            ),
+            unread_kinds: Arc::default(),
         }
+    }
+
+    /// Takes the kinds of the latest reading that are not read, and logs those that are new.
+    fn replace_unread(&self, found: BTreeMap<(String, String), Vec<PathBuf>>) {
+        let mut kinds = self.unread_kinds.lock();
+        kinds.retain(|kind, (_, gauge)| {
+            let stays = found.contains_key(kind);
+            if !stays {
+                gauge.set(0);
+            }
+            stays
+        });
+        for ((api_version, kind), files) in found {
+            let labels = Labels::new().with("api_version", &api_version).with("kind", &kind);
+            let gauge = self.unread_files.get(&labels);
+            gauge.set(i64::try_from(files.len()).unwrap_or(i64::MAX));
+            let file = files[0].display().to_string();
+            if kinds
+                .insert((api_version.clone(), kind.clone()), (files, gauge))
+                .is_none()
+            {
+                warn!(file, api_version, kind, "documents of this kind are not read");
+            }
+        }
+    }
+
+    /// Kinds that are not read, each with the files that have it.
+    pub fn unread_kinds(&self) -> Vec<String> {
+        let kinds = self.unread_kinds.lock();
+        let line = |((api_version, kind), (files, _)): (&(String, String), &(Vec<PathBuf>, _))| {
+            let files: Vec<_> = files.iter().map(|file| file.display().to_string()).collect();
+            format!("{api_version} {kind} is not read: {}", files.join(", "))
+        };
+        kinds.iter().map(line).collect()
     }
 
     pub fn errors(&self) -> Vec<ManifestError> {
@@ -99,9 +144,15 @@ pub async fn run(root: PathBuf, writer: Writer, report: Report, drain: drain::Wa
             let reload = directory.reload();
             (directory, reload)
         });
-        let (read, Reload { mut events, errors }) = reading.await.map_err(DirError::Read)?;
+        let (read, reload) = reading.await.map_err(DirError::Read)?;
+        let Reload {
+            mut events,
+            errors,
+            unread_kinds,
+        } = reload;
         directory = read;
         report.replace(errors);
+        report.replace_unread(unread_kinds);
         let n_events = events.len();
         if std::mem::take(&mut first) {
             events.push(Event::Synced);

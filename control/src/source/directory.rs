@@ -1,15 +1,15 @@
 //! A directory of manifests as it was last read: what is good in it, what is not, and what changed.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::path::{Path, PathBuf};
-
-use tracing::warn;
+use std::sync::Arc;
 
 use crate::resources::event::Event;
 use crate::resources::meta::Name;
+use crate::resources::unreadable::Unreadable;
 use crate::resources::{Kind, Object};
 use crate::source::dir::ManifestError;
 use crate::source::manifest::{self, Manifest};
@@ -20,8 +20,8 @@ pub(super) struct Directory {
     files: BTreeMap<PathBuf, FileState>,
     /// What the last events amount to.
     published: BTreeMap<(Kind, Name), Object>,
-    /// Kinds that were warned of.
-    warned: HashSet<String>,
+    /// Objects that were reported as unreadable.
+    unreadable: BTreeMap<(Kind, Name), Arc<Unreadable>>,
 }
 
 /// A file and what is held of it; a file with a flaw keeps the objects it had before.
@@ -29,13 +29,20 @@ pub(super) struct Directory {
 struct FileState {
     content: Option<u64>,
     manifests: Vec<Manifest>,
+    /// Objects that its newest form has and that are refused.
+    unreadable: Vec<Arc<Unreadable>>,
+    /// Whether it had a form without a flaw, which holds.
+    was_good: bool,
     error: Option<ManifestError>,
+    unread_kinds: BTreeSet<(String, String)>,
 }
 
 /// What reading the directory again came to.
 pub(super) struct Reload {
     pub(super) events: Vec<Event>,
     pub(super) errors: Vec<ManifestError>,
+    /// Files that have documents of a kind that is not read, by its `apiVersion` and name.
+    pub(super) unread_kinds: BTreeMap<(String, String), Vec<PathBuf>>,
 }
 
 impl Directory {
@@ -44,7 +51,7 @@ impl Directory {
             root,
             files: BTreeMap::new(),
             published: BTreeMap::new(),
-            warned: HashSet::new(),
+            unreadable: BTreeMap::new(),
         }
     }
 
@@ -58,11 +65,7 @@ impl Directory {
             .retain(|path, _| walk.files.contains(path) || walk.is_unreadable(path));
         for path in &walk.files {
             let state = self.files.entry(path.clone()).or_default();
-            for unknown in state.read(path) {
-                if self.warned.insert(unknown.clone()) {
-                    warn!(file = %path.display(), kind = unknown, "documents of this kind are not read");
-                }
-            }
+            state.read(path);
             errors.extend(state.error.clone());
         }
         errors.extend(walk.errors);
@@ -70,7 +73,18 @@ impl Directory {
         Reload {
             events: self.publish(objects),
             errors,
+            unread_kinds: self.unread_kinds(),
         }
+    }
+
+    fn unread_kinds(&self) -> BTreeMap<(String, String), Vec<PathBuf>> {
+        let mut found: BTreeMap<_, Vec<PathBuf>> = BTreeMap::new();
+        for (path, state) in &self.files {
+            for kind in &state.unread_kinds {
+                found.entry(kind.clone()).or_default().push(path.clone());
+            }
+        }
+        found
     }
 
     /// What a directory with one file comes to.
@@ -85,6 +99,7 @@ impl Directory {
         Reload {
             events: directory.publish(objects),
             errors,
+            unread_kinds: directory.unread_kinds(),
         }
     }
 
@@ -119,53 +134,73 @@ impl Directory {
     }
 
     fn publish(&mut self, objects: BTreeMap<(Kind, Name), Object>) -> Vec<Event> {
+        let mut unreadable = BTreeMap::new();
+        for found in self.files.values().flat_map(|state| &state.unreadable) {
+            let id = (found.kind, found.name.clone());
+            unreadable.entry(id).or_insert_with(|| found.clone());
+        }
         let mut events = Vec::new();
         for (id, object) in &objects {
-            if self.published.get(id) != Some(object) {
+            // One that could not be read for a while may be what it was before.
+            let is_mended = self.unreadable.contains_key(id) && !unreadable.contains_key(id);
+            if is_mended || self.published.get(id) != Some(object) {
                 events.push(Event::Applied(object.clone()));
             }
         }
-        for (kind, name) in self.published.keys().filter(|id| !objects.contains_key(*id)) {
+        for (id, found) in &unreadable {
+            if self.unreadable.get(id) != Some(found) {
+                events.push(Event::Unreadable(found.clone()));
+            }
+        }
+        let before: BTreeSet<_> = self.published.keys().chain(self.unreadable.keys()).collect();
+        let is_there = |id: &(Kind, Name)| objects.contains_key(id) || unreadable.contains_key(id);
+        for (kind, name) in before.into_iter().filter(|id| !is_there(id)) {
             events.push(Event::Deleted(*kind, name.clone()));
         }
         self.published = objects;
+        self.unreadable = unreadable;
         events
     }
 }
 
 impl FileState {
-    /// Reads the file if its content is new; returns kinds in it that we do not read.
-    fn read(&mut self, path: &Path) -> BTreeSet<String> {
+    /// Reads the file if its content is new.
+    fn read(&mut self, path: &Path) {
         match std::fs::read(path) {
             Ok(bytes) => self.take(path, &bytes),
             Err(error) => {
                 self.content = None;
                 self.fail(path, None, format!("reading the file: {error}"));
-                BTreeSet::new()
             }
         }
     }
 
-    fn take(&mut self, path: &Path, bytes: &[u8]) -> BTreeSet<String> {
+    /// Of a file that never was without a flaw the objects hold that have none.
+    fn take(&mut self, path: &Path, bytes: &[u8]) {
         let content = hash(bytes);
         if self.content == Some(content) {
-            return BTreeSet::new();
+            return;
         }
         self.content = Some(content);
-        let parsed = match std::str::from_utf8(bytes) {
-            Ok(text) => manifest::parse(text).map_err(|flaw| (Some(flaw.line), flaw.reason)),
-            Err(error) => Err((None, format!("the file is not UTF-8: {error}"))),
+        let text = match std::str::from_utf8(bytes) {
+            Ok(text) => text,
+            Err(error) => return self.fail(path, None, format!("the file is not UTF-8: {error}")),
         };
-        match parsed {
-            Ok(file) => {
-                self.manifests = file.manifests;
-                self.error = None;
-                file.unknown
-            }
-            Err((line, reason)) => {
-                self.fail(path, line, reason);
-                BTreeSet::new()
-            }
+        let manifest::File {
+            manifests,
+            unreadable,
+            flaw,
+            unread_kinds,
+        } = manifest::parse(text);
+        self.unreadable = unreadable.into_iter().map(Arc::new).collect();
+        self.unread_kinds = unread_kinds;
+        self.was_good |= flaw.is_none();
+        if flaw.is_none() || !self.was_good {
+            self.manifests = manifests;
+        }
+        match flaw {
+            Some(flaw) => self.fail(path, Some(flaw.line), flaw.reason),
+            None => self.error = None,
         }
     }
 

@@ -6,7 +6,9 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use serde::Deserialize;
 use serde_yaml_ng::{Deserializer, Value};
 
-use crate::resources::{self, Kind, Object};
+use crate::resources::policy::reference::POLICY_GROUP;
+use crate::resources::unreadable::Unreadable;
+use crate::resources::{self, KINDS, Kind, Object};
 use crate::source::completion;
 
 /// An object and the line its document starts on.
@@ -26,61 +28,114 @@ pub(super) struct Flaw {
 #[derive(Debug, Default)]
 pub(super) struct File {
     pub(super) manifests: Vec<Manifest>,
+    /// Objects that are refused.
+    pub(super) unreadable: Vec<Unreadable>,
+    /// The first flaw, which refuses the whole of the file.
+    pub(super) flaw: Option<Flaw>,
     /// `apiVersion` and kind of documents that we do not read.
-    pub(super) unknown: BTreeSet<String>,
+    pub(super) unread_kinds: BTreeSet<(String, String)>,
 }
 
-/// Reads all documents of a file; one flaw refuses the whole of it.
-pub(super) fn parse(text: &str) -> Result<File, Flaw> {
+/// Reads all documents of a file, as far as they are YAML.
+pub(super) fn parse(text: &str) -> File {
     let starts = document_lines(text);
     let line_of = |document: usize| starts.get(document).or_else(|| starts.last()).copied().unwrap_or(1);
+    let mut file = File::default();
     let mut values = Vec::new();
     for (index, document) in Deserializer::from_str(text).enumerate() {
-        values.push(Value::deserialize(document).map_err(|error| flaw(&error, line_of(index)))?);
+        match Value::deserialize(document) {
+            Ok(value) => values.push(value),
+            Err(error) => {
+                file.flaw = Some(flaw(&error, line_of(index)));
+                break;
+            }
+        }
     }
-    let mut file = File::default();
     for (index, (document, value)) in Deserializer::from_str(text).zip(values).enumerate() {
         let line = line_of(index);
         if value.is_null() {
             continue;
         }
-        let (api_version, kind) = type_of(&value).map_err(|reason| Flaw { line, reason })?;
-        if let Some(items) = items(&kind, &value) {
+        let kind = value.get("kind").and_then(Value::as_str).unwrap_or_default();
+        if let Some(items) = items(kind, &value) {
             for item in items {
-                let (api_version, kind) = type_of(item).map_err(|reason| Flaw { line, reason })?;
                 let decode = |kind| resources::decode(kind, item.clone()).map_err(|error| flaw(&error, line));
-                file.push(&api_version, &kind, item, line, decode)?;
+                file.push(item, line, decode);
             }
         } else {
             let decode = |kind| resources::decode(kind, document).map_err(|error| flaw(&error, line));
-            file.push(&api_version, &kind, &value, line, decode)?;
+            file.push(&value, line, decode);
         }
     }
-    Ok(file)
+    file
 }
 
 impl File {
-    fn push(
-        &mut self,
-        api_version: &str,
-        kind: &str,
-        value: &Value,
-        line: usize,
-        decode: impl FnOnce(Kind) -> Result<Object, Flaw>,
-    ) -> Result<(), Flaw> {
-        let Some(known) = Kind::find(api_version, kind) else {
-            self.unknown.insert(format!("{api_version} {kind}"));
-            return Ok(());
+    fn push(&mut self, value: &Value, line: usize, decode: impl FnOnce(Kind) -> Result<Object, Flaw>) {
+        let (api_version, kind) = match type_of(value) {
+            Ok(types) => types,
+            Err(reason) => return self.refuse(Flaw { line, reason }, None),
         };
-        let mut object = decode(known)?;
-        object.meta_mut().version = version(value);
-        completion::complete(&mut object).map_err(|reason| {
-            let reason = format!("{kind} {}: {reason}", object.meta().name);
-            Flaw { line, reason }
-        })?;
-        self.manifests.push(Manifest { object, line });
-        Ok(())
+        let Some(known) = Kind::find(&api_version, &kind) else {
+            return self.push_unread(&api_version, &kind, value, line);
+        };
+        match decode(known) {
+            Ok(mut object) => {
+                object.meta_mut().version = version(value);
+                match completion::complete(&mut object) {
+                    Ok(()) => self.manifests.push(Manifest { object, line }),
+                    Err(reason) => {
+                        let unreadable = Unreadable::refused(object, &reason);
+                        let reason = format!("{kind} {}: {reason}", unreadable.name);
+                        self.refuse(Flaw { line, reason }, Some(unreadable));
+                    }
+                }
+            }
+            Err(flaw) => {
+                let unreadable = unreadable(known, value, &flaw.reason);
+                self.refuse(flaw, unreadable);
+            }
+        }
     }
+
+    /// A kind that is not read may be anything; but not a version of one that is, nor a policy that is misspelt.
+    fn push_unread(&mut self, api_version: &str, kind: &str, value: &Value, line: usize) {
+        if let Some(known) = Kind::of_any_version(api_version, kind) {
+            let accepted = known.info().versions.join(", ");
+            let reason = format!("{kind} of {api_version} is not read; accepted versions: {accepted}");
+            let unreadable = unreadable(known, value, &reason);
+            return self.refuse(Flaw { line, reason }, unreadable);
+        }
+        if api_version
+            .split_once('/')
+            .is_some_and(|(group, _)| group == POLICY_GROUP)
+        {
+            let of_group = KINDS.iter().filter(|info| info.group == POLICY_GROUP);
+            let accepted = of_group.map(|info| info.name).collect::<Vec<_>>().join(", ");
+            let reason = format!("{kind} is no kind of {POLICY_GROUP}; accepted: {accepted}");
+            return self.refuse(Flaw { line, reason }, None);
+        }
+        self.unread_kinds.insert((api_version.to_owned(), kind.to_owned()));
+    }
+
+    fn refuse(&mut self, flaw: Flaw, unreadable: Option<Unreadable>) {
+        self.unreadable.extend(unreadable);
+        let is_first = self.flaw.as_ref().is_none_or(|first| flaw.line < first.line);
+        if is_first {
+            self.flaw = Some(flaw);
+        }
+    }
+}
+
+/// What can be told of a document that cannot be decoded.
+fn unreadable(kind: Kind, value: &Value, reason: &str) -> Option<Unreadable> {
+    let json = serde_json::to_value(value).ok()?;
+    let mut unreadable = Unreadable::of(kind, &json, reason)?;
+    if let Some(stand_in) = &mut unreadable.stand_in {
+        stand_in.meta_mut().version = version(value);
+        completion::forget_status(stand_in);
+    }
+    Some(unreadable)
 }
 
 fn flaw(error: &serde_yaml_ng::Error, line: usize) -> Flaw {
@@ -148,7 +203,7 @@ mod tests {
     proptest! {
         #[test]
         fn no_text_panics(text in "(apiVersion: v1\nkind: (Service|Pod|List)\n)?[-{}:&*! a-z0-9\"\n\\[\\],#%|>]{0,80}") {
-            let _ = parse(&text);
+            parse(&text);
         }
     }
 
@@ -157,20 +212,24 @@ mod tests {
         let text = "# a comment\n---\napiVersion: v1\nkind: Namespace\nmetadata: {name: shop}\n---\n---\n\
             apiVersion: v1\nkind: List\nitems:\n- {apiVersion: v1, kind: Node, metadata: {name: n1}}\n\
             - {apiVersion: v1, kind: ConfigMap, metadata: {name: c}}\n";
-        let file = parse(text).unwrap();
+        let file = parse(text);
+        assert_eq!(file.flaw, None);
         let found: Vec<_> = file
             .manifests
             .iter()
             .map(|found| (found.object.kind(), found.line))
             .collect();
         assert_eq!(found, [(Kind::Namespace, 3), (Kind::Node, 8)]);
-        assert_eq!(file.unknown.into_iter().collect::<Vec<_>>(), ["v1 ConfigMap"]);
+        assert_eq!(
+            file.unread_kinds.into_iter().collect::<Vec<_>>(),
+            [("v1".to_owned(), "ConfigMap".to_owned())]
+        );
     }
 
     #[test]
     fn flaws_have_their_line_and_reason() {
         let check = |text: &str, line: usize, reason: &str| {
-            let flaw = parse(text).unwrap_err();
+            let flaw = parse(text).flaw.unwrap();
             assert_eq!(flaw.line, line, "{flaw:?}");
             assert!(flaw.reason.contains(reason), "{flaw:?}");
         };
@@ -202,7 +261,7 @@ mod tests {
 
     #[test]
     fn versions_follow_content_only() {
-        let version = |text: &str| parse(text).unwrap().manifests[0].object.meta().version.clone();
+        let version = |text: &str| parse(text).manifests[0].object.meta().version.clone();
         let a = version("apiVersion: v1\nkind: Node\nmetadata: {name: n1}\n");
         assert_eq!(
             a,

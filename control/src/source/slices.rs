@@ -86,6 +86,7 @@ fn slice(service: &Service, index: usize, subset: Subset) -> EndpointSlice {
         managed: None,
         service: Some(name.clone()),
         subset,
+        has_names: false,
     }
 }
 

@@ -175,7 +175,16 @@ async fn what_is_asked_for_in_vain_is_counted_until_it_is_mended() {
     };
     let route = "---\napiVersion: gateway.networking.k8s.io/v1\nkind: HTTPRoute\nmetadata: {name: r, namespace: shop}\n\
         spec: {parentRefs: [{group: '', kind: Service, name: web}], rules: [{filters: [{type: CORS, cors: {}}]}]}\n";
+    let slice = |name: &str, labels: &str, kind: &str| {
+        format!(
+            "---\napiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
+             metadata: {{name: {name}, namespace: shop, labels: {{{labels}}}}}\n\
+             addressType: {kind}\nendpoints: [{{addresses: [10.9.0.1]}}]\n"
+        )
+    };
     let bad = [
+        slice("nobody", "", "IPv4"),
+        slice("names", "kubernetes.io/service-name: web", "FQDN"),
         pod("config.linkerd.io/default-inbound-policy: Deny, config.linkerd.io/opaque-ports: 'data,dat'"),
         service("retry.linkerd.io/http: sometimes, config.linkerd.io/opaque-ports: 'http,'"),
         route.to_owned(),
@@ -192,6 +201,8 @@ async fn what_is_asked_for_in_vain_is_counted_until_it_is_mended() {
         format!("unserved_configuration{{kind=\"{kind}\",namespace=\"shop\",name=\"{name}\",field=\"{field}\"}} 1")
     };
     let mut expected = [
+        line("EndpointSlice", "nobody", "metadata.labels"),
+        line("EndpointSlice", "names", "addressType"),
         line("HTTPRoute", "r", "spec.rules"),
         line("Pod", "p", "config.linkerd.io/default-inbound-policy"),
         line("Pod", "p", "config.linkerd.io/opaque-ports"),
@@ -206,4 +217,41 @@ async fn what_is_asked_for_in_vain_is_counted_until_it_is_mended() {
         &[pod("config.linkerd.io/opaque-ports: 'data'"), service("")].concat(),
     );
     eventually(|| counted(&mesh).is_empty()).await;
+}
+
+#[tokio::test]
+async fn servers_that_select_a_port_in_vain_are_counted_with_the_one_that_decides() {
+    let server = |name: &str, day: u8, port: u16| {
+        format!(
+            "---\napiVersion: policy.linkerd.io/v1beta3\nkind: Server\n\
+             metadata: {{name: {name}, namespace: shop, creationTimestamp: \"2024-01-0{day}T00:00:00Z\"}}\n\
+             spec: {{podSelector: {{}}, port: {port}}}\n"
+        )
+    };
+    let pod = pod("p", "10.1.0.1", MESHED, CONTAINER);
+    let mesh = mesh(&pod).await;
+    let mut stream = mesh.ports(r#"{"ns":"shop","pod":"p"}"#, 5000).await.unwrap();
+    assert_eq!(next(&mut stream).await.labels["name"], "all-unauthenticated");
+    let counted = || {
+        let page = mesh.registry.render();
+        let lines = page
+            .lines()
+            .filter_map(|line| line.strip_prefix("tulle_overridden_servers"));
+        lines
+            .filter(|line| line.ends_with(" 1"))
+            .map(str::to_owned)
+            .collect::<Vec<_>>()
+    };
+    let line = |name: &str, by: &str| format!("{{namespace=\"shop\",name=\"{name}\",by=\"{by}\"}} 1");
+    let (a, b) = (server("a", 2, 5000), server("b", 1, 5000));
+    mesh.write("mesh.yaml", &format!("{pod}{a}{b}{}", server("c", 3, 5001)));
+    assert_eq!(next(&mut stream).await.labels["name"], "b");
+    eventually(|| counted() == [line("a", "b")]).await;
+    // Of the same age the first by name decides.
+    mesh.write("mesh.yaml", &format!("{pod}{}{}", server("a", 1, 5000), b));
+    assert_eq!(next(&mut stream).await.labels["name"], "a");
+    eventually(|| counted() == [line("b", "a")]).await;
+    mesh.write("mesh.yaml", &format!("{pod}{b}"));
+    assert_eq!(next(&mut stream).await.labels["name"], "b");
+    eventually(|| counted().is_empty()).await;
 }

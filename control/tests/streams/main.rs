@@ -17,3 +17,4 @@ mod route_rows;
 mod rows;
 mod sharing;
 mod show;
+mod unreadable;

@@ -4,6 +4,7 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use serde::Deserialize;
+use serde_json::Value;
 
 use crate::resources::meta::{Meta, Name};
 use crate::resources::policy::reference::{POLICY_GROUP, Raw, Reference};
@@ -21,6 +22,8 @@ pub struct RateLimitPolicy {
     pub identity: Option<NonZeroU32>,
     pub overrides: Vec<RateLimitOverride>,
     pub status: PolicyStatus,
+    /// Why it cannot be read; then requests to the server are answered with an error.
+    pub unread: Option<Arc<str>>,
 }
 
 /// A limit of their own for some service accounts.
@@ -100,6 +103,23 @@ impl RateLimitPolicy {
             identity,
             overrides: parsed,
             status: raw.status,
+            unread: None,
+        })
+    }
+
+    /// What stands for a rate limit that cannot be read; nothing for one that names no Server, which limits nobody.
+    pub(in crate::resources) fn unread(object: &Value, meta: Meta, reason: &str) -> Option<Self> {
+        let target = Reference::deserialize(&object["spec"]["targetRef"]).ok()?;
+        target.is(POLICY_GROUP, "Server").then(|| Self {
+            meta,
+            generation: object["metadata"]["generation"].as_i64(),
+            server: target.name.as_str().into(),
+            target: target.into(),
+            total: None,
+            identity: None,
+            overrides: Vec::new(),
+            status: PolicyStatus::deserialize(&object["status"]).unwrap_or_default(),
+            unread: Some(reason.into()),
         })
     }
 }

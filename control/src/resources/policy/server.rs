@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use serde::{Deserialize, Deserializer};
@@ -15,15 +16,20 @@ use crate::resources::service::PortRef;
 pub struct Server {
     pub meta: Meta,
     pub workloads: Workloads,
-    pub port: PortRef,
+    /// None, of a Server that cannot be read, stands for every port.
+    pub port: Option<PortRef>,
     pub protocol: ProxyProtocol,
     pub access: DefaultPolicy,
+    /// Why it cannot be read; then it permits nobody, whatever authorizations say.
+    pub unread: Option<Arc<str>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Workloads {
     Pods(Selector),
     External(Selector),
+    /// It cannot be read which.
+    All,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -165,9 +171,10 @@ impl Server {
         Ok(Self {
             meta: Meta::from_kubernetes(raw.metadata)?,
             workloads,
-            port: PortRef::from_kubernetes(raw.spec.port).map_err(|error| format!("spec.port: {error}"))?,
+            port: Some(PortRef::from_kubernetes(raw.spec.port).map_err(|error| format!("spec.port: {error}"))?),
             protocol: raw.spec.proxy_protocol,
             access: raw.spec.access_policy.unwrap_or(DefaultPolicy::Deny),
+            unread: None,
         })
     }
 }

@@ -9,6 +9,7 @@ use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
 use crate::resources::labels::Labels;
+use crate::resources::unreadable::Unreadable;
 use crate::resources::{self, Kind, Object};
 use crate::source::kubernetes::kinds::Part;
 
@@ -165,6 +166,16 @@ impl<'a> Item<'a> {
         let mut decoded = resources::decode(kind, &mut serde_json::Deserializer::from_str(&text))?;
         prune(kind, part, &mut decoded);
         Ok(decoded)
+    }
+
+    /// What can be told of the object where it cannot be decoded; none where it is none of the mesh.
+    pub(super) fn unreadable(&self, kind: Kind, reason: &str) -> Option<Unreadable> {
+        let object: serde_json::Value = serde_json::from_str(self.text).unwrap_or_default();
+        let mut unreadable = Unreadable::of(kind, &object, reason)?;
+        if let Some(stand_in) = &mut unreadable.stand_in {
+            prune(kind, Part::Whole, stand_in);
+        }
+        Some(unreadable)
     }
 
     /// Who wrote which field is a large part of many objects, and nobody reads it as a part of them.

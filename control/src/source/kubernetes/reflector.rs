@@ -280,7 +280,7 @@ impl Reflector {
                     continue;
                 };
                 if self.known.get(&name) != Some(&version) {
-                    events.extend(self.decode(&name, &item));
+                    events.push(self.decode(&name, &item));
                 }
                 known.insert(name, version);
             }
@@ -430,7 +430,7 @@ impl Reflector {
         {
             self.lag.observe(changed_at);
         }
-        events.extend(self.decode(&name, &item));
+        events.push(self.decode(&name, &item));
         self.known.insert(name, version);
         Ok(None)
     }
@@ -455,18 +455,21 @@ impl Reflector {
         Some((name, self.hasher.hash_one(&*head.resource_version)))
     }
 
-    /// The object, which shares its name with what is known here; a bad one is reported once and its last form stays.
-    fn decode(&self, name: &Name, item: &Item<'_>) -> Option<Event> {
+    /// The object, which shares its name with what is known here, or what can be told of one that cannot be read.
+    fn decode(&self, name: &Name, item: &Item<'_>) -> Event {
         match item.decode(self.watched.kind, self.watched.part) {
             Ok(mut decoded) => {
                 decoded.meta_mut().name = name.clone();
-                Some(Event::Applied(decoded))
+                Event::Applied(decoded)
             }
-            Err(err) => {
-                let error = &err as &dyn StdError;
-                warn!(kind = self.name(), %name, error, "skipping an object that cannot be understood");
-                None
-            }
+            Err(err) => match item.unreadable(self.watched.kind, &err.to_string()) {
+                Some(unreadable) => Event::Unreadable(Arc::new(unreadable)),
+                None => {
+                    let error = &err as &dyn StdError;
+                    debug!(kind = self.name(), %name, error, "a route of others cannot be read");
+                    Event::Deleted(self.watched.kind, name.clone())
+                }
+            },
         }
     }
 

@@ -207,6 +207,7 @@ fn short(event: &Event) -> String {
         Event::Applied(Object::Server(server)) => format!("+{}@{}", server.meta.name.name, server.meta.version),
         Event::Applied(object) => format!("+{:?}", object.kind()),
         Event::Deleted(_, name) => format!("-{}", name.name),
+        Event::Unreadable(unreadable) => format!("?{}", unreadable.name.name),
         Event::Synced => "synced".to_owned(),
     }
 }
@@ -280,6 +281,20 @@ async fn a_kind_is_listed_page_by_page_and_watched_from_there() {
     );
     let batches = source.batches.lock();
     assert!(batches.contains(&"synced".to_owned()), "{batches:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_object_that_cannot_be_read_is_told_by_its_name() {
+    let bad = |name: &str, version| server(name, version).replace("\"port\":80", "\"port\":80,\"colour\":\"red\"");
+    let source = scripted(move |n, _| match n {
+        0 => list(7, &[&server("a", 5), &bad("b", 6)]),
+        1 => {
+            let (broken, mended) = (line("MODIFIED", &bad("a", 8)), line("MODIFIED", &server("b", 9)));
+            watch(&[&broken, &mended], Then::End)
+        }
+        _ => watch(&[&line("DELETED", &bad("a", 21))], Then::Silence),
+    });
+    source.wrote(&["+a@5 ?b", "?a", "+b@9", "-a"]).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -451,7 +466,7 @@ async fn an_object_that_cannot_be_understood_stands_in_nobodys_way() {
         ),
         _ => watch(&[], Then::Silence),
     });
-    source.wrote(&["+a@5", "+b@9"]).await;
+    source.wrote(&["?bad +a@5", "?a +b@9"]).await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -103,7 +103,7 @@ impl Controller {
                 Event::Deleted(Kind::Service, name) => state.inventory.service_deleted(&name),
                 Event::Deleted(Kind::ExternalWorkload, name) => state.inventory.workload_deleted(&name),
                 Event::Deleted(Kind::EndpointSlice, name) => state.inventory.slice_deleted(&name),
-                Event::Applied(_) | Event::Deleted(..) | Event::Synced => continue,
+                Event::Applied(_) | Event::Deleted(..) | Event::Unreadable(_) | Event::Synced => continue,
             });
         }
         self.add(state, concerned);

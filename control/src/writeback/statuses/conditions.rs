@@ -11,6 +11,8 @@ use crate::writeback::statuses::inventory::Id;
 /// Why a rate limit does not hold.
 pub(super) enum LimitRefusal<'a> {
     NoServer,
+    /// It cannot be read.
+    Unread(&'a str),
     /// Requests of this protocol are not counted.
     Protocol(ProxyProtocol),
     /// An older one for the same server does.
@@ -55,7 +57,10 @@ pub(super) fn invalid_backend(name: &Name, generation: Option<i64>) -> Condition
     no(RESOLVED, "InvalidKind", message, generation)
 }
 
-pub(super) fn of_network(overlaps: bool, generation: Option<i64>) -> Condition {
+pub(super) fn of_network(unread: Option<&str>, overlaps: bool, generation: Option<i64>) -> Condition {
+    if let Some(reason) = unread {
+        return no(ACCEPTED, UNSUPPORTED, reason.to_owned(), generation);
+    }
     if !overlaps {
         return yes(ACCEPTED, generation);
     }
@@ -66,6 +71,7 @@ pub(super) fn of_network(overlaps: bool, generation: Option<i64>) -> Condition {
 pub(super) fn of_limit(refused: Option<LimitRefusal<'_>>, generation: Option<i64>) -> Condition {
     match refused {
         None => yes(ACCEPTED, generation),
+        Some(LimitRefusal::Unread(reason)) => no(ACCEPTED, UNSUPPORTED, reason.to_owned(), generation),
         Some(LimitRefusal::NoServer) => no(ACCEPTED, "NoMatchingTarget", String::new(), generation),
         Some(LimitRefusal::Protocol(protocol)) => {
             let message = format!("the Server's proxyProtocol is {protocol}, for which there are no rate limits");

@@ -16,6 +16,7 @@ use crate::resources::policy::server::{ProxyProtocol, Server};
 use crate::resources::route::{Parent, ParentKind, Route};
 use crate::resources::service::Service;
 use crate::resources::status::{ACCEPTED, CONTROLLER_NAME, Condition, ParentRef, ParentStatus, PolicyStatus};
+use crate::resources::unreadable::Unreadable;
 use crate::resources::workload::ExternalWorkload;
 use crate::resources::{Kind, Object};
 use crate::writeback::statuses::conditions;
@@ -127,6 +128,16 @@ impl Inventory {
                 BTreeSet::from([id])
             }
             _ => BTreeSet::new(),
+        }
+    }
+
+    /// The status says why the newest form of an object cannot be read, whatever holds meanwhile. What others depend on
+    /// stays as it was.
+    pub(super) fn apply_unreadable(&mut self, unreadable: &Unreadable) -> BTreeSet<Id> {
+        match &unreadable.stand_in {
+            Some(Object::Server(_)) if self.servers.contains_key(&unreadable.name) => BTreeSet::new(),
+            Some(object) => self.apply(object),
+            None => BTreeSet::new(),
         }
     }
 
@@ -334,7 +345,11 @@ impl Inventory {
                 let network = self.networks.get(&id.1)?;
                 let overlaps = acceptance::overlaps(network, &self.cluster_networks);
                 Some(Status::Policy(PolicyStatus {
-                    conditions: vec![conditions::of_network(overlaps, network.generation)],
+                    conditions: vec![conditions::of_network(
+                        network.unread.as_deref(),
+                        overlaps,
+                        network.generation,
+                    )],
                     target_ref: None,
                 }))
             }
@@ -430,7 +445,9 @@ impl Inventory {
             .filter_map(|(_, name)| self.limits.get(name))
             .min_by(|a, b| a.meta.seniority().cmp(&b.meta.seniority()));
         let holder = oldest.map_or(&limit.meta.name, |oldest| &oldest.meta.name);
-        let refused = match self.servers.get(&server.1).map(|server| server.protocol) {
+        let protocol = self.servers.get(&server.1).map(|server| server.protocol);
+        let refused = match protocol {
+            _ if limit.unread.is_some() => limit.unread.as_deref().map(conditions::LimitRefusal::Unread),
             None => Some(conditions::LimitRefusal::NoServer),
             Some(protocol @ (ProxyProtocol::Grpc | ProxyProtocol::Opaque | ProxyProtocol::Tls)) => {
                 Some(conditions::LimitRefusal::Protocol(protocol))

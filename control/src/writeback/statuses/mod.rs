@@ -106,6 +106,7 @@ impl Controller {
             concerned.extend(match event {
                 Event::Applied(object) => state.inventory.apply(&object),
                 Event::Deleted(kind, name) => state.inventory.delete(&(kind, name)),
+                Event::Unreadable(unreadable) => state.inventory.apply_unreadable(&unreadable),
                 Event::Synced => continue,
             });
         }

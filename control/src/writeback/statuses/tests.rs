@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use super::*;
 use crate::resources;
 use crate::resources::meta::Name;
+use crate::resources::unreadable::Unreadable;
 
 const POLICY: &str = "policy.linkerd.io";
 
@@ -646,4 +647,37 @@ async fn what_does_not_fit_into_the_queue_is_counted() {
     let queued = controller.0.state.lock().queue.as_ref().unwrap().waiting[0].clone();
     controller.apply(vec![route(&queued.1.name)]);
     assert_eq!((metrics.enqueues.get(), metrics.overflows.get()), (10_000, 3));
+}
+
+#[test]
+fn objects_that_cannot_be_read_say_why() {
+    let target = json!({"group": POLICY, "kind": "Server", "name": "s"});
+    let web = json!([{"group": "core", "kind": "Service", "name": "web", "port": 80}]);
+    let rules = json!([{"timeouts": {"request": "soon"}}]);
+    for (kind, spec) in [
+        (Kind::GatewayHttpRoute, json!({"parentRefs": web, "rules": rules})),
+        (Kind::TlsRoute, json!({"parentRefs": web, "rules": 7})),
+        (Kind::RateLimitPolicy, json!({"targetRef": target, "total": 7})),
+        (Kind::EgressNetwork, json!({"trafficPolicy": "Maybe"})),
+    ] {
+        let metadata = json!({"name": "x", "namespace": "shop", "generation": 4, "resourceVersion": "9"});
+        let object = json!({"metadata": metadata, "spec": spec});
+        let reason = resources::decode(kind, &object).unwrap_err().to_string();
+        let unreadable = Unreadable::of(kind, &object, &reason).unwrap();
+        let mut world = World::new();
+        world.server("s");
+        world.service("web", "10.0.0.1");
+        world.0.apply_unreadable(&unreadable);
+        let body = world.patch(kind, "x").unwrap();
+        let status = match kind.is_route() {
+            true => &body["status"]["parents"][0],
+            false => &body["status"],
+        };
+        let condition = &status["conditions"][0];
+        let said = [&condition["type"], &condition["status"], &condition["reason"]];
+        assert_eq!(said, ["Accepted", "False", "UnsupportedValue"], "{kind:?}: {body}");
+        assert_eq!(condition["observedGeneration"], 4);
+        let message = condition["message"].as_str().unwrap();
+        assert!(message.contains(&reason), "{message} does not say {reason}");
+    }
 }
