@@ -11,11 +11,14 @@ use tokio::time::timeout;
 use tonic::{Status, Streaming};
 use tulle_control::cluster::{Cluster, Config, TransportMode};
 use tulle_control::source::dir::{self, Report};
+use tulle_control::tls::creds::ClientCertificates;
 use tulle_control::{destination, policy};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
 use tulle_proto::destination::GetDestination;
 use tulle_proto::destination::destination_client::DestinationClient;
+use tulle_proto::inbound::PortSpec;
+use tulle_proto::inbound::inbound_server_policies_client::InboundServerPoliciesClient;
 use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
 use tulle_proto::outbound::{TrafficSpec, traffic_spec::Target};
 use tulle_proxy::messages;
@@ -35,9 +38,15 @@ async fn whatever_a_cluster_has_proxies_understand_what_they_are_told() {
         policies,
         profiles,
         endpoints,
+        ports,
     } = told;
     // So that a generator whose objects are all refused is noticed.
-    for (what, n) in [("policies", policies), ("profiles", profiles), ("endpoints", endpoints)] {
+    for (what, n) in [
+        ("policies", policies),
+        ("profiles", profiles),
+        ("endpoints", endpoints),
+        ("policies of ports", ports),
+    ] {
         assert!(n as u64 > CLUSTERS, "{n} {what} of {CLUSTERS} clusters");
     }
 }
@@ -48,6 +57,7 @@ struct Told {
     policies: usize,
     profiles: usize,
     endpoints: usize,
+    ports: usize,
 }
 
 impl Told {
@@ -113,6 +123,22 @@ impl Told {
                 self.endpoints += 1;
             }
         }
+        let mut inbound = InboundServerPoliciesClient::new(policy::inbound_server(
+            cluster.clone(),
+            ClientCertificates::Optional,
+            drain.clone(),
+        ));
+        for (workload, port) in workloads() {
+            let spec = PortSpec {
+                workload: workload.clone(),
+                port,
+            };
+            if let Some(message) = first(inbound.watch_port(spec)).await {
+                messages::inbound_policy(message)
+                    .unwrap_or_else(|error| fail(&format!("the policy of port {port} of {workload}"), error));
+                self.ports += 1;
+            }
+        }
         source.abort();
     }
 }
@@ -138,6 +164,19 @@ fn targets() -> Vec<String> {
     let others = ["10.1.0.1", "10.2.0.1", "192.0.2.1", "192.0.2.200", "198.51.100.1"];
     let all = services.into_iter().chain(names).chain(others);
     all.flat_map(|host| PORTS.map(|port| format!("{host}:{port}")))
+        .collect()
+}
+
+/// Ports whose policy their proxy may ask for.
+fn workloads() -> Vec<(String, u32)> {
+    let workloads = [
+        r#"{"ns":"shop","pod":"web-0"}"#,
+        r#"{"ns":"shop","external_workload":"vm"}"#,
+    ];
+    let ports = [80, 8080, 5432];
+    workloads
+        .into_iter()
+        .flat_map(|workload| ports.map(|port| (workload.to_owned(), port)))
         .collect()
 }
 
