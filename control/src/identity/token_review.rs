@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::warn;
 use tulle_core::backoff::Backoff;
-use tulle_core::connections::group;
+use tulle_core::connections::network;
 use tulle_core::drain::Watch;
 use tulle_core::names::TOKEN_AUDIENCE;
 use tulle_core::ready::Latch;
@@ -237,7 +237,7 @@ impl Issuers {
         if next.len() >= MAX_UNKNOWN_ISSUERS {
             return false;
         }
-        match next.entry(group(client)) {
+        match next.entry(network(client)) {
             Entry::Occupied(_) => false,
             Entry::Vacant(entry) => {
                 entry.insert(now + UNKNOWN_ISSUER_INTERVAL);
