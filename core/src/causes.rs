@@ -356,7 +356,7 @@ pub const ALL: &[Cause] = &[
         Whose::Policy,
         "as the filter says",
         "A filter of the route answers with a failure.",
-        "Nothing, if it is meant; else remove the filter. A backend that does not exist, or traffic to the outside that is denied, is answered so, too; and so is a rule or a backend of a route that asks for something that no proxy does (URLRewrite, RequestMirror and others) or that cannot be read: 500, or 13 of gRPC, with the route and the cause as the message, which its status (`Accepted: False`, `UnsupportedValue`) repeats.",
+        "Nothing, if it is meant; else remove the filter. A backend that does not exist, or traffic to the outside that is denied, is answered so, too; and so is a rule or a backend of a route that asks for something that no proxy does (URLRewrite, RequestMirror, `retry`, `sessionPersistence` and others) or that cannot be read, and whatever an HTTPLocalRateLimitPolicy or an EgressNetwork that cannot be read is for: 500, or 13 of gRPC, with the route and the cause as the message, which its status (`Accepted: False`, `UnsupportedValue`) repeats.",
     ),
     cause(
         "tls-identity-mismatch",
