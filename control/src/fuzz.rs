@@ -1,10 +1,12 @@
-//! What must hold of manifests and of metrics, whatever is in them: fuzz targets try it with bytes of their making, and the
+//! What must hold of manifests, metrics and what strangers send, whatever is in them: fuzz targets try it with bytes of their making, and the
 //! tests here with those that they found worth keeping.
 
 use crate::identity::claims::Claims;
+use crate::identity::csr::SigningRequest;
 use crate::resources::event::Event;
 use crate::source;
 use crate::telemetry::counts::Counts;
+use crate::webhook::review::{Answer, Review};
 
 /// A file of manifests is read or refused, at a line that it may have; and in the same way each time.
 pub fn manifests(bytes: &[u8]) {
@@ -56,6 +58,25 @@ pub fn token(bytes: &[u8]) {
     }
 }
 
+/// A signing request that is read asks for one identity at most.
+pub fn signing_request(bytes: &[u8]) {
+    if let Ok(request) = SigningRequest::parse(bytes) {
+        let identities = ["web.shop.serviceaccount.identity.linkerd.cluster.local", ""];
+        let asked_for = identities.map(|identity| request.check_names(identity).is_ok());
+        assert_ne!(asked_for, [true; 2], "{request:?}");
+    }
+}
+
+/// A review that is read is answered, to whom has asked.
+pub fn review(bytes: &[u8]) {
+    if let Ok(review) = Review::parse(bytes) {
+        let answer = Answer::deny("no").to_json(&review.id).expect("an answer is JSON");
+        let answer: serde_json::Value = serde_json::from_slice(&answer).expect("it is read again");
+        assert_eq!(answer["response"]["uid"], review.id.uid);
+        assert_eq!(answer["response"]["allowed"], false);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::{fs, path::Path};
@@ -73,6 +94,16 @@ mod tests {
     #[test]
     fn tokens_that_were_kept_hold() {
         hold("token", super::token);
+    }
+
+    #[test]
+    fn signing_requests_that_were_kept_hold() {
+        hold("signing_request", super::signing_request);
+    }
+
+    #[test]
+    fn reviews_that_were_kept_hold() {
+        hold("review", super::review);
     }
 
     fn hold(name: &str, check: fn(&[u8])) {

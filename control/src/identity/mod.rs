@@ -8,7 +8,7 @@
 
 mod authority;
 pub(crate) mod claims;
-mod csr;
+pub(crate) mod csr;
 mod events;
 pub mod issuer;
 pub mod leaf;

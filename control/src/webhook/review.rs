@@ -18,21 +18,21 @@ pub struct Answer {
 }
 
 /// A review that asks something.
-pub(super) struct Review {
-    pub(super) id: Id,
+pub(crate) struct Review {
+    pub(crate) id: Id,
     /// An object that cannot be read is refused, and the review is answered all the same.
-    pub(super) request: Result<Box<Request>, serde_json::Error>,
+    pub(crate) request: Result<Box<Request>, serde_json::Error>,
 }
 
 /// What an answer repeats.
 #[derive(Clone, Debug)]
-pub(super) struct Id {
+pub(crate) struct Id {
     api_version: String,
-    uid: String,
+    pub(crate) uid: String,
 }
 
 #[derive(Debug, thiserror::Error)]
-pub(super) enum ReviewError {
+pub(crate) enum ReviewError {
     #[error("the body is not an AdmissionReview with a request")]
     Decode(#[source] serde_json::Error),
     #[error("{api_version} {kind} is not understood; expected admission.k8s.io/v1 or v1beta1 AdmissionReview")]
@@ -76,7 +76,7 @@ impl Answer {
     }
 
     /// The review that carries this answer, as JSON.
-    pub(super) fn to_json(&self, id: &Id) -> Result<Vec<u8>, serde_json::Error> {
+    pub(crate) fn to_json(&self, id: &Id) -> Result<Vec<u8>, serde_json::Error> {
         let patch = self.patch.as_ref().map(serde_json::to_vec).transpose()?;
         serde_json::to_vec(&ReviewOut {
             kind: KIND,
@@ -100,7 +100,7 @@ impl Answer {
 impl Review {
     /// # Errors
     /// A body that is no review, or asks nothing.
-    pub(super) fn parse(body: &[u8]) -> Result<Self, ReviewError> {
+    pub(crate) fn parse(body: &[u8]) -> Result<Self, ReviewError> {
         // Skips the object without recursion, so that an object that is nested too deep leaves us its id.
         let outline: Outline = serde_json::from_slice(body).map_err(ReviewError::Decode)?;
         if outline.kind != KIND || !VERSIONS.contains(&outline.api_version.as_str()) {

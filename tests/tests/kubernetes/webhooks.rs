@@ -257,7 +257,7 @@ async fn an_api_server_stores_what_is_good_and_tells_why_not() {
     let asked = Asked::start(Times::default()).await;
     let parent = |kind: &str| json!([{"group": "policy.linkerd.io", "kind": kind, "name": "x"}]);
     let deep = (0..500).fold(json!({}), |inner, _| json!({"all": [inner]}));
-    let rows: [(&str, &str, Value, Result<(), &str>); 11] = [
+    let rows: [(&str, &str, Value, Result<(), &str>); 12] = [
         (
             "policy.linkerd.io/v1beta3",
             "Server",
@@ -288,11 +288,18 @@ async fn an_api_server_stores_what_is_good_and_tells_why_not() {
             json!({"parentRefs": parent("Server")}),
             Ok(()),
         ),
+        // Of no parent of the mesh's.
         ("gateway.networking.k8s.io/v1", "HTTPRoute", json!({"rules": 7}), Ok(())),
+        (
+            "gateway.networking.k8s.io/v1",
+            "HTTPRoute",
+            json!({"parentRefs": parent("Server"), "rules": 7}),
+            Err("the mesh cannot read this HTTPRoute"),
+        ),
         (
             "gateway.networking.k8s.io/v1alpha2",
             "TCPRoute",
-            json!({"rules": []}),
+            json!({"parentRefs": [{"group": "policy.linkerd.io", "kind": "EgressNetwork", "name": "x", "port": 80}], "rules": []}),
             Err("exactly one is accepted"),
         ),
         (
