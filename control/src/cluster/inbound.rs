@@ -11,7 +11,7 @@ use tulle_core::nets::NetworkMatch;
 
 use crate::cluster::lookup::Reader;
 use crate::cluster::metrics::{Metrics, SlotMetrics};
-use crate::cluster::routes;
+use crate::cluster::routes::{self, OfServer};
 use crate::cluster::table::{Table, View};
 use crate::cluster::workload::Subject;
 use crate::cluster::{Config, State};
@@ -20,7 +20,7 @@ use crate::model::inbound::{
     Server as Model, ServerReference,
 };
 use crate::model::reference::{ObjectRef, Reference};
-use crate::model::route::{GrpcMatch, HttpMatch, PathMatch};
+use crate::model::route::{Filter, GrpcMatch, HttpMatch, PathMatch};
 use crate::resources::meta::Name;
 use crate::resources::policy::authorization::{
     AuthorizationPolicy, AuthorizationTarget, RequiredClient, ServerAuthorization, ServerClient, Servers,
@@ -30,7 +30,7 @@ use crate::resources::policy::reference::{MeshClient, POLICY_GROUP};
 use crate::resources::policy::server::{
     Clients as DefaultClients, DefaultPolicy, Networks as DefaultNetworks, ProxyProtocol, Server,
 };
-use crate::resources::route::{self as raw, ParentKind, RouteKind, Rules};
+use crate::resources::route::{self as raw, RouteKind, Rules};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
@@ -166,15 +166,25 @@ impl Port<'_> {
         if server.unread.is_some() {
             return self.of_unread_server(server, protocol);
         }
+        let attached = routes::of_server(self.reader, self.config, &server.meta.name);
+        let mut authorizations = self.server_authorizations(server);
         let routes = match protocol {
-            Protocol::Detect(_) | Protocol::Http1 | Protocol::Http2 => Routes::Http(self.http_routes(server)),
-            Protocol::Grpc => Routes::Grpc(self.grpc_routes(server)),
-            Protocol::Opaque | Protocol::Tls => Routes::Nothing,
+            Protocol::Detect(_) | Protocol::Http1 | Protocol::Http2 => {
+                Routes::Http(self.http_routes(server, &attached))
+            }
+            Protocol::Grpc => Routes::Grpc(self.grpc_routes(&attached)),
+            Protocol::Opaque | Protocol::Tls => {
+                // Nothing answers bytes with an error, so that nobody may send them.
+                if routes::of_other_protocol(&attached).is_some() {
+                    authorizations.clear();
+                }
+                Routes::Nothing
+            }
         };
         Model {
             reference: ServerReference::Server(server.meta.name.name.clone()),
             protocol,
-            authorizations: self.server_authorizations(server),
+            authorizations,
             routes,
             rate_limit: self.rate_limit(server),
             overridden: Vec::new(),
@@ -333,19 +343,18 @@ impl Port<'_> {
         identity::service_account(&account.name, &account.namespace, controller_namespace, trust_domain)
     }
 
-    fn http_routes(&self, server: &Server) -> Vec<Route<HttpMatch>> {
+    fn http_routes(&self, server: &Server, attached: &[OfServer<'_>]) -> Vec<Route<HttpMatch>> {
         let mut found = Vec::new();
-        let attached = self.attached(server);
-        if let Some(route) = routes::of_unknown_requests(&attached, RouteKind::GatewayHttp) {
-            return vec![self.failing(route, HttpMatch::everything())];
+        if let Some((route, failure)) = routes::failing_all(attached, RouteKind::GatewayHttp) {
+            return vec![self.failing(route, failure, HttpMatch::everything())];
         }
-        for route in attached {
-            if let Rules::Http(rules) = &route.rules {
+        for of_server in attached {
+            if let Rules::Http(rules) = &of_server.route.rules {
                 let rules = rules.iter().map(|rule| Rule {
                     matches: routes::http_matches(rule),
-                    filters: routes::http_filters(route, rule, ParentKind::Server),
+                    filters: routes::inbound_http_filters(of_server, rule),
                 });
-                found.push(self.route(route, rules.collect()));
+                found.push(self.route(of_server.route, rules.collect()));
             }
         }
         let mut found = if found.is_empty() { self.default_routes() } else { found };
@@ -359,10 +368,10 @@ impl Port<'_> {
     }
 
     /// Answers all requests of the Server with an error: nobody can tell which of them the route was to restrict.
-    fn failing<M>(&self, route: &raw::Route, everything: M) -> Route<M> {
+    fn failing<M>(&self, route: &raw::Route, failure: Filter, everything: M) -> Route<M> {
         let rule = Rule {
             matches: vec![everything],
-            filters: vec![routes::failure_of(route)],
+            filters: vec![failure],
         };
         Route {
             hosts: Vec::new(),
@@ -370,19 +379,18 @@ impl Port<'_> {
         }
     }
 
-    fn grpc_routes(&self, server: &Server) -> Vec<Route<GrpcMatch>> {
+    fn grpc_routes(&self, attached: &[OfServer<'_>]) -> Vec<Route<GrpcMatch>> {
         let mut found = Vec::new();
-        let attached = self.attached(server);
-        if let Some(route) = routes::of_unknown_requests(&attached, RouteKind::Grpc) {
-            return vec![self.failing(route, GrpcMatch::default())];
+        if let Some((route, failure)) = routes::failing_all(attached, RouteKind::Grpc) {
+            return vec![self.failing(route, failure, GrpcMatch::default())];
         }
-        for route in attached {
-            if let Rules::Grpc(rules) = &route.rules {
+        for of_server in attached {
+            if let Rules::Grpc(rules) = &of_server.route.rules {
                 let rules = rules.iter().map(|rule| Rule {
                     matches: routes::grpc_matches(rule),
-                    filters: routes::grpc_filters(route, rule, ParentKind::Server),
+                    filters: routes::inbound_grpc_filters(of_server, rule),
                 });
-                found.push(self.route(route, rules.collect()));
+                found.push(self.route(of_server.route, rules.collect()));
             }
         }
         if found.is_empty() {
@@ -390,13 +398,6 @@ impl Port<'_> {
         } else {
             found
         }
-    }
-
-    /// Routes of the Server, which are of its namespace, the oldest first.
-    fn attached(&self, server: &Server) -> Vec<&Arc<raw::Route>> {
-        let mut attached = routes::attached(self.reader, self.config, ParentKind::Server, &server.meta.name, None);
-        attached.retain(|route| route.meta.namespace() == server.meta.namespace());
-        attached
     }
 
     fn route<M>(&self, route: &raw::Route, rules: Vec<Rule<M>>) -> Route<M> {

@@ -38,6 +38,16 @@ pub(super) struct Metrics {
 }
 
 impl Metrics {
+    /// Counts one part of an object that is not served.
+    fn count_unserved(&self, kind: Kind, name: &Name, field: &str) -> Follower {
+        let labels = Labels::new()
+            .with("kind", kind.info().name)
+            .with("namespace", &name.namespace)
+            .with("name", &name.name)
+            .with("field", field);
+        Follower::new(self.unserved.get(&labels))
+    }
+
     pub(super) fn new(registry: &Registry) -> Self {
         Self {
             endpoints_subscribers: registry.gauge(
@@ -233,6 +243,8 @@ pub(super) struct Census {
     routes: HashMap<Fact, Follower>,
     /// What objects ask for in vain, each counted.
     unserved: HashMap<(Kind, Name), Vec<(Unserved, Follower)>>,
+    /// The same because of the Server that the objects name.
+    unserved_of_servers: HashMap<Name, Vec<((Kind, Name, Unserved), Follower)>>,
     /// Objects that cannot be read, and why, each counted.
     unreadable: HashMap<(Kind, Name), (String, Follower)>,
 }
@@ -288,15 +300,46 @@ impl Census {
             .collect();
         if !found.is_empty() {
             let counted = found.into_iter().map(|one| {
-                let labels = Labels::new()
-                    .with("kind", id.0.info().name)
-                    .with("namespace", &id.1.namespace)
-                    .with("name", &id.1.name)
-                    .with("field", one.field);
-                (one, Follower::new(metrics.unserved.get(&labels)))
+                let follower = metrics.count_unserved(id.0, &id.1, one.field);
+                (one, follower)
             });
             let counted = counted.collect();
             self.unserved.insert(id, counted);
+        }
+        new
+    }
+
+    /// Counts what routes ask for in vain because of the Server that they name, and returns what of it is new.
+    pub(super) fn judge_servers(
+        &mut self,
+        metrics: &Metrics,
+        store: &Store,
+        touched: &HashSet<Fact>,
+    ) -> Vec<(Kind, Name, Unserved)> {
+        let servers: HashSet<&Name> = touched
+            .iter()
+            .filter_map(|fact| match fact {
+                Fact::RoutesOf(ParentKind::Server, name) | Fact::Object(Kind::Server, name) => Some(name),
+                _ => None,
+            })
+            .collect();
+        let mut new = Vec::new();
+        for name in servers {
+            let before = self.unserved_of_servers.remove(name).unwrap_or_default();
+            let Some(Object::Server(server)) = store.object(Kind::Server, name) else {
+                continue;
+            };
+            let routes = Fact::RoutesOf(ParentKind::Server, name.clone());
+            let found = unserved::of_server(server, store.under(&routes));
+            let is_new = |one: &&(Kind, Name, Unserved)| !before.iter().any(|(old, _)| old == *one);
+            new.extend(found.iter().filter(is_new).cloned());
+            if !found.is_empty() {
+                let counted = found.into_iter().map(|one| {
+                    let follower = metrics.count_unserved(one.0, &one.1, one.2.field);
+                    (one, follower)
+                });
+                self.unserved_of_servers.insert(name.clone(), counted.collect());
+            }
         }
         new
     }

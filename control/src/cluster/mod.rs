@@ -290,6 +290,7 @@ impl Shared {
                 let change = state.store.apply(event, &mut touched);
                 state.census.record(&self.metrics, &change);
             }
+            unserved.extend(state.census.judge_servers(&self.metrics, &state.store, &touched));
             state.census.look(&self.metrics, &state.store, &touched);
             state.endpoints.refresh(&state.store, &self.config, &touched);
             state.profiles.refresh(&state.store, &self.config, &touched);

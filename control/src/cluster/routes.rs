@@ -38,6 +38,51 @@ pub(super) fn attached<'a>(
     routes.iter().filter(|route| serves(route)).copied().collect()
 }
 
+/// A route that names a Server of its namespace.
+pub(super) struct OfServer<'a> {
+    pub(super) route: &'a Arc<Route>,
+    /// Why the route is not served as it is written.
+    pub(super) refusal: Option<Refusal>,
+}
+
+impl OfServer<'_> {
+    /// What answers all requests of the route.
+    fn failure(&self) -> Option<Filter> {
+        match &self.refusal {
+            // Of these, each rule tells for itself.
+            None | Some(Refusal::Unsupported(_)) => None,
+            Some(refusal) => Some(named_failure(self.route, self.route.kind, &refusal.to_string())),
+        }
+    }
+}
+
+/// Routes that name the Server, of its namespace, the oldest first. They are judged here, and not by their status, which
+/// may not be written yet: without one of them requests would be served by other rules than those that somebody wrote.
+pub(super) fn of_server<'a>(reader: &Reader<'a>, config: &Config, server: &Name) -> Vec<OfServer<'a>> {
+    let judged = |route: &'a Arc<Route>| {
+        let parents = route.parents.iter();
+        let names = |parent: &&Parent| parent.kind == ParentKind::Server && parent.name == *server;
+        let mut judged: Vec<_> = parents
+            .filter(names)
+            .map(|parent| acceptance::of_route(reader, settings(config), route, parent, []).err())
+            .collect();
+        // A route that names the Server twice is served if one of the references is right.
+        judged.sort_by_key(Option::is_some);
+        judged.into_iter().next().map(|refusal| OfServer { route, refusal })
+    };
+    let routes = reader.routes_of(ParentKind::Server, server);
+    let own = routes
+        .into_iter()
+        .filter(|route| *route.meta.namespace() == server.namespace);
+    own.filter_map(judged).collect()
+}
+
+/// The first route whose kind the Server's protocol does not have.
+pub(super) fn of_other_protocol<'r, 'a>(routes: &'r [OfServer<'a>]) -> Option<&'r OfServer<'a>> {
+    let is_of_other = |route: &&OfServer<'_>| matches!(route.refusal, Some(Refusal::Protocol(_)));
+    routes.iter().find(is_of_other)
+}
+
 /// What the status says, or what it would say if somebody wrote it. A route that asks for what no proxy does is attached,
 /// because without it requests would be served by other rules than those that somebody wrote for them.
 fn is_attached(reader: &Reader<'_>, config: &Config, route: &Route, parent: &Parent, rivals: &[&Arc<Route>]) -> bool {
@@ -46,13 +91,16 @@ fn is_attached(reader: &Reader<'_>, config: &Config, route: &Route, parent: &Par
         Acceptance::Refused => false,
         Acceptance::Unjudged => {
             let rivals = rivals.iter().map(|rival| &***rival);
-            let settings = Settings {
-                cluster_networks: &config.cluster_networks,
-                global_egress_namespace: &config.global_egress_namespace,
-            };
-            let judged = acceptance::of_route(reader, settings, route, parent, rivals);
+            let judged = acceptance::of_route(reader, settings(config), route, parent, rivals);
             matches!(judged, Ok(()) | Err(Refusal::Unsupported(_)))
         }
+    }
+}
+
+fn settings(config: &Config) -> Settings<'_> {
+    Settings {
+        cluster_networks: &config.cluster_networks,
+        global_egress_namespace: &config.global_egress_namespace,
     }
 }
 
@@ -187,29 +235,49 @@ fn filters_or_failure(route: &Route, filters: &[raw::Filter], served: Result<(),
     };
     match served {
         Ok(()) => filters.iter().filter_map(filter).collect(),
-        Err(reason) => vec![named_failure(route, &reason)],
+        Err(reason) => vec![named_failure(route, route.kind, &reason)],
     }
 }
 
-fn named_failure(route: &Route, reason: &str) -> Filter {
-    failure(
-        route.kind,
-        format!("{} {}: {reason}", route.kind.kind(), route.meta.name),
-    )
+/// In the manner of a protocol, which is not always the route's.
+fn named_failure(route: &Route, protocol: RouteKind, reason: &str) -> Filter {
+    failure(protocol, format!("{} {}: {reason}", route.kind.kind(), route.meta.name))
 }
 
-/// What answers the requests of a route that cannot be served.
-pub(super) fn failure_of(route: &Route) -> Filter {
+/// Filters of a rule of a Server's HTTPRoute.
+pub(super) fn inbound_http_filters(of_server: &OfServer<'_>, rule: &raw::Rule<raw::HttpMatch>) -> Vec<Filter> {
+    match of_server.failure() {
+        Some(failure) => vec![failure],
+        None => http_filters(of_server.route, rule, ParentKind::Server),
+    }
+}
+
+/// The same of a Server's GRPCRoute.
+pub(super) fn inbound_grpc_filters(of_server: &OfServer<'_>, rule: &raw::Rule<raw::GrpcMatch>) -> Vec<Filter> {
+    match of_server.failure() {
+        Some(failure) => vec![failure],
+        None => grpc_filters(of_server.route, rule, ParentKind::Server),
+    }
+}
+
+/// The route for whose sake all requests of a Server are answered with an error, in the manner of the Server's protocol:
+/// its kind is none of the protocol's, or it cannot be told which requests it is for.
+pub(super) fn failing_all<'a>(routes: &[OfServer<'a>], protocol: RouteKind) -> Option<(&'a Arc<Route>, Filter)> {
+    if let Some(OfServer { route, refusal }) = of_other_protocol(routes) {
+        let reason = refusal.as_ref().map(ToString::to_string).unwrap_or_default();
+        return Some((route, named_failure(route, protocol, &reason)));
+    }
+    let route = of_unknown_requests(routes)?;
     let reason = route_admission::unserved(route, ParentKind::Server);
-    named_failure(route, reason.as_deref().unwrap_or("it cannot be served"))
+    let reason = reason.as_deref().unwrap_or("it cannot be served");
+    Some((route, named_failure(route, protocol, reason)))
 }
 
-/// The first route of a protocol of which it cannot be told which requests it is for.
-pub(super) fn of_unknown_requests<'a>(routes: &[&'a Arc<Route>], protocol: RouteKind) -> Option<&'a Arc<Route>> {
+/// The first route of which it cannot be told which requests it is for.
+fn of_unknown_requests<'a>(routes: &[OfServer<'a>]) -> Option<&'a Arc<Route>> {
     let is_unknown =
         |unread: Option<&raw::Unread>| unread.is_some_and(|unread| unread.requests == raw::Requests::Unknown);
-    let has_unknown = |route: &&&Arc<Route>| {
-        let of_protocol = (route.kind == RouteKind::Grpc) == (protocol == RouteKind::Grpc);
+    let has_unknown = |route: &&Arc<Route>| {
         let rules_are_unknown = match &route.rules {
             raw::Rules::Http(rules) => rules
                 .iter()
@@ -219,9 +287,9 @@ pub(super) fn of_unknown_requests<'a>(routes: &[&'a Arc<Route>], protocol: Route
                 .any(|rule| is_unknown(rule.unread.as_ref()) || route_admission::grpc_matches(rule).is_err()),
             raw::Rules::Stream(_) => false,
         };
-        of_protocol && (rules_are_unknown || is_unknown(route.unread.as_ref()))
+        rules_are_unknown || is_unknown(route.unread.as_ref())
     };
-    routes.iter().find(has_unknown).copied()
+    routes.iter().map(|of_server| of_server.route).find(has_unknown)
 }
 
 /// Answers instead of sending, in the manner of a route's protocol.

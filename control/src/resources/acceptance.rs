@@ -3,6 +3,8 @@
 //! One computation for two readers: views judge by it where an object has no status, and the status of an object says
 //! what it comes to.
 
+use std::fmt;
+
 use ipnet::IpNet;
 
 use crate::resources::meta::Name;
@@ -36,8 +38,12 @@ pub enum Refusal {
     NoClusterIp,
     /// The parent is in another namespace, where it serves no routes of the route's namespace.
     OtherNamespace,
-    /// The Server's protocol has no routes of this kind.
+    /// The Server's protocol has no routes of this kind. All that the Server is asked is answered with an error, as nobody
+    /// can tell which requests the route is for.
     Protocol(ProxyProtocol),
+    /// The route names a port or a section of a Server, which has neither. It stays attached, and its requests are answered
+    /// with an error.
+    PartOfServer(&'static str),
     /// A route of a more specific protocol has the same parent and port.
     Conflict,
     /// This older route of the same kind takes all connections that the route is for.
@@ -45,6 +51,29 @@ pub enum Refusal {
     /// The route asks for something that no proxy does, or that cannot be read. It stays attached, and what it asks it of
     /// is answered with an error.
     Unsupported(String),
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoParent => Ok(()),
+            Self::NoClusterIp => f.write_str("parent service must have a ClusterIP"),
+            Self::OtherNamespace => {
+                f.write_str("the parent is in another namespace; routes of that namespace only are served")
+            }
+            Self::Protocol(protocol) => write!(
+                f,
+                "the Server's proxyProtocol is {protocol}, which has no routes of this kind"
+            ),
+            Self::PartOfServer(field) => write!(
+                f,
+                "the parentRef has a {field}, which means nothing where the parent is a Server; leave it out"
+            ),
+            Self::Conflict => f.write_str("a route of a more specific protocol has the same parent and port"),
+            Self::Older(name) => write!(f, "{name} is older and takes the same connections"),
+            Self::Unsupported(reason) => f.write_str(reason),
+        }
+    }
 }
 
 /// Judges one parent of a route among all routes that name this parent.
@@ -58,7 +87,7 @@ pub fn of_route<'a>(
     parent: &Parent,
     rivals: impl IntoIterator<Item = &'a Route>,
 ) -> Result<(), Refusal> {
-    if parent.section.is_some() {
+    if parent.kind != ParentKind::Server && parent.section.is_some() {
         return Err(Refusal::NoParent);
     }
     match parent.kind {
@@ -93,9 +122,15 @@ pub fn of_route<'a>(
 }
 
 fn of_server(parents: &impl Parents, route: &Route, parent: &Parent) -> Result<(), Refusal> {
-    let Some(server) = parents.server(&parent.name).filter(|_| parent.port.is_none()) else {
-        return Err(Refusal::NoParent);
-    };
+    let server = parents.server(&parent.name).ok_or(Refusal::NoParent)?;
+    of_server_route(server, route, parent)
+}
+
+/// Judges a reference of a route to this Server by what the two say.
+///
+/// # Errors
+/// Why the route is not accepted.
+pub fn of_server_route(server: &Server, route: &Route, parent: &Parent) -> Result<(), Refusal> {
     if parent.name.namespace != *route.meta.namespace() {
         return Err(Refusal::OtherNamespace);
     }
@@ -107,10 +142,11 @@ fn of_server(parents: &impl Parents, route: &Route, parent: &Parent) -> Result<(
         RouteKind::Grpc => server.protocol == ProxyProtocol::Grpc,
         RouteKind::Tls | RouteKind::Tcp => false,
     };
-    if is_spoken {
-        Ok(())
-    } else {
-        Err(Refusal::Protocol(server.protocol))
+    match (is_spoken, parent.port, &parent.section) {
+        (false, ..) => Err(Refusal::Protocol(server.protocol)),
+        (true, Some(_), _) => Err(Refusal::PartOfServer("port")),
+        (true, None, Some(_)) => Err(Refusal::PartOfServer("sectionName")),
+        (true, None, None) => Ok(()),
     }
 }
 

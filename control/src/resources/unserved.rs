@@ -4,15 +4,16 @@
 
 use tulle_core::names::{annotation, label};
 
-use crate::resources::Object;
+use crate::resources::acceptance::{self, Refusal};
 use crate::resources::annotations;
-use crate::resources::meta::Meta;
-use crate::resources::policy::server::DefaultPolicy;
+use crate::resources::meta::{Meta, Name};
+use crate::resources::policy::server::{DefaultPolicy, Server};
 use crate::resources::port_list::{PortList, ResolvedPorts};
-use crate::resources::route::{ParentKind, Route};
+use crate::resources::route::{Parent, ParentKind, Route};
 use crate::resources::route_admission;
 use crate::resources::service::{EndpointSlice, Service};
 use crate::resources::workload::{ContainerPort, resolve_declared};
+use crate::resources::{Kind, Object};
 
 /// One part of an object that is not served, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,6 +39,28 @@ pub fn of(object: &Object) -> Vec<Unserved> {
         Object::ExternalWorkload(workload) => of_workload(&workload.meta, &workload.ports),
         object => object.route().map(|route| of_route(route)).unwrap_or_default(),
     }
+}
+
+/// What objects ask for in vain because of the Server that they name.
+pub fn of_server<'a>(server: &Server, named_by: impl IntoIterator<Item = &'a Object>) -> Vec<(Kind, Name, Unserved)> {
+    let of_object = |object: &Object| {
+        let route = object.route()?;
+        let (field, reason) = ("spec.parentRefs", refusal_of_server(server, route)?.to_string());
+        Some((object.kind(), object.meta().name.clone(), Unserved { field, reason }))
+    };
+    named_by.into_iter().filter_map(of_object).collect()
+}
+
+/// Why no reference of the route to the Server is served, where that changes what the Server answers.
+fn refusal_of_server(server: &Server, route: &Route) -> Option<Refusal> {
+    let names = |parent: &&Parent| parent.kind == ParentKind::Server && parent.name == server.meta.name;
+    let parents = route.parents.iter().filter(names);
+    let mut judged: Vec<_> = parents
+        .map(|parent| acceptance::of_server_route(server, route, parent).err())
+        .collect();
+    judged.sort_by_key(Option::is_some);
+    let first = judged.into_iter().next().flatten();
+    first.filter(|refusal| matches!(refusal, Refusal::Protocol(_) | Refusal::PartOfServer(_)))
 }
 
 fn of_service(service: &Service) -> Vec<Unserved> {

@@ -525,12 +525,6 @@ async fn routes_of_a_server_are_attached_authorized_and_ordered() {
     )
     .await;
     row(route("r", &web.replace("web", "other")), probes).await;
-    row(route("r", &web.replace("name: web", "name: web, port: 8080")), probes).await;
-    row(
-        route("r", &web.replace("name: web", "name: web, sectionName: x")),
-        probes,
-    )
-    .await;
     row(route("r", web).replace("namespace: shop", "namespace: other"), probes).await;
     let policy = object(
         "v1alpha1",
@@ -603,40 +597,10 @@ async fn probes_are_permitted_at_the_path_that_the_kubelet_sends() {
 
 #[tokio::test]
 async fn rules_of_a_server_that_cannot_be_served_fail_their_requests() {
-    use tulle_proto::inbound::{grpc_route, http_route};
-
     let row = async |kind: &str, protocol: &str, rule: &str, cause: &str| {
-        let parent = "parentRefs: [{group: policy.linkerd.io, kind: Server, name: web}]";
-        let spec = format!("{{{parent}, rules: [{rule}]}}");
-        let metadata = "metadata: {name: r, namespace: shop}";
-        let route =
-            format!("---\n{{apiVersion: gateway.networking.k8s.io/v1, kind: {kind}, {metadata}, spec: {spec}}}\n");
-        let manifests = format!(
-            "{}{}{route}",
-            workloads(""),
-            server(&format!("port: 8080, proxyProtocol: {protocol}")),
-        );
-        let told = told(&manifests, Config::default(), WEB, 8080).await;
-        let (status, message) = match told.protocol.unwrap().kind.unwrap() {
-            Kind::Http1(http) => match &http.routes[0].rules[0].filters[..] {
-                [
-                    http_route::Filter {
-                        kind: Some(http_route::filter::Kind::FailureInjector(fail)),
-                    },
-                ] => (fail.status, fail.message.clone()),
-                other => panic!("{rule}: {other:?}"),
-            },
-            Kind::Grpc(grpc) => match &grpc.routes[0].rules[0].filters[..] {
-                [
-                    grpc_route::Filter {
-                        kind: Some(grpc_route::filter::Kind::FailureInjector(fail)),
-                    },
-                ] => (fail.code, fail.message.clone()),
-                other => panic!("{rule}: {other:?}"),
-            },
-            other => panic!("{rule}: {other:?}"),
-        };
-        assert_eq!(status, if kind == "GRPCRoute" { 13 } else { 500 }, "{rule}");
+        let parent = "group: policy.linkerd.io, kind: Server, name: web";
+        let (code, message) = failure_of(kind, protocol, parent, rule).await;
+        assert_eq!(code, if kind == "GRPCRoute" { 13 } else { 500 }, "{rule}");
         assert_eq!(message, format!("{kind} shop/r: {cause}"));
     };
     let response = "{filters: [{type: ResponseHeaderModifier, responseHeaderModifier: {remove: [x]}}]}";
@@ -646,4 +610,117 @@ async fn rules_of_a_server_that_cannot_be_served_fail_their_requests() {
     let mirror = "{filters: [{type: RequestMirror, requestMirror: {backendRef: {name: web, port: 80}}}]}";
     let by_mesh = "filter RequestMirror is not supported by the mesh";
     row("GRPCRoute", "gRPC", mirror, by_mesh).await;
+}
+
+/// How the only rule of the first route of the Server fails requests.
+async fn failure_of(kind: &str, protocol: &str, parent: &str, rule: &str) -> (u32, String) {
+    let server = server(&format!("port: 8080, proxyProtocol: {protocol}"));
+    let manifests = format!("{}{server}{}", workloads(""), gateway_route(kind, parent, rule));
+    let told = told(&manifests, Config::default(), WEB, 8080).await;
+    failure(told.protocol.unwrap().kind.unwrap())
+}
+
+fn gateway_route(kind: &str, parent: &str, rule: &str) -> String {
+    let version = if ["TCPRoute", "TLSRoute"].contains(&kind) {
+        "v1alpha2"
+    } else {
+        "v1"
+    };
+    let spec = format!("{{parentRefs: [{{{parent}}}], rules: [{rule}]}}");
+    let metadata = "metadata: {name: r, namespace: shop}";
+    format!("---\n{{apiVersion: gateway.networking.k8s.io/{version}, kind: {kind}, {metadata}, spec: {spec}}}\n")
+}
+
+fn failure(told: Kind) -> (u32, String) {
+    use tulle_proto::inbound::{HttpRoute, grpc_route, http_route};
+
+    let of_http = |routes: &[HttpRoute]| match &routes[0].rules[0].filters[..] {
+        [
+            http_route::Filter {
+                kind: Some(http_route::filter::Kind::FailureInjector(fail)),
+            },
+        ] => (fail.status, fail.message.clone()),
+        other => panic!("{other:?}"),
+    };
+    match told {
+        Kind::Detect(detect) => of_http(&detect.http_routes),
+        Kind::Http1(http) => of_http(&http.routes),
+        Kind::Http2(http) => of_http(&http.routes),
+        Kind::Grpc(grpc) => match &grpc.routes[0].rules[0].filters[..] {
+            [
+                grpc_route::Filter {
+                    kind: Some(grpc_route::filter::Kind::FailureInjector(fail)),
+                },
+            ] => (fail.code, fail.message.clone()),
+            other => panic!("{other:?}"),
+        },
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn a_route_that_a_server_cannot_have_opens_nothing() {
+    let web = "group: policy.linkerd.io, kind: Server, name: web";
+    // Nobody can tell which requests of another protocol the route is for.
+    for (kind, protocol, code) in [
+        ("GRPCRoute", "unknown", 500),
+        ("GRPCRoute", "HTTP/1", 500),
+        ("GRPCRoute", "HTTP/2", 500),
+        ("HTTPRoute", "gRPC", 13),
+    ] {
+        let failure = failure_of(kind, protocol, web, "{}").await;
+        let cause = format!("the Server's proxyProtocol is {protocol}, which has no routes of this kind");
+        assert_eq!(failure, (code, format!("{kind} shop/r: {cause}")), "{protocol}");
+    }
+    for protocol in ["opaque", "TLS"] {
+        let server = server(&format!(
+            "port: 8080, proxyProtocol: {protocol}, accessPolicy: all-unauthenticated"
+        ));
+        let open = format!("{}{server}", workloads(""));
+        let before = told(&open, Config::default(), WEB, 8080).await;
+        assert_eq!(authorizations(&before).len(), 1, "{protocol}");
+        let closed = format!("{open}{}", gateway_route("HTTPRoute", web, "{}"));
+        let after = told(&closed, Config::default(), WEB, 8080).await;
+        assert_eq!(authorizations(&after), [""; 0], "{protocol}");
+    }
+    for (protocol, kind, code) in [("HTTP/1", "HTTPRoute", 500), ("gRPC", "GRPCRoute", 13)] {
+        for field in ["port", "sectionName"] {
+            let parent = format!("{web}, {field}: {}", if field == "port" { "8080" } else { "x" });
+            let failure = failure_of(kind, protocol, &parent, "{}").await;
+            let cause =
+                format!("the parentRef has a {field}, which means nothing where the parent is a Server; leave it out");
+            assert_eq!(failure, (code, format!("{kind} shop/r: {cause}")));
+        }
+    }
+    // Routes of other namespaces close nothing.
+    let foreign = gateway_route("HTTPRoute", &format!("{web}, namespace: shop"), "{}")
+        .replace("r, namespace: shop", "r, namespace: other");
+    let manifests = format!(
+        "{}{}{foreign}",
+        workloads(""),
+        server("port: 8080, proxyProtocol: gRPC")
+    );
+    let told = told(&manifests, Config::default(), WEB, 8080).await;
+    assert_eq!(protocol(&told), "grpc default");
+}
+
+#[tokio::test]
+async fn routes_that_a_server_cannot_have_are_counted() {
+    let web = "group: policy.linkerd.io, kind: Server, name: web";
+    let row = async |protocol: &str, parent: &str, expected: i64| {
+        let server = server(&format!("port: 8080, proxyProtocol: {protocol}"));
+        let manifests = format!("{}{server}{}", workloads(""), gateway_route("GRPCRoute", parent, "{}"));
+        let mesh = mesh_with(&manifests, Config::default()).await;
+        let counted = mesh.registry.render();
+        let line = |line: &&str| line.starts_with("unserved_configuration{") && line.contains("spec.parentRefs");
+        let sum: i64 = counted
+            .lines()
+            .filter(line)
+            .filter_map(|line| line.rsplit(' ').next()?.parse::<i64>().ok())
+            .sum();
+        assert_eq!(sum, expected, "{protocol} {parent}");
+    };
+    row("gRPC", web, 0).await;
+    row("HTTP/2", web, 1).await;
+    row("gRPC", &format!("{web}, sectionName: x"), 1).await;
 }

@@ -20,26 +20,15 @@ pub(super) enum LimitRefusal<'a> {
 }
 
 pub(super) fn of_route(judged: Result<(), Refusal>, generation: Option<i64>) -> Condition {
-    let (reason, message) = match judged {
-        Ok(()) => return yes(ACCEPTED, generation),
-        Err(Refusal::NoParent) => (NO_PARENT, String::new()),
-        Err(Refusal::NoClusterIp) => (NO_PARENT, "parent service must have a ClusterIP".to_owned()),
-        Err(Refusal::OtherNamespace) => (
-            NO_PARENT,
-            "the parent is in another namespace; routes of that namespace only are served".to_owned(),
-        ),
-        Err(Refusal::Protocol(protocol)) => (
-            NO_PARENT,
-            format!("the Server's proxyProtocol is {protocol}, which has no routes of this kind"),
-        ),
-        Err(Refusal::Conflict) => (
-            CONFLICTED,
-            "a route of a more specific protocol has the same parent and port".to_owned(),
-        ),
-        Err(Refusal::Older(name)) => (CONFLICTED, format!("{name} is older and takes the same connections")),
-        Err(Refusal::Unsupported(reason)) => (UNSUPPORTED, reason),
+    let Err(refusal) = judged else {
+        return yes(ACCEPTED, generation);
     };
-    no(ACCEPTED, reason, message, generation)
+    let reason = match refusal {
+        Refusal::NoParent | Refusal::NoClusterIp | Refusal::OtherNamespace | Refusal::Protocol(_) => NO_PARENT,
+        Refusal::Conflict | Refusal::Older(_) => CONFLICTED,
+        Refusal::PartOfServer(_) | Refusal::Unsupported(_) => UNSUPPORTED,
+    };
+    no(ACCEPTED, reason, refusal.to_string(), generation)
 }
 
 /// Whether all backends of a route exist.

@@ -238,6 +238,8 @@ fn a_route_that_nobody_would_see_is_not_accepted() {
         "False NoMatchingParent: the Server's proxyProtocol is opaque, which has no routes of this kind"
     );
     assert!(told(Kind::GrpcRoute, server_ref("srv")).starts_with("False NoMatchingParent: the Server's"));
+    let port = json!({"group": POLICY, "kind": "Server", "name": "srv", "port": 80});
+    assert!(told(Kind::PolicyHttpRoute, port).starts_with("False UnsupportedValue: the parentRef has a port"));
     let network = |namespace: &str| json!({"group": POLICY, "kind": "EgressNetwork", "name": "net", "namespace": namespace, "port": 443});
     assert!(told(Kind::TcpRoute, network("shop")).starts_with("True"));
     assert!(told(Kind::TcpRoute, network("linkerd-egress")).starts_with("True"));
