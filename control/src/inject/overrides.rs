@@ -13,6 +13,7 @@ use tulle_core::names::annotation;
 use crate::inject::values::{InboundMode, Values};
 use crate::resources::annotations::Annotations;
 use crate::resources::go_duration;
+use crate::resources::policy::server::DefaultPolicy;
 use crate::resources::port_list::PortList;
 use crate::resources::workload::resolve_ports;
 
@@ -167,7 +168,8 @@ fn set(values: &mut Values, key: &str, text: &str) -> Result<(), Expected> {
         }
         annotation::ACCESS_LOG => proxy.access_log = access_log(text)?,
         annotation::DEFAULT_INBOUND_POLICY => {
-            proxy.default_inbound_policy = one_of(text, &POLICIES, POLICIES_EXPECTED)?;
+            let policy: DefaultPolicy = text.parse().map_err(|_| POLICIES_EXPECTED)?;
+            policy.as_str().clone_into(&mut proxy.default_inbound_policy);
         }
         annotation::INBOUND_MODE => {
             let mode = InboundMode::try_from(text.to_owned()).map_err(|_| "redirect or tproxy")?;
@@ -390,13 +392,5 @@ const RESTRICTING: [&str; 2] = [
 /// What the API server takes as a user or group.
 const MAX_ID: u32 = i32::MAX.unsigned_abs();
 
-const POLICIES: [&str; 6] = [
-    "all-unauthenticated",
-    "all-authenticated",
-    "cluster-unauthenticated",
-    "cluster-authenticated",
-    "deny",
-    "audit",
-];
 const POLICIES_EXPECTED: Expected = "all-unauthenticated, all-authenticated, cluster-unauthenticated, \
      cluster-authenticated, deny or audit";

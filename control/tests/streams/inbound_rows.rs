@@ -205,6 +205,15 @@ async fn annotations_of_workloads_replace_the_cluster_s_defaults() {
     )
     .await;
     row("all-unauthenticated", &format!("{policy}: deny"), 9000, detect, &[]).await;
+    // As the injector reads it, with the line break of a block of YAML.
+    row(
+        "deny",
+        &format!("{policy}: \" all-unauthenticated\\n\""),
+        9000,
+        detect,
+        &[anybody],
+    )
+    .await;
     // What cannot be read was to restrict somebody.
     for unreadable in ["all", "Deny", "'deny,'"] {
         row(

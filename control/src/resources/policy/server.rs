@@ -129,7 +129,8 @@ impl FromStr for DefaultPolicy {
     type Err = UnknownPolicy;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let (clients, from) = match text {
+        // Blocks of YAML end with a line break.
+        let (clients, from) = match text.trim() {
             "all-authenticated" => (Clients::Authenticated, Networks::All),
             "all-unauthenticated" => (Clients::Unauthenticated, Networks::All),
             "cluster-authenticated" => (Clients::Authenticated, Networks::Cluster),
