@@ -9,7 +9,7 @@ use tulle_core::names::{annotation, label};
 use crate::cluster::lookup::Reader;
 use crate::cluster::metrics::{Metrics, SlotMetrics};
 use crate::cluster::table::{Table, View};
-use crate::cluster::workload::{external_endpoint, is_claimed, pod_endpoint};
+use crate::cluster::workload::{external_endpoint, is_taken, pod_endpoint};
 use crate::cluster::{Config, EndpointsFrom, H2Upgrade, Ipv6, State};
 use crate::model::endpoints::{
     Endpoint, Endpoints, Existence, Http2Params, ProtocolHint, TlsIdentity, TrafficScope, Workload,
@@ -167,7 +167,7 @@ fn resolve(
         }
         Target::ExternalWorkload(name) => {
             let workload = reader.external_workload(name)?;
-            if is_claimed(reader, address.ip) {
+            if is_taken(reader, workload, address.ip) {
                 return None;
             }
             external_endpoint(reader, config, workload, address.ip, port)

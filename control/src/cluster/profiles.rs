@@ -8,7 +8,7 @@ use crate::cluster::lookup::Reader;
 use crate::cluster::metrics::{Metrics, SlotMetrics};
 use crate::cluster::table::{Table, View};
 use crate::cluster::workload::{
-    Subject, declares, external_endpoint, is_claimed, pod_endpoint, publishes, service_is_opaque,
+    Subject, declares, external_endpoint, is_taken, pod_endpoint, publishes, service_is_opaque,
 };
 use crate::cluster::{Config, State};
 use crate::model::endpoints::{Endpoint, Http2Params, ProtocolHint};
@@ -215,15 +215,11 @@ fn endpoint_profile(reader: &Reader<'_>, config: &Config, addr: SocketAddr) -> P
         [pod] => return pod_profile(reader, config, pod, addr),
         [..] => return ambiguous("pods' hosts"),
     }
-    let workloads = reader.external_workloads_at(ip);
-    let is_claimed = is_claimed(reader, ip);
-    let workloads: Vec<_> = workloads
-        .iter()
-        .filter(|workload| declares(&workload.ports, port) && !is_claimed)
-        .collect();
-    match *workloads {
-        [] => bare_profile(config, addr),
-        [workload] => {
+    let mut workloads = reader.external_workloads_at(ip).into_iter();
+    let workload = workloads.find(|workload| declares(&workload.ports, port) && !is_taken(reader, workload, ip));
+    match workload {
+        None => bare_profile(config, addr),
+        Some(workload) => {
             let mut endpoint = external_endpoint(reader, config, workload, ip, port);
             endpoint
                 .labels
@@ -231,7 +227,6 @@ fn endpoint_profile(reader: &Reader<'_>, config: &Config, addr: SocketAddr) -> P
             endpoint.zone = workload.meta.label(tulle_core::names::label::ZONE).map(shared);
             profile_of(endpoint)
         }
-        [..] => ambiguous("external workloads"),
     }
 }
 

@@ -276,9 +276,16 @@ pub(super) fn declares(ports: &[ContainerPort], port: u16) -> bool {
     ports.iter().any(|declared| declared.port == port)
 }
 
+/// Whether an address that an external workload names is somebody else's: of a Service, a pod or a host, or of an older
+/// external workload.
+pub(super) fn is_taken(reader: &Reader<'_>, workload: &ExternalWorkload, ip: IpAddr) -> bool {
+    let all = reader.external_workloads_at(ip);
+    is_claimed(reader, ip) || workload.holder(all.into_iter().map(|one| &**one)).is_some()
+}
+
 /// Whether an address is that of a Service, or of a pod that is not over, or of the host of one: no external workload has
 /// it, whatever it says.
-pub(super) fn is_claimed(reader: &Reader<'_>, ip: IpAddr) -> bool {
+fn is_claimed(reader: &Reader<'_>, ip: IpAddr) -> bool {
     let claims = |pod: &Arc<Pod>| pod.claims().any(|claimed| claimed == ip);
     !reader.services_at(ip).is_empty()
         || reader.pods_at(ip).into_iter().any(claims)

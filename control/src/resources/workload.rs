@@ -449,6 +449,22 @@ impl ExternalWorkload {
         resolve(&self.ports, port)
     }
 
+    /// Of external workloads that name an address, this one among them, the one that has it in its place, if there is one:
+    /// the oldest has it, and with it those of its namespace that have other ports.
+    pub fn holder<'a>(&self, all: impl IntoIterator<Item = &'a Self>) -> Option<&'a Self> {
+        let is_older = |other: &&'a Self| other.meta.seniority() < self.meta.seniority();
+        let mut older: Vec<&Self> = all.into_iter().filter(is_older).collect();
+        older.sort_by(|a, b| a.meta.seniority().cmp(&b.meta.seniority()));
+        let oldest = older.first()?;
+        if oldest.meta.namespace() != self.meta.namespace() {
+            return Some(oldest);
+        }
+        let is_of_ours = |port: &ContainerPort| self.ports.iter().any(|ours| ours.port == port.port);
+        let takes =
+            |other: &&Self| other.meta.namespace() == self.meta.namespace() && other.ports.iter().any(is_of_ours);
+        older.into_iter().find(takes)
+    }
+
     /// The port that a Service's target port leads to; an external workload serves only ports that it declares.
     pub fn target_port(&self, port: &PortRef) -> Option<u16> {
         target_port(&self.ports, port).filter(|port| self.ports.iter().any(|declared| declared.port == *port))

@@ -101,6 +101,44 @@ async fn an_external_workload_has_no_address_of_somebody_else() {
 }
 
 #[tokio::test]
+async fn of_external_workloads_with_one_address_the_oldest_is_served() {
+    let workload = |namespace: &str, name: &str, day: u8, port: u16| {
+        format!(
+            "---\napiVersion: workload.linkerd.io/v1beta1\nkind: ExternalWorkload\n\
+             metadata: {{name: {name}, namespace: {namespace}, labels: {{app: vm}}, \
+             creationTimestamp: '2026-01-0{day}T00:00:00Z'}}\n\
+             spec: {{meshTLS: {{identity: {name}.{namespace}, serverName: {name}.{namespace}}}, \
+             ports: [{{port: {port}}}], workloadIPs: [{{ip: 10.2.0.1}}]}}\n"
+        )
+    };
+    let service = "---\napiVersion: v1\nkind: Service\nmetadata: {name: vm, namespace: evil}\n\
+         spec: {clusterIP: 10.247.0.66, selector: {app: vm}, ports: [{port: 80}]}\n";
+    let row = async |rivals: &[String], port: u16, expected: Option<&str>| {
+        let mesh = mesh(&rivals.concat()).await;
+        let profile = mesh.profile(&format!("10.2.0.1:{port}")).await;
+        let identity = profile.endpoint.and_then(|endpoint| endpoint.tls_identity);
+        let identity = format!("{identity:?}");
+        let is_expected = expected.map_or(identity == "None", |name| identity.contains(&format!("\"{name}\"")));
+        assert!(is_expected, "{rivals:?} {port}: {identity}");
+    };
+    let (old, young) = (workload("shop", "db", 1, 80), workload("evil", "vm", 2, 80));
+    row(&[young.clone(), old.clone()], 80, Some("db.shop")).await;
+    row(
+        &[workload("evil", "vm", 1, 80), workload("shop", "db", 1, 80)],
+        80,
+        Some("vm.evil"),
+    )
+    .await;
+    // Another namespace has no port of the address, and one of the same namespace has those that are left.
+    row(&[old.clone(), workload("evil", "vm", 2, 90)], 90, None).await;
+    row(&[old.clone(), workload("shop", "web", 2, 90)], 90, Some("web.shop")).await;
+    row(&[old.clone(), workload("shop", "web", 2, 80)], 80, Some("db.shop")).await;
+    let mesh = mesh(&[old, young, service.to_owned()].concat()).await;
+    let update = next(&mut mesh.get("vm.evil.svc.cluster.local:80").await.unwrap()).await;
+    assert_eq!(short(&update), "1");
+}
+
+#[tokio::test]
 async fn in_a_directory_ports_and_readiness_are_those_that_a_cluster_would_say() {
     let service = |more: &str| {
         format!(

@@ -74,7 +74,7 @@ pub(super) fn of_limit(refused: Option<LimitRefusal<'_>>, generation: Option<i64
 }
 
 /// What is said of an external workload: nothing, unless some of its addresses are somebody else's, or were.
-pub(super) fn of_workload(taken: &[(IpAddr, &Id)], was_judged: bool) -> Option<Condition> {
+pub(super) fn of_workload(taken: &[(IpAddr, Id)], was_judged: bool) -> Option<Condition> {
     if taken.is_empty() {
         // The definition of external workloads knows no generation that a condition is about.
         return was_judged.then(|| yes(ACCEPTED, None));

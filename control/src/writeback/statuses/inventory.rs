@@ -34,7 +34,7 @@ pub(super) struct Inventory {
     routes: AHashMap<Id, Arc<Route>>,
     limits: AHashMap<Name, Arc<RateLimitPolicy>>,
     workloads: AHashMap<Name, Arc<ExternalWorkload>>,
-    /// Services and pods by their addresses, which no external workload has, and external workloads by what they say.
+    /// Services, pods and external workloads by their addresses; an external workload does not have all that it names.
     addresses: AHashMap<IpAddr, BTreeSet<Id>>,
     pods: AHashMap<Name, Vec<IpAddr>>,
     /// The objects whose status depends on an object.
@@ -123,9 +123,18 @@ impl Inventory {
             }
             Object::ExternalWorkload(workload) => {
                 let before = self.workloads.insert(id.1.clone(), workload.clone());
-                let old = before.map(|before| before.ips.clone()).unwrap_or_default();
-                self.readdress(&id, &old, &workload.ips);
-                BTreeSet::from([id])
+                let is_same_rival = before.as_ref().is_some_and(|before| {
+                    (&before.ports, before.meta.created_at) == (&workload.ports, workload.meta.created_at)
+                });
+                let old = before.as_ref().map(|before| before.ips.clone()).unwrap_or_default();
+                let mut concerned = self.readdress(&id, &old, &workload.ips);
+                if !is_same_rival {
+                    concerned.extend(self.workloads_at(&workload.ips));
+                }
+                let eldest = before.iter().chain([workload]).map(|one| one.meta.seniority()).min();
+                concerned.retain(|(_, name)| self.is_younger(name, eldest));
+                concerned.insert(id);
+                concerned
             }
             _ => BTreeSet::new(),
         }
@@ -161,7 +170,11 @@ impl Inventory {
             }
             Kind::ExternalWorkload => {
                 let old = self.workloads.remove(&id.1);
-                self.readdress(id, &old.map(|old| old.ips.clone()).unwrap_or_default(), &[])
+                let ips = old.as_ref().map(|old| old.ips.clone()).unwrap_or_default();
+                let mut concerned = self.readdress(id, &ips, &[]);
+                let age = old.as_ref().map(|old| old.meta.seniority());
+                concerned.retain(|(_, name)| self.is_younger(name, age));
+                concerned
             }
             Kind::EgressNetwork => {
                 self.networks.remove(&id.1);
@@ -196,7 +209,17 @@ impl Inventory {
         for ip in new {
             self.addresses.entry(*ip).or_default().insert(id.clone());
         }
-        let at = old.iter().chain(new).filter_map(|ip| self.addresses.get(ip)).flatten();
+        self.workloads_at(old.iter().chain(new))
+    }
+
+    /// Whether an external workload is younger than one of this age, which alone may take an address from it.
+    fn is_younger(&self, name: &Name, than: Option<(i64, &Name)>) -> bool {
+        let workload = self.workloads.get(name);
+        workload.is_some_and(|workload| Some(workload.meta.seniority()) > than)
+    }
+
+    fn workloads_at<'a>(&self, ips: impl IntoIterator<Item = &'a IpAddr>) -> BTreeSet<Id> {
+        let at = ips.into_iter().filter_map(|ip| self.addresses.get(ip)).flatten();
         at.filter(|(kind, _)| *kind == Kind::ExternalWorkload)
             .cloned()
             .collect()
@@ -359,7 +382,7 @@ impl Inventory {
                 let taken: Vec<_> = workload
                     .ips
                     .iter()
-                    .filter_map(|ip| Some((*ip, self.owner_of(*ip)?)))
+                    .filter_map(|ip| Some((*ip, self.owner_of(*ip, workload)?)))
                     .collect();
                 Some(Status::Workload(conditions::of_workload(&taken, was_judged)))
             }
@@ -367,10 +390,15 @@ impl Inventory {
         }
     }
 
-    /// The Service or pod that has an address.
-    fn owner_of(&self, ip: IpAddr) -> Option<&Id> {
-        let mut ids = self.addresses.get(&ip)?.iter();
-        ids.find(|(kind, _)| *kind != Kind::ExternalWorkload)
+    /// Who has an address that an external workload names, in its place: a Service, a pod or another external workload.
+    fn owner_of(&self, ip: IpAddr, workload: &ExternalWorkload) -> Option<Id> {
+        let ids = self.addresses.get(&ip)?;
+        if let Some(owner) = ids.iter().find(|(kind, _)| *kind != Kind::ExternalWorkload) {
+            return Some(owner.clone());
+        }
+        let all = ids.iter().filter_map(|(_, name)| self.workloads.get(name));
+        let holder = workload.holder(all.map(|one| &**one))?;
+        Some((Kind::ExternalWorkload, holder.meta.name.clone()))
     }
 
     fn route_status(&self, route: &Route) -> Vec<ParentStatus> {

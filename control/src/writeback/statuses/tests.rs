@@ -358,6 +358,43 @@ fn an_external_workload_that_claims_an_address_of_somebody_else_is_refused() {
 }
 
 #[test]
+fn an_external_workload_with_the_address_of_an_older_one_is_refused() {
+    let mut world = World::new();
+    let kind = Kind::ExternalWorkload;
+    let workload = |namespace: &str, name: &str, day: u8, port: u16| {
+        json!({
+            "metadata": {"name": name, "namespace": namespace, "creationTimestamp": format!("2026-01-0{day}T00:00:00Z")},
+            "spec": {"meshTLS": {"identity": "vm", "serverName": "vm"}, "ports": [{"port": port}],
+                     "workloadIPs": [{"ip": "10.2.0.1"}]},
+        })
+    };
+    let told = |world: &World, namespace: &str, name: &str| {
+        let patch = world
+            .0
+            .patch(&(kind, Name::new(namespace, name)), "2026-01-01T00:00:00Z");
+        patch.map(|patch| patch.body["status"]["conditions"][0]["message"].to_string())
+    };
+    world.apply(kind, workload("evil", "vm", 3, 90));
+    assert_eq!(told(&world, "evil", "vm"), None);
+    assert!(
+        world
+            .apply(kind, workload("shop", "db", 2, 80))
+            .contains(&"vm".to_owned())
+    );
+    let of_other = "\"10.2.0.1 is an address of ExternalWorkload shop/db; it is not served\"";
+    assert_eq!(told(&world, "evil", "vm").as_deref(), Some(of_other));
+    assert_eq!(told(&world, "shop", "db"), None);
+    // In one namespace ports tell them apart.
+    world.apply(kind, workload("shop", "web", 4, 90));
+    assert_eq!(told(&world, "shop", "web"), None);
+    world.apply(kind, workload("shop", "web", 4, 80));
+    assert_eq!(told(&world, "shop", "web").as_deref(), Some(of_other));
+    let freed = world.0.delete(&(kind, Name::new("shop", "db")));
+    assert!(freed.contains(&(kind, Name::new("evil", "vm"))));
+    assert_eq!(told(&world, "evil", "vm"), None);
+}
+
+#[test]
 fn backends_must_exist_and_be_services_or_egress_networks() {
     let check = |backends: Value, expected: &str| {
         let mut world = World::new();
