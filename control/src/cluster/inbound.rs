@@ -21,6 +21,7 @@ use crate::model::inbound::{
 };
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch, PathMatch};
+use crate::resources::acceptance;
 use crate::resources::meta::Name;
 use crate::resources::policy::authorization::{
     AuthorizationPolicy, AuthorizationTarget, RequiredClient, ServerAuthorization, ServerClient, Servers,
@@ -172,7 +173,7 @@ impl Port<'_> {
             Protocol::Detect(_) | Protocol::Http1 | Protocol::Http2 => {
                 Routes::Http(self.http_routes(server, &attached))
             }
-            Protocol::Grpc => Routes::Grpc(self.grpc_routes(&attached)),
+            Protocol::Grpc => Routes::Grpc(self.grpc_routes(server, &attached)),
             Protocol::Opaque | Protocol::Tls => {
                 // Nothing answers bytes with an error, so that nobody may send them.
                 if routes::of_other_protocol(&attached).is_some() {
@@ -357,14 +358,8 @@ impl Port<'_> {
                 found.push(self.route(of_server.route, rules.collect()));
             }
         }
-        let mut found = if found.is_empty() { self.default_routes() } else { found };
-        if let Some((limit, reason)) = self.unread_rate_limit(server) {
-            let message = format!("HTTPLocalRateLimitPolicy {}: {reason}", limit.meta.name);
-            for rule in found.iter_mut().flat_map(|route| &mut route.rules) {
-                rule.filters = vec![routes::failure(RouteKind::GatewayHttp, message.clone())];
-            }
-        }
-        found
+        let found = if found.is_empty() { self.default_routes() } else { found };
+        self.limited(server, RouteKind::GatewayHttp, found)
     }
 
     /// Answers all requests of the Server with an error: nobody can tell which of them the route was to restrict.
@@ -379,7 +374,7 @@ impl Port<'_> {
         }
     }
 
-    fn grpc_routes(&self, attached: &[OfServer<'_>]) -> Vec<Route<GrpcMatch>> {
+    fn grpc_routes(&self, server: &Server, attached: &[OfServer<'_>]) -> Vec<Route<GrpcMatch>> {
         let mut found = Vec::new();
         if let Some((route, failure)) = routes::failing_all(attached, RouteKind::Grpc) {
             return vec![self.failing(route, failure, GrpcMatch::default())];
@@ -394,10 +389,9 @@ impl Port<'_> {
             }
         }
         if found.is_empty() {
-            vec![default_route(GrpcMatch::default())]
-        } else {
-            found
+            found.push(default_route(GrpcMatch::default()));
         }
+        self.limited(server, RouteKind::Grpc, found)
     }
 
     fn route<M>(&self, route: &raw::Route, rules: Vec<Rule<M>>) -> Route<M> {
@@ -443,9 +437,19 @@ impl Port<'_> {
         limits.min_by(|a, b| a.meta.seniority().cmp(&b.meta.seniority()))
     }
 
-    fn unread_rate_limit(&self, server: &Server) -> Option<(&Arc<RateLimitPolicy>, &Arc<str>)> {
-        let limit = self.oldest_rate_limit(server)?;
-        Some((limit, limit.unread.as_ref()?))
+    /// Routes of a Server; where its rate limit cannot be served, all of them answer with an error.
+    fn limited<M>(&self, server: &Server, protocol: RouteKind, mut found: Vec<Route<M>>) -> Vec<Route<M>> {
+        let Some(limit) = self.oldest_rate_limit(server) else {
+            return found;
+        };
+        let unread = limit.unread.as_ref().map(ToString::to_string);
+        if let Some(reason) = unread.or_else(|| acceptance::without_rate_limits(server.protocol)) {
+            let message = format!("HTTPLocalRateLimitPolicy {}: {reason}", limit.meta.name);
+            for rule in found.iter_mut().flat_map(|route| &mut route.rules) {
+                rule.filters = vec![routes::failure(protocol, message.clone())];
+            }
+        }
+        found
     }
 
     fn rate_limit(&self, server: &Server) -> Option<RateLimit> {

@@ -244,9 +244,15 @@ pub(super) struct Census {
     /// What objects ask for in vain, each counted.
     unserved: HashMap<(Kind, Name), Vec<(Unserved, Follower)>>,
     /// The same because of the Server that the objects name.
-    unserved_of_servers: HashMap<Name, Vec<((Kind, Name, Unserved), Follower)>>,
+    unserved_of_servers: HashMap<Name, Vec<UnservedOfServer>>,
     /// Objects that cannot be read, and why, each counted.
     unreadable: HashMap<(Kind, Name), (String, Follower)>,
+}
+
+/// A part of an object that is not served because of its Server, counted.
+struct UnservedOfServer {
+    what: (Kind, Name, Unserved),
+    _follower: Follower,
 }
 
 impl Census {
@@ -309,36 +315,44 @@ impl Census {
         new
     }
 
-    /// Counts what routes ask for in vain because of the Server that they name, and returns what of it is new.
+    /// Counts what routes and rate limits ask for in vain because of the Server that they name, and returns what of it is
+    /// new.
     pub(super) fn judge_servers(
         &mut self,
         metrics: &Metrics,
         store: &Store,
         touched: &HashSet<Fact>,
     ) -> Vec<(Kind, Name, Unserved)> {
-        let servers: HashSet<&Name> = touched
-            .iter()
-            .filter_map(|fact| match fact {
-                Fact::RoutesOf(ParentKind::Server, name) | Fact::Object(Kind::Server, name) => Some(name),
-                _ => None,
-            })
-            .collect();
+        let mut servers: HashSet<Name> = HashSet::new();
+        for fact in touched {
+            match fact {
+                Fact::RoutesOf(ParentKind::Server, name) | Fact::Object(Kind::Server, name) => {
+                    servers.insert(name.clone());
+                }
+                Fact::In(Kind::RateLimitPolicy, namespace) => {
+                    let all = Fact::In(Kind::Server, namespace.clone());
+                    servers.extend(store.under(&all).map(|server| server.meta().name.clone()));
+                }
+                _ => {}
+            }
+        }
         let mut new = Vec::new();
         for name in servers {
-            let before = self.unserved_of_servers.remove(name).unwrap_or_default();
-            let Some(Object::Server(server)) = store.object(Kind::Server, name) else {
+            let before = self.unserved_of_servers.remove(&name).unwrap_or_default();
+            let Some(Object::Server(server)) = store.object(Kind::Server, &name) else {
                 continue;
             };
             let routes = Fact::RoutesOf(ParentKind::Server, name.clone());
-            let found = unserved::of_server(server, store.under(&routes));
-            let is_new = |one: &&(Kind, Name, Unserved)| !before.iter().any(|(old, _)| old == *one);
+            let limits = Fact::In(Kind::RateLimitPolicy, name.namespace.clone());
+            let found = unserved::of_server(server, store.under(&routes).chain(store.under(&limits)));
+            let is_new = |one: &&(Kind, Name, Unserved)| !before.iter().any(|old| old.what == **one);
             new.extend(found.iter().filter(is_new).cloned());
             if !found.is_empty() {
-                let counted = found.into_iter().map(|one| {
-                    let follower = metrics.count_unserved(one.0, &one.1, one.2.field);
-                    (one, follower)
+                let counted = found.into_iter().map(|what| UnservedOfServer {
+                    _follower: metrics.count_unserved(what.0, &what.1, what.2.field),
+                    what,
                 });
-                self.unserved_of_servers.insert(name.clone(), counted.collect());
+                self.unserved_of_servers.insert(name, counted.collect());
             }
         }
         new

@@ -150,6 +150,15 @@ pub fn of_server_route(server: &Server, route: &Route, parent: &Parent) -> Resul
     }
 }
 
+/// Why requests that speak a protocol are not limited; nothing where they are.
+pub fn without_rate_limits(protocol: ProxyProtocol) -> Option<String> {
+    let has_none = matches!(
+        protocol,
+        ProxyProtocol::Grpc | ProxyProtocol::Opaque | ProxyProtocol::Tls
+    );
+    has_none.then(|| format!("the Server's proxyProtocol is {protocol}, for which there are no rate limits"))
+}
+
 /// Whether the rival takes what the route is for. Clients see routes of the parent's namespace and of their own only, so
 /// that routes of other namespaces take nothing from one another.
 fn beaten_by(route: &Route, parent: &Parent, rival: &Route) -> Result<(), Refusal> {

@@ -44,8 +44,13 @@ pub fn of(object: &Object) -> Vec<Unserved> {
 /// What objects ask for in vain because of the Server that they name.
 pub fn of_server<'a>(server: &Server, named_by: impl IntoIterator<Item = &'a Object>) -> Vec<(Kind, Name, Unserved)> {
     let of_object = |object: &Object| {
-        let route = object.route()?;
-        let (field, reason) = ("spec.parentRefs", refusal_of_server(server, route)?.to_string());
+        let (field, reason) = match (object, object.route()) {
+            (_, Some(route)) => ("spec.parentRefs", refusal_of_server(server, route)?.to_string()),
+            (Object::RateLimitPolicy(limit), _) if limit.server == server.meta.name.name => {
+                ("spec.targetRef", acceptance::without_rate_limits(server.protocol)?)
+            }
+            _ => return None,
+        };
         Some((object.kind(), object.meta().name.clone(), Unserved { field, reason }))
     };
     named_by.into_iter().filter_map(of_object).collect()

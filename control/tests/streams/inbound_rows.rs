@@ -716,20 +716,43 @@ async fn a_route_that_a_server_cannot_have_opens_nothing() {
 #[tokio::test]
 async fn routes_that_a_server_cannot_have_are_counted() {
     let web = "group: policy.linkerd.io, kind: Server, name: web";
-    let row = async |protocol: &str, parent: &str, expected: i64| {
+    let row = async |protocol: &str, parent: &str, expected: usize| {
         let server = server(&format!("port: 8080, proxyProtocol: {protocol}"));
         let manifests = format!("{}{server}{}", workloads(""), gateway_route("GRPCRoute", parent, "{}"));
-        let mesh = mesh_with(&manifests, Config::default()).await;
-        let counted = mesh.registry.render();
-        let line = |line: &&str| line.starts_with("unserved_configuration{") && line.contains("spec.parentRefs");
-        let sum: i64 = counted
-            .lines()
-            .filter(line)
-            .filter_map(|line| line.rsplit(' ').next()?.parse::<i64>().ok())
-            .sum();
-        assert_eq!(sum, expected, "{protocol} {parent}");
+        assert_eq!(
+            unserved(&manifests, "spec.parentRefs").await,
+            expected,
+            "{protocol} {parent}"
+        );
     };
     row("gRPC", web, 0).await;
     row("HTTP/2", web, 1).await;
     row("gRPC", &format!("{web}, sectionName: x"), 1).await;
+}
+
+#[tokio::test]
+async fn a_rate_limit_of_a_protocol_that_has_none_is_not_passed_by() {
+    let spec = "{targetRef: {group: policy.linkerd.io, kind: Server, name: web}, total: {requestsPerSecond: 5}}";
+    let limit = object("v1alpha1", "HTTPLocalRateLimitPolicy", "limit", spec);
+    let manifests = |protocol: &str| {
+        let server = server(&format!("port: 8080, proxyProtocol: {protocol}"));
+        format!("{}{server}{limit}", workloads(""))
+    };
+    let told = told(&manifests("gRPC"), Config::default(), WEB, 8080).await;
+    let cause = "the Server's proxyProtocol is gRPC, for which there are no rate limits";
+    let expected = format!("HTTPLocalRateLimitPolicy shop/limit: {cause}");
+    assert_eq!(failure(told.protocol.unwrap().kind.unwrap()), (13, expected));
+    for (protocol, expected) in [("HTTP/1", 0), ("gRPC", 1), ("opaque", 1), ("TLS", 1)] {
+        let counted = unserved(&manifests(protocol), "spec.targetRef").await;
+        assert_eq!(counted, expected, "{protocol}");
+    }
+}
+
+/// The number of objects of which this field is counted as not served.
+async fn unserved(manifests: &str, field: &str) -> usize {
+    let mesh = mesh_with(manifests, Config::default()).await;
+    let counted = mesh.registry.render();
+    let suffix = format!("field=\"{field}\"}} 1");
+    let is_of_field = |line: &&str| line.starts_with("unserved_configuration{") && line.ends_with(&suffix);
+    counted.lines().filter(is_of_field).count()
 }

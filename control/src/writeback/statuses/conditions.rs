@@ -4,7 +4,6 @@ use std::net::IpAddr;
 
 use crate::resources::acceptance::Refusal;
 use crate::resources::meta::Name;
-use crate::resources::policy::server::ProxyProtocol;
 use crate::resources::status::{ACCEPTED, Condition, UNSUPPORTED};
 use crate::writeback::statuses::inventory::Id;
 
@@ -14,7 +13,7 @@ pub(super) enum LimitRefusal<'a> {
     /// It cannot be read.
     Unread(&'a str),
     /// Requests of this protocol are not counted.
-    Protocol(ProxyProtocol),
+    Protocol(String),
     /// An older one for the same server does.
     Older(&'a Name),
 }
@@ -62,10 +61,7 @@ pub(super) fn of_limit(refused: Option<LimitRefusal<'_>>, generation: Option<i64
         None => yes(ACCEPTED, generation),
         Some(LimitRefusal::Unread(reason)) => no(ACCEPTED, UNSUPPORTED, reason.to_owned(), generation),
         Some(LimitRefusal::NoServer) => no(ACCEPTED, "NoMatchingTarget", String::new(), generation),
-        Some(LimitRefusal::Protocol(protocol)) => {
-            let message = format!("the Server's proxyProtocol is {protocol}, for which there are no rate limits");
-            no(ACCEPTED, UNSUPPORTED, message, generation)
-        }
+        Some(LimitRefusal::Protocol(reason)) => no(ACCEPTED, UNSUPPORTED, reason, generation),
         Some(LimitRefusal::Older(name)) => {
             let message = format!("{name} is older");
             no(ACCEPTED, "RateLimitReasonAlreadyExists", message, generation)

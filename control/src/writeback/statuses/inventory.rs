@@ -12,7 +12,7 @@ use crate::resources::acceptance::{self, Parents, Settings};
 use crate::resources::meta::Name;
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::rate_limit::RateLimitPolicy;
-use crate::resources::policy::server::{ProxyProtocol, Server};
+use crate::resources::policy::server::Server;
 use crate::resources::route::{Parent, ParentKind, Route};
 use crate::resources::service::Service;
 use crate::resources::status::{ACCEPTED, CONTROLLER_NAME, Condition, ParentRef, ParentStatus, PolicyStatus};
@@ -474,14 +474,12 @@ impl Inventory {
             .min_by(|a, b| a.meta.seniority().cmp(&b.meta.seniority()));
         let holder = oldest.map_or(&limit.meta.name, |oldest| &oldest.meta.name);
         let protocol = self.servers.get(&server.1).map(|server| server.protocol);
-        let refused = match protocol {
+        let refused = match (protocol, protocol.and_then(acceptance::without_rate_limits)) {
             _ if limit.unread.is_some() => limit.unread.as_deref().map(conditions::LimitRefusal::Unread),
-            None => Some(conditions::LimitRefusal::NoServer),
-            Some(protocol @ (ProxyProtocol::Grpc | ProxyProtocol::Opaque | ProxyProtocol::Tls)) => {
-                Some(conditions::LimitRefusal::Protocol(protocol))
-            }
-            Some(_) if *holder != limit.meta.name => Some(conditions::LimitRefusal::Older(holder)),
-            Some(_) => None,
+            (None, _) => Some(conditions::LimitRefusal::NoServer),
+            (Some(_), Some(reason)) => Some(conditions::LimitRefusal::Protocol(reason)),
+            (Some(_), None) if *holder != limit.meta.name => Some(conditions::LimitRefusal::Older(holder)),
+            (Some(_), None) => None,
         };
         Some(Status::Policy(PolicyStatus {
             conditions: vec![conditions::of_limit(refused, limit.generation)],
