@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::process::ExitCode;
 
 use anyhow::{Context as _, anyhow, ensure};
+use ipnet::IpNet;
 use k8s_openapi::api::core::v1::Pod as KubernetesPod;
 use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
 use kube::{Api, ResourceExt as _};
@@ -15,11 +16,13 @@ use tulle_control::cluster::{self, Cluster as State};
 use tulle_control::model::inbound::{Authorization, AuthorizationReference, Route, Routes, Server, ServerReference};
 use tulle_control::model::reference::Reference;
 use tulle_control::resources::event::Event;
+use tulle_control::resources::port_list::PortList;
 use tulle_control::resources::service::PortRef;
 use tulle_control::resources::unreadable::Unreadable;
-use tulle_control::resources::workload::Pod;
+use tulle_control::resources::workload::{Pod, resolve_declared};
 use tulle_control::resources::{self, Kind, Object};
 use tulle_core::metrics::Registry;
+use tulle_core::names::annotation;
 
 use crate::kubernetes::resource::{Kind as ResourceKind, Named};
 use crate::kubernetes::{self, Cluster, reason};
@@ -60,24 +63,27 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
             let everywhere = list(&cluster, None, kind).await;
             events.extend(match everywhere {
                 Ok(found) => found,
-                Err(_) => list(&cluster, Some(namespace), kind).await?,
+                Err(error) => {
+                    eprintln!("tulle: authorizations that refer to other namespaces may be missing: {error:#}");
+                    list(&cluster, Some(namespace), kind).await?
+                }
             });
         }
         let values = config::values(&cluster).await.unwrap_or_else(|error| {
-            eprintln!("tulle: the cluster's default policy is assumed to be all-unauthenticated: {error:#}");
+            eprintln!("tulle: the cluster's default policy, networks and opaque ports are assumed: {error:#}");
             Value::Null
         });
-        let rows = rows(settings(&cluster, &values)?, events, pods)?;
+        let rows = rows(settings(&cluster.control_plane, &values)?, events, pods)?;
         crate::print(&table::text(&TITLES, rows))?;
         Ok(ExitCode::SUCCESS)
     })
 }
 
 /// What the policy service was installed with, as far as it decides about authorizations.
-fn settings(cluster: &Cluster, values: &Value) -> anyhow::Result<cluster::Config> {
+fn settings(control_plane: &str, values: &Value) -> anyhow::Result<cluster::Config> {
     let text = |value: &Value| value.as_str().filter(|text| !text.is_empty()).map(str::to_owned);
     let mut config = cluster::Config {
-        controller_namespace: cluster.control_plane.clone(),
+        controller_namespace: control_plane.to_owned(),
         ..cluster::Config::default()
     };
     if let Some(policy) = text(&values["proxy"]["defaultInboundPolicy"]) {
@@ -86,7 +92,26 @@ fn settings(cluster: &Cluster, values: &Value) -> anyhow::Result<cluster::Config
     if let Some(domain) = text(&values["identityTrustDomain"]).or_else(|| text(&values["clusterDomain"])) {
         config.trust_domain = domain;
     }
+    if let Some(list) = text(&values["clusterNetworks"]) {
+        config.cluster_networks = networks(list.split(',')).context("reading the value clusterNetworks")?;
+    }
+    if let Some(list) = values["policyController"]["probeNetworks"].as_array() {
+        let list = list.iter().filter_map(Value::as_str);
+        config.probe_networks = networks(list).context("reading the value policyController.probeNetworks")?;
+    }
+    if let Some(list) = text(&values["proxy"]["opaquePorts"]) {
+        config.default_opaque_ports = list.parse().context("reading the value proxy.opaquePorts")?;
+    }
     Ok(config)
+}
+
+fn networks<'a>(list: impl Iterator<Item = &'a str>) -> anyhow::Result<Vec<IpNet>> {
+    let list = list.map(str::trim).filter(|text| !text.is_empty());
+    list.map(|text| {
+        text.parse()
+            .with_context(|| format!("{text:?} is no network such as 10.0.0.0/8"))
+    })
+    .collect()
 }
 
 /// The objects of a kind in a namespace, or in all; none where the kind is not installed.
@@ -167,13 +192,20 @@ fn rows(
     Ok(rows)
 }
 
-/// The ports that the pod declares or a Server gives by number; any other one where there are none.
+/// The ports that the pod declares or a Server gives by number, and one of those that need an identity; any other one where
+/// there are none.
 fn ports(pod: &Pod, servers: &[PortRef]) -> BTreeSet<u16> {
     let numbers = servers.iter().filter_map(|port| match port {
         PortRef::Number(number) => Some(*number),
         PortRef::Name(_) => None,
     });
     let mut ports: BTreeSet<u16> = pod.ports.iter().map(|port| port.port).chain(numbers).collect();
+    if let Some(list) = pod.meta.annotation(annotation::REQUIRE_IDENTITY_INBOUND_PORTS) {
+        // All that no Server selects have the same authorizations.
+        let listed = resolve_declared(&PortList::parse(list), &pod.ports).to_set();
+        let other = listed.ranges().flatten().find(|port| !ports.contains(port));
+        ports.extend(other);
+    }
     if ports.is_empty() {
         ports.insert(u16::MAX);
     }
@@ -357,5 +389,40 @@ ROUTE   SERVER                        AUTHORIZATION_POLICY          SERVER_AUTHO
         ];
         let shown = shown(objects, pod("web", &[80]));
         assert!(shown.contains("of-a") && !shown.contains("of-b"), "{shown}");
+    }
+
+    #[test]
+    fn a_port_that_needs_an_identity_is_shown_beside_those_that_are_declared() {
+        let mut pod = pod("web", &[80]);
+        let key = annotation::REQUIRE_IDENTITY_INBOUND_PORTS.to_owned();
+        pod.metadata.annotations = Some([(key, "80-81,9000".to_owned())].into());
+        let needs_all = shown(Vec::new(), pod.clone());
+        assert!(needs_all.contains("default/all-authenticated"), "{needs_all}");
+        let key = annotation::REQUIRE_IDENTITY_INBOUND_PORTS.to_owned();
+        pod.metadata.annotations = Some([(key, "9000".to_owned())].into());
+        let shown = shown(Vec::new(), pod);
+        for policy in ["default/all-unauthenticated", "default/all-authenticated"] {
+            assert!(shown.contains(policy), "{policy}: {shown}");
+        }
+    }
+
+    #[test]
+    fn settings_are_those_that_the_policy_service_was_installed_with() {
+        let values = json!({
+            "clusterNetworks": "10.0.0.0/8, fd00::/8",
+            "policyController": { "probeNetworks": ["192.168.7.0/24"] },
+            "proxy": { "opaquePorts": "25,3306", "defaultInboundPolicy": "deny" },
+        });
+        let config = settings("mesh", &values).unwrap();
+        let shown = |networks: &[IpNet]| networks.iter().map(ToString::to_string).collect::<Vec<_>>();
+        assert_eq!(shown(&config.cluster_networks), ["10.0.0.0/8", "fd00::/8"]);
+        assert_eq!(shown(&config.probe_networks), ["192.168.7.0/24"]);
+        assert!(config.default_opaque_ports.contains(3306));
+        assert_eq!(
+            (config.default_policy.as_str(), &*config.controller_namespace),
+            ("deny", "mesh")
+        );
+        let error = settings("mesh", &json!({ "clusterNetworks": "10/8" })).unwrap_err();
+        assert!(format!("{error:#}").contains("clusterNetworks: \"10/8\""), "{error:#}");
     }
 }
