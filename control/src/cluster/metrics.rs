@@ -39,7 +39,7 @@ pub(super) struct Metrics {
 
 impl Metrics {
     /// Counts one part of an object that is not served.
-    fn count_unserved(&self, kind: Kind, name: &Name, field: &str) -> Follower {
+    pub(super) fn count_unserved(&self, kind: Kind, name: &Name, field: &str) -> Follower {
         let labels = Labels::new()
             .with("kind", kind.info().name)
             .with("namespace", &name.namespace)

@@ -11,6 +11,7 @@ pub mod inbound;
 mod lookup;
 pub mod members;
 mod metrics;
+mod named_ports;
 pub mod outbound;
 pub mod profiles;
 mod routes;
@@ -34,6 +35,7 @@ use crate::cluster::answer::{Answer, Encoder};
 use crate::cluster::endpoints::EndpointsView;
 use crate::cluster::inbound::InboundView;
 use crate::cluster::metrics::{Census, Metrics};
+use crate::cluster::named_ports::NamedPorts;
 use crate::cluster::outbound::OutboundView;
 use crate::cluster::profiles::ProfileView;
 use crate::cluster::store::{Fact, Store};
@@ -149,6 +151,7 @@ struct Shared {
 struct State {
     store: Store,
     census: Census,
+    named_ports: NamedPorts,
     endpoints: Table<EndpointsView>,
     profiles: Table<ProfileView>,
     inbound: Table<InboundView>,
@@ -291,6 +294,7 @@ impl Shared {
                 state.census.record(&self.metrics, &change);
             }
             unserved.extend(state.census.judge_servers(&self.metrics, &state.store, &touched));
+            unserved.extend(state.named_ports.judge(&self.metrics, &state.store, &touched));
             state.census.look(&self.metrics, &state.store, &touched);
             state.endpoints.refresh(&state.store, &self.config, &touched);
             state.profiles.refresh(&state.store, &self.config, &touched);

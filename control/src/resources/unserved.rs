@@ -7,11 +7,11 @@ use tulle_core::names::{annotation, label};
 use crate::resources::acceptance::{self, Refusal};
 use crate::resources::annotations;
 use crate::resources::meta::{Meta, Name};
-use crate::resources::policy::server::{DefaultPolicy, Server};
+use crate::resources::policy::server::{DefaultPolicy, Server, Workloads};
 use crate::resources::port_list::{PortList, ResolvedPorts};
 use crate::resources::route::{Parent, ParentKind, Route};
 use crate::resources::route_admission;
-use crate::resources::service::{EndpointSlice, Service};
+use crate::resources::service::{EndpointSlice, PortRef, Service};
 use crate::resources::workload::{ContainerPort, resolve_declared};
 use crate::resources::{Kind, Object};
 
@@ -39,6 +39,33 @@ pub fn of(object: &Object) -> Vec<Unserved> {
         Object::ExternalWorkload(workload) => of_workload(&workload.meta, &workload.ports),
         object => object.route().map(|route| of_route(route)).unwrap_or_default(),
     }
+}
+
+/// Whether a workload declares the port that a Server names; nothing where the Server does not select it, or gives a number.
+pub fn declares_port_of(server: &Server, workload: &Object) -> Option<bool> {
+    let port = server.port.as_ref().filter(|port| matches!(port, PortRef::Name(_)))?;
+    match (workload, &server.workloads) {
+        (Object::Pod(pod), Workloads::Pods(selector)) if selector.matches(&pod.meta.labels) => {
+            Some(!pod.resolve(port).is_empty())
+        }
+        (Object::ExternalWorkload(workload), Workloads::External(selector))
+            if selector.matches(&workload.meta.labels) =>
+        {
+            Some(!workload.resolve(port).is_empty())
+        }
+        _ => None,
+    }
+}
+
+/// What is said of a Server that names a port which none of its workloads declares.
+pub fn undeclared_port(server: &Server) -> Option<Unserved> {
+    let Some(PortRef::Name(port)) = &server.port else {
+        return None;
+    };
+    Some(Unserved {
+        field: "spec.port",
+        reason: format!("no workload that the Server selects declares a port {port:?}, so that it holds for nothing"),
+    })
 }
 
 /// What objects ask for in vain because of the Server that they name.

@@ -475,3 +475,19 @@ async fn requests_that_cannot_be_answered_have_their_code_and_message() {
     }
     assert_eq!(mesh.port("shop", 80).await.unwrap_err().code(), Code::InvalidArgument);
 }
+
+#[tokio::test]
+async fn a_server_whose_port_no_workload_declares_is_counted() {
+    let server = SERVER.replace("port: http", "port: htpp");
+    let mesh = mesh(&format!("{POD}{server}")).await;
+    let line = "unserved_configuration{kind=\"Server\",namespace=\"shop\",name=\"web\",field=\"spec.port\"}";
+    let is_counted = || mesh.registry.render().contains(&format!("{line} 1"));
+    assert!(server.contains("htpp") && is_counted());
+    mesh.write("mesh.yaml", &format!("{POD}{SERVER}"));
+    crate::harness::eventually(|| !is_counted()).await;
+    mesh.write("mesh.yaml", &format!("{POD}{server}"));
+    crate::harness::eventually(is_counted).await;
+    // Of no workload nothing can be told.
+    mesh.write("mesh.yaml", server.trim_start().trim_start_matches("---"));
+    crate::harness::eventually(|| !is_counted()).await;
+}
