@@ -70,6 +70,7 @@ pub fn markdown() -> String {
 }
 
 const HEAD: &str = "\
+<!-- Written by core/src/causes.rs, where changes belong: TULLE_WRITE_DOCS=1 cargo nextest run -p tulle-core causes -->
 # Why a request failed
 
 Every response that a proxy makes itself says so in headers:
@@ -356,7 +357,7 @@ pub const ALL: &[Cause] = &[
         Whose::Policy,
         "as the filter says",
         "A filter of the route answers with a failure.",
-        "Nothing, if it is meant; else remove the filter. A backend that does not exist, or traffic to the outside that is denied, is answered so, too; and so is a rule or a backend of a route that asks for something that no proxy does (URLRewrite, RequestMirror, `retry`, `sessionPersistence` and others) or that cannot be read, and whatever an HTTPLocalRateLimitPolicy or an EgressNetwork that cannot be read is for: 500, or 13 of gRPC, with the route and the cause as the message, which its status (`Accepted: False`, `UnsupportedValue`) repeats.",
+        "Nothing, if it is meant; else remove the filter. A backend that does not exist, or traffic to the outside that is denied, is answered so, too; and so is a rule or a backend of a route that asks for something that no proxy does (URLRewrite, RequestMirror, `retry`, `sessionPersistence` and others) or that cannot be read, a route that its Server cannot have (of a kind that the `proxyProtocol` does not have, or with a port or a section in its `parentRef`), the rate limit of a gRPC Server, and whatever an HTTPLocalRateLimitPolicy or an EgressNetwork that cannot be read is for: 500, or 13 of gRPC, with the route and the cause as the message, which its status (`Accepted: False`) repeats.",
     ),
     cause(
         "tls-identity-mismatch",
