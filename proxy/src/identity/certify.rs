@@ -2,13 +2,14 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use rustls::pki_types::CertificateDer;
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
+use tokio::time::{MissedTickBehavior, interval, timeout};
 use tonic::Status;
 use tracing::{debug, info, warn};
 use tulle_core::backoff::{Backoff, Steps};
+use tulle_core::due::{Clock, Due};
 use tulle_core::metrics::Registry;
 use tulle_core::ready::Latch;
 use tulle_proto::identity::identity_client::IdentityClient;
@@ -114,14 +115,13 @@ impl Certifier {
         let mut uncertified = Some(uncertified);
         let mut look_at_file = ticks(ANCHORS_INTERVAL);
         let mut remind = ticks(REMINDER_INTERVAL);
-        let mut look_at_clock = ticks(CLOCK_INTERVAL);
         let mut delays = self.backoff();
         let mut due = Due::after(Duration::ZERO, self.clock);
         let mut last_error = None;
         loop {
             // Each branch only waits; certifying itself is bounded by a timeout.
             tokio::select! {
-                () = sleep_until(due.at) => match self.certify().await {
+                () = due.wait() => match self.certify().await {
                     Ok(lifetime) => {
                         uncertified = None;
                         last_error = None;
@@ -150,11 +150,6 @@ impl Certifier {
                 _ = look_at_file.tick() => {
                     if self.follow_file() {
                         // Whom others accept may have changed with whom we accept.
-                        due = Due::after(Duration::ZERO, self.clock);
-                    }
-                }
-                _ = look_at_clock.tick() => {
-                    if due.by_clock <= (self.clock)() {
                         due = Due::after(Duration::ZERO, self.clock);
                     }
                 }
@@ -270,25 +265,6 @@ impl Certifier {
     }
 }
 
-/// Tells the time of day.
-pub(crate) type Clock = fn() -> SystemTime;
-
-/// When to ask for a certificate. Certificates expire by the time of day, which goes on while a machine is suspended, and may
-/// be set; timers do not.
-struct Due {
-    at: Instant,
-    by_clock: SystemTime,
-}
-
-impl Due {
-    fn after(delay: Duration, clock: Clock) -> Self {
-        Self {
-            at: Instant::now() + delay,
-            by_clock: clock() + delay,
-        }
-    }
-}
-
 /// 70 % of what is left, a little earlier at random so that a fleet that started together spreads, within the bounds.
 fn refresh_after(left: Duration, config: &Config) -> Duration {
     left.mul_f64(fastrand::f64().mul_add(-0.07, 0.7))
@@ -303,8 +279,6 @@ pub(super) fn ticks(period: Duration) -> tokio::time::Interval {
 
 /// Longer than a channel waits for a connection, so that its reason is seen.
 const CERTIFY_TIMEOUT: Duration = Duration::from_secs(20);
-/// How long after a machine wakes up, or its clock is set, a certificate that is due by then is asked for at most.
-const CLOCK_INTERVAL: Duration = Duration::from_secs(5);
 const FIRST_RETRY: Duration = Duration::from_millis(500);
 pub(super) const REMINDER_INTERVAL: Duration = Duration::from_secs(15);
 /// A mounted file changes rarely; this is how long a revoked root lives on at most.

@@ -52,7 +52,9 @@ pub(super) fn of_network(unread: Option<&str>, overlaps: bool, generation: Optio
     if !overlaps {
         return yes(ACCEPTED, generation);
     }
-    let message = "networks overlap with clusterNetworks".to_owned();
+    let message = "networks overlap with clusterNetworks: what it denies is denied all the same, also within the cluster, and no route \
+                   permits any of it; name networks outside of the cluster"
+        .to_owned();
     no(ACCEPTED, "EgressReasonNetworkOverlap", message, generation)
 }
 
