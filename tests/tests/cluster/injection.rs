@@ -1,6 +1,7 @@
 //! Pods of every kind run with a sidecar, and what the injector missed is told.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::process::Stdio;
 use std::time::Duration;
 use std::{env, fs};
@@ -121,12 +122,15 @@ async fn an_outage_is_audited(meshed: &Meshed) {
             },
         })
     };
-    let file = meshed.file("pods.json");
-    let pods = json!({"apiVersion": "v1", "kind": "List", "items": (0..300).map(pod).collect::<Vec<_>>()});
-    fs::write(&file, pods.to_string()).unwrap();
-    let mut create = meshed.cluster.command("kubectl").unwrap();
-    create.args(["create", "-f"]).arg(&file).stdout(Stdio::null());
-    let mut create = create.spawn().unwrap();
+    let create = |name: &str, pods: Range<usize>| {
+        let file = meshed.file(name);
+        let pods = json!({"apiVersion": "v1", "kind": "List", "items": pods.map(pod).collect::<Vec<_>>()});
+        fs::write(&file, pods.to_string()).unwrap();
+        let mut create = meshed.cluster.command("kubectl").unwrap();
+        create.args(["create", "-f"]).arg(&file).stdout(Stdio::null());
+        create.spawn().unwrap()
+    };
+    let mut before = create("pods.json", 0..300);
     let count = async || meshed.pods("native", "app=many").await.map(|pods| pods.len());
     let some = async || {
         let n = count().await?;
@@ -135,19 +139,31 @@ async fn an_outage_is_audited(meshed: &Meshed) {
     };
     meshed.cluster.until("some pods are created", some).await.unwrap();
     let injector = "linkerd.io/control-plane-component=proxy-injector";
+    let scale = "scale -n linkerd deploy/linkerd-proxy-injector --replicas";
+    meshed.kubectl(&format!("{scale}=0")).await.unwrap();
     let kill = format!("delete pod -n linkerd -l {injector} --force --grace-period=0");
     meshed.kubectl(&kill).await.unwrap();
-    assert!(create.wait().await.unwrap().success());
+    assert!(before.wait().await.unwrap().success());
+    // However fast those were, these come while nobody injects.
+    let gone = async || {
+        let args = ["get", "pods", "-n", "linkerd", "-l", injector, "-o", "name"];
+        let pods = meshed.cluster.kubectl(&args).await?;
+        ensure!(pods.is_empty(), "{pods}");
+        Ok(())
+    };
+    meshed.cluster.until("the injector is gone", gone).await.unwrap();
+    assert!(create("late.json", 300..N_PODS).wait().await.unwrap().success());
+    meshed.kubectl(&format!("{scale}=1")).await.unwrap();
 
     let path = "jsonpath={range .items[*]}{.metadata.name}/{.spec.initContainers[*].name}{\"\\n\"}{end}";
     let args = ["get", "pods", "-n", "native", "-l", "app=many", "-o", path];
     let found = meshed.cluster.kubectl(&args).await.unwrap();
     let without = found.lines().filter_map(|line| line.strip_suffix('/'));
     let missed: BTreeSet<String> = without.map(|name| format!("native/{name}")).collect();
-    assert_eq!(found.lines().count(), 300);
+    assert_eq!(found.lines().count(), N_PODS);
     assert!(
-        (1..300).contains(&missed.len()),
-        "{} of 300 have no sidecar",
+        (1..N_PODS).contains(&missed.len()),
+        "{} of {N_PODS} have no sidecar",
         missed.len()
     );
     let listed = async || {
@@ -166,8 +182,13 @@ async fn an_outage_is_audited(meshed: &Meshed) {
         .until("the audit lists what was missed", listed)
         .await
         .unwrap();
-    eprintln!("{} of 300 pods were missed, and the audit lists them", missed.len());
+    eprintln!(
+        "{} of {N_PODS} pods were missed, and the audit lists them",
+        missed.len()
+    );
 }
+
+const N_PODS: usize = 310;
 
 /// What makes a pod, by its kind.
 fn kinds() -> Vec<(&'static str, String)> {
