@@ -250,7 +250,7 @@ impl Drop for Socket {
 /// may take the descriptors of this process from the others.
 struct Users {
     served: Vec<(u32, Arc<Semaphore>)>,
-    /// Places of all others together, who are told that they have no identity.
+    /// Permits for the connections of all other users together. They have no identity, and are told so.
     others: Arc<Semaphore>,
 }
 

@@ -29,14 +29,14 @@ pub(crate) fn authority(req: &Request<Body>) -> Option<Authority> {
     req.uri().authority().cloned().or_else(of_header)
 }
 
-/// What there is in a message that does not go on with it as it is.
+/// Which kinds of headers a message has that are removed before it is forwarded.
 #[derive(Default)]
 struct Found {
-    /// What concerns only the connection the message came on.
+    /// Headers of the connection alone (RFC 9110 §7.6.1).
     hop_by_hop: bool,
-    /// What only proxies say.
+    /// `l5d-*` headers.
     of_proxies: bool,
-    /// What becomes a header of proxies where an application takes underscores for hyphens.
+    /// Names that become `l5d-*` where an application takes underscores for hyphens.
     folded: bool,
 }
 

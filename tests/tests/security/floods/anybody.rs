@@ -15,7 +15,7 @@ pub(crate) fn config(leaf: Option<&Leaf>) -> ClientConfig {
         .with_protocol_versions(&[&rustls::version::TLS13])
         .unwrap()
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(Anybody(provider)));
+        .with_custom_certificate_verifier(Arc::new(AcceptAnyCertificate(provider)));
     match leaf {
         Some(leaf) => config
             .with_client_auth_cert(leaf.chain.clone(), leaf.key.clone_key())
@@ -25,9 +25,9 @@ pub(crate) fn config(leaf: Option<&Leaf>) -> ClientConfig {
 }
 
 #[derive(Debug)]
-struct Anybody(Arc<CryptoProvider>);
+struct AcceptAnyCertificate(Arc<CryptoProvider>);
 
-impl ServerCertVerifier for Anybody {
+impl ServerCertVerifier for AcceptAnyCertificate {
     fn verify_server_cert(
         &self,
         _: &CertificateDer<'_>,

@@ -1,4 +1,4 @@
-//! Strangers and peers, who hold connections open in every way that costs them little.
+//! The clients that flood a port: with an identity or without, each holds connections open in one cheap way.
 
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
