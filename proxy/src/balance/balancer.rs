@@ -234,7 +234,11 @@ impl<E: Candidate> Balancer<E> {
             Discovered::Unknown => usize::MAX,
             Discovered::Endpoints(_) | Discovered::NoEndpoints => self.queue.capacity,
         };
-        let _place = Place::take(&self.waiting, capacity)?;
+        let _place = match Place::take(&self.waiting, capacity) {
+            Ok(place) => place,
+            // The places may be of those whom the same answer of discovery, this very moment, wakes.
+            Err(full) => return self.pick_now(Instant::now(), tried).ok_or(full),
+        };
         let _waiting = series.wait();
         let deadline = Instant::now() + self.queue.failfast_timeout;
         loop {
@@ -587,6 +591,25 @@ mod tests {
             let _ = waiter.await;
         }
         assert_eq!(balancer.waiting.load(Ordering::Relaxed), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn nobody_is_refused_for_those_whom_the_first_endpoints_wake() {
+        let balancer = balancer(Strategy::PeakEwma);
+        let waiters: Vec<_> = (0..3)
+            .map(|_| {
+                let balancer = balancer.clone();
+                tokio::spawn(async move { balancer.pick(&[], &series()).await.map(|_| ()) })
+            })
+            .collect();
+        tokio::task::yield_now().await;
+        assert_eq!(balancer.waiting.load(Ordering::Relaxed), 3);
+        peers(&balancer, 1);
+        // Its first look was before there were endpoints, its second is after.
+        assert!(balancer.wait(&[], &series()).await.is_ok());
+        for waiter in waiters {
+            assert_eq!(waiter.await.unwrap(), Ok(()));
+        }
     }
 
     #[test]
