@@ -426,7 +426,7 @@ pub const ALL: &[Cause] = &[
         "queue-full",
         Whose::Mesh,
         "503, UNAVAILABLE",
-        "Too many requests wait for an endpoint already.",
+        "As many requests wait for an endpoint of the service as may: `LINKERD2_PROXY_OUTBOUND_HTTP_QUEUE_CAPACITY` (10,000), or what its policy says if that is more.",
         "As for `endpoints-unready`: the waiting is not the cause.",
     ),
     cause(

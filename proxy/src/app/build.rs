@@ -192,6 +192,7 @@ impl Parts<'_> {
                 Balancing::PeakEwma => Strategy::PeakEwma,
                 Balancing::RoundRobin => Strategy::RoundRobin,
             },
+            min_queue_capacity: direction.http_queue_capacity,
             unreadable: unreadable.clone(),
             balanced: Mutex::default(),
             forwards: Mutex::default(),

@@ -91,6 +91,10 @@ pub(crate) struct Factory {
     pub(crate) common: Arc<Common>,
     pub(crate) destinations: Destinations,
     pub(crate) strategy: Strategy,
+    /// Minimum number of requests that may wait for an endpoint of a service, `LINKERD2_PROXY_OUTBOUND_HTTP_QUEUE_CAPACITY`.
+    ///
+    /// Linkerd's control plane tells every proxy 100, which nobody can change and its proxies do not use.
+    pub(crate) min_queue_capacity: usize,
     /// Where endpoints are counted that cannot be read.
     pub(crate) unreadable: unreadable::Families,
     pub(crate) balanced: Mutex<HashMap<Arc<str>, Vec<Weak<Balanced>>>>,
@@ -148,7 +152,10 @@ impl Factory {
             BackendTarget::Balance { path, load } => {
                 let params = Params {
                     load: *load,
-                    queue: backend.queue,
+                    queue: Queue {
+                        capacity: backend.queue.capacity.max(self.min_queue_capacity),
+                        ..backend.queue
+                    },
                     accrual,
                 };
                 self.viewed(path, params, view, &backend.meta)

@@ -111,6 +111,27 @@ fn why_endpoints_cannot_be_reached_is_told_to_those_who_wait_for_one_too() {
 }
 
 #[test]
+fn as_many_requests_wait_for_an_endpoint_as_the_environment_says() {
+    mesh().workload("client").unmeshed("legacy").run(async |mesh: &Mesh| {
+        let service = mesh.service("legacy", HTTP);
+        eventually("nobody listens", async || {
+            (mesh.get("client", service, "/").await.cause() == "connect-refused").then_some(())
+        })
+        .await;
+        let client = Http2::over(mesh.dial("client", service).await).await;
+        // The policy says 100, the environment 10,000.
+        let asked = (0..200).map(|_| {
+            let mut client = client.clone();
+            async move { client.ask(request2("/")).await.unwrap() }
+        });
+        let answers = join_all(asked).await;
+        let waited = answers.iter().filter(|answer| answer.cause() == "endpoints-unready");
+        assert!(waited.count() > 100);
+        assert!(answers.iter().all(|answer| answer.cause() != "queue-full"));
+    });
+}
+
+#[test]
 fn an_endpoint_that_cannot_be_connected_to_in_time_is_a_gateway_timeout() {
     mesh()
         .env("OUTBOUND_CONNECT_TIMEOUT", "200ms")
