@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 use std::{panic, process, thread};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -20,6 +21,7 @@ use nix::sys::prctl;
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::sys::signalfd::SignalFd;
 use nix::unistd::{Gid, Pid, Uid, getgid, getuid, setgroups, setresgid, setresuid};
+use tokio::time::Instant;
 
 /// A named network namespace; dropping it removes the name and, once nothing runs inside, all that was in it.
 #[derive(Debug)]
@@ -74,6 +76,12 @@ pub enum NetnsError {
         name: String,
         #[source]
         source: nix::Error,
+    },
+    #[error("link {link} of {name} is not up after {LINK_UP_TIMEOUT:?}: {state}; is its other end up?")]
+    LinkDown {
+        name: String,
+        link: &'static str,
+        state: String,
     },
     #[error("reading the names in {RUN_NETNS}")]
     List {
@@ -161,6 +169,33 @@ impl Namespace {
         ip(self.command(IP), lines)
     }
 
+    /// Waits until the kernel has taken notice that a link and its other end are up.
+    ///
+    /// The kernel does so after `ip` has returned, and changes the IPv6 routes of the link then. Meanwhile it may take
+    /// an address of the namespace itself for one of its neighbours.
+    fn wait_for_link(&self, link: &'static str) -> Result<(), NetnsError> {
+        let deadline = Instant::now() + LINK_UP_TIMEOUT;
+        loop {
+            let mut command = self.command(IP);
+            command.args(["-br", "link", "show", link]);
+            let output = command
+                .output()
+                .map_err(|source| NetnsError::Program { program: IP, source })?;
+            let state = String::from_utf8_lossy(&output.stdout);
+            if state.split_whitespace().nth(1) == Some("UP") {
+                return Ok(());
+            }
+            if Instant::now() >= deadline {
+                return Err(NetnsError::LinkDown {
+                    name: self.name.clone(),
+                    link,
+                    state: state.trim_end().to_owned(),
+                });
+            }
+            thread::sleep(LINK_UP_INTERVAL);
+        }
+    }
+
     fn open(name: &str) -> Result<Self, NetnsError> {
         let path = Path::new(RUN_NETNS).join(name);
         match File::open(&path) {
@@ -230,11 +265,9 @@ impl Lab {
             .gateways
             .iter()
             .map(|gateway| format!("route add default via {gateway}\n"));
-        let lines = addrs
-            .chain(["link set eth0 up\n".to_owned()])
-            .chain(routes)
-            .collect::<String>();
-        namespace.ip(&lines)?;
+        namespace.ip("link set eth0 up\n")?;
+        namespace.wait_for_link("eth0")?;
+        namespace.ip(&addrs.chain(routes).collect::<String>())?;
         Ok(namespace)
     }
 
@@ -506,6 +539,8 @@ fn before_exec(command: &mut Command, step: impl FnMut() -> io::Result<()> + Sen
 
 const IP: &str = "ip";
 const RUN_NETNS: &str = "/run/netns";
+const LINK_UP_TIMEOUT: Duration = Duration::from_secs(5);
+const LINK_UP_INTERVAL: Duration = Duration::from_millis(1);
 /// `si_code` of a signal that the kernel sent, as for Ctrl-C.
 const SI_KERNEL: i32 = 0x80;
 static LABS: AtomicU32 = AtomicU32::new(0);
