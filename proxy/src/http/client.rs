@@ -588,14 +588,14 @@ mod tests {
             let mut get = Request::get("/").body(Body::empty()).unwrap();
             let (sent, server) = tokio::join!(client.send(ready, &mut get), async {
                 let (mut server, _) = listener.accept().await.unwrap();
-                let head = b"HTTP/1.1 204 No Content\r\nkeep-alive: timeout=100\r\n\r\n";
+                let head = b"HTTP/1.1 204 No Content\r\nkeep-alive: timeout=40\r\n\r\n";
                 server.write_all(head).await.unwrap();
                 server
             });
             assert_eq!(sent.unwrap().status(), 204);
             server
         };
-        for (idle, is_open) in [(40, true), (50, false)] {
+        for (idle, is_open) in [(30, true), (39, false)] {
             let _server = answered().await;
             tokio::time::pause();
             tokio::time::advance(Duration::from_secs(idle)).await;
