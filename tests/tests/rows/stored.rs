@@ -291,9 +291,12 @@ fn complete_pod(pod: &mut Value) {
 async fn delete(api: &Api<DynamicObject>, name: &str) -> anyhow::Result<()> {
     // In the background, because jobs would otherwise wait for a collector of garbage, which there is none of.
     let now = DeleteParams::background().grace_period(0);
+    // An API server deletes the Endpoints of a Service together with it.
+    let Some(object) = api.get_opt(name).await? else {
+        return Ok(());
+    };
     // What was deleted before waits for its finalizer only.
-    let held = api.get(name).await?.metadata.finalizers.is_some();
-    if held {
+    if object.metadata.finalizers.is_some() {
         let free = Patch::Merge(json!({"metadata": {"finalizers": null}}));
         api.patch(name, &PatchParams::default(), &free).await?;
     } else {
