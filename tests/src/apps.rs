@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::stream;
-use http::{Request, Response};
+use http::{HeaderValue, Request, Response};
 use http_body::Frame;
-use http_body_util::StreamBody;
+use http_body_util::{BodyExt as _, StreamBody};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -133,6 +133,18 @@ where
                 .await;
         }
     })
+}
+
+/// A response to a gRPC call that has been read: its head, and then nothing.
+///
+/// A proxy looks for a status behind the head only once the whole request has been sent, so it is read first.
+pub async fn silent_after_head(call: Request<Incoming>) -> Response<AnyBody> {
+    // A call that is cut off is answered as well.
+    let _ = call.into_body().collect().await;
+    let mut rsp = dripping(0, Duration::ZERO, false);
+    let kind = HeaderValue::from_static("application/grpc");
+    rsp.headers_mut().insert("content-type", kind);
+    rsp
 }
 
 /// A response in pieces of one byte, with so long between them, and an end or none.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use http::{HeaderValue, Method, Request, Response, Version};
+use http::{Method, Request, Response, Version};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use socket2::SockRef;
@@ -342,12 +342,7 @@ spec:
     );
     let mesh = mesh().workload("client").workload("web").annotated("web", annotations);
     mesh.manifest("route", &route).run(async |mesh: &Mesh| {
-        let _app = apps::http(mesh.listen("web", HTTP).await, |_| async {
-            let mut rsp = dripping(0, Duration::ZERO, false);
-            let kind = HeaderValue::from_static("application/grpc");
-            rsp.headers_mut().insert("content-type", kind);
-            rsp
-        });
+        let _app = apps::http(mesh.listen("web", HTTP).await, apps::silent_after_head);
         let mut client = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
         for cause in ["response-timeout", "response-timeout", "breaker-open"] {
             let req = Request::post("http://web.test/shop.Web/Buy").version(Version::HTTP_2);

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use http::{Request, Response, Version};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tulle_tests::apps::{self, App, dripping};
+use tulle_tests::apps::{self, App};
 use tulle_tests::client::{Http1, Http2, empty, full, read_until, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, STRANGER, mesh};
@@ -191,13 +191,7 @@ fn a_profile_s_timeout_holds_until_a_response_is_handed_on() {
 ";
     let mesh = mesh().workload("client").workload("web");
     mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
-        // A head, and then nothing in which a status could be.
-        let _app = apps::http(mesh.listen("web", HTTP).await, |_| async {
-            let mut rsp = dripping(0, Duration::ZERO, false);
-            let kind = "application/grpc".parse().unwrap();
-            rsp.headers_mut().insert("content-type", kind);
-            rsp
-        });
+        let _app = apps::http(mesh.listen("web", HTTP).await, apps::silent_after_head);
         let call = || {
             let req = Request::post("http://web.test/shop.Web/Buy").version(Version::HTTP_2);
             let req = req.header("content-type", "application/grpc").header("te", "trailers");
