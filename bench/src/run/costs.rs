@@ -64,6 +64,13 @@ struct Costs {
     server: Cost,
 }
 
+impl Costs {
+    /// Those of both sidecars.
+    fn instructions(&self) -> f64 {
+        self.client.instructions + self.server.instructions
+    }
+}
+
 /// Measures, prints, and fails when a request costs more than it did.
 pub fn main(args: &Args) -> anyhow::Result<()> {
     if let Some(one_in) = args.tap_one_in {
@@ -211,11 +218,18 @@ fn measure<const N: usize>(args: &Args, requests: u32, tapped: [Option<u32>; N])
     load(&scene, SERVICE, WARM_UP)?;
     let mut costs = [const { None }; N];
     for (n, (costs, one_in)) in (0..).zip(costs.iter_mut().zip(tapped)) {
-        *costs = Some(watched(&scene, &sidecars, load, requests, 2 * n + 1, one_in)?);
+        let windows = (n * WINDOWS..(n + 1) * WINDOWS)
+            .map(|window| watched(&scene, &sidecars, load, requests, 2 * window + 1, one_in))
+            .collect::<anyhow::Result<Vec<_>>>()?;
+        *costs = windows
+            .into_iter()
+            .min_by(|a, b| f64::total_cmp(&a.instructions(), &b.instructions()));
     }
     if let Some(dir) = args.dumps.as_deref() {
         std::fs::create_dir_all(dir).with_context(|| format!("making {}", dir.display()))?;
-        for (number, (side, _)) in (1..=N).flat_map(|n| sidecars.sides().into_iter().map(move |side| (2 * n, side))) {
+        for (number, (side, _)) in
+            (1..=N as u32 * WINDOWS).flat_map(|n| sidecars.sides().into_iter().map(move |side| (2 * n, side)))
+        {
             let from = out(&scene, side).with_extension(number.to_string());
             let to = dir.join(side.name()).with_extension(number.to_string());
             std::fs::copy(&from, to).with_context(|| format!("copying {}", from.display()))?;
@@ -223,6 +237,9 @@ fn measure<const N: usize>(args: &Args, requests: u32, tapped: [Option<u32>; N])
     }
     Ok(costs.map(|costs| costs.expect("each has been measured")))
 }
+
+/// How often each is measured. What time brings, such as a new connection, falls into one window or another: the cheapest counts.
+const WINDOWS: u32 = 2;
 
 /// So many requests, one after the other.
 type Load = fn(&Scene, &str, u32) -> anyhow::Result<()>;
