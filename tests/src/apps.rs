@@ -135,12 +135,12 @@ where
     })
 }
 
-/// A response to a gRPC call that has been read: its head, and then nothing.
+/// Answers a gRPC request with response headers, and sends nothing after them.
 ///
-/// A proxy looks for a status behind the head only once the whole request has been sent, so it is read first.
-pub async fn silent_after_head(call: Request<Incoming>) -> Response<AnyBody> {
-    // A call that is cut off is answered as well.
-    let _ = call.into_body().collect().await;
+/// Reads the whole request first: the proxy waits for a gRPC status in trailers only after it has sent the request.
+pub async fn grpc_headers_only(req: Request<Incoming>) -> Response<AnyBody> {
+    // An incomplete request gets the same response.
+    let _ = req.into_body().collect().await;
     let mut rsp = dripping(0, Duration::ZERO, false);
     let kind = HeaderValue::from_static("application/grpc");
     rsp.headers_mut().insert("content-type", kind);

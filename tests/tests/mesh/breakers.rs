@@ -342,7 +342,7 @@ spec:
     );
     let mesh = mesh().workload("client").workload("web").annotated("web", annotations);
     mesh.manifest("route", &route).run(async |mesh: &Mesh| {
-        let _app = apps::http(mesh.listen("web", HTTP).await, apps::silent_after_head);
+        let _app = apps::http(mesh.listen("web", HTTP).await, apps::grpc_headers_only);
         let mut client = Http2::over(mesh.dial("client", mesh.service("web", HTTP)).await).await;
         for cause in ["response-timeout", "response-timeout", "breaker-open"] {
             let req = Request::post("http://web.test/shop.Web/Buy").version(Version::HTTP_2);

@@ -58,7 +58,7 @@ fn every_query_of_a_dashboard_is_answered() {
         let mut http = Http1::over(mesh.arrive(STRANGER, "web", HTTP).await).await;
         assert_eq!(http.ask(request("/")).await.unwrap().status, 403);
         let mut bytes = mesh.arrive(STRANGER, "web", OPAQUE).await;
-        // It may be refused before it has sent anything.
+        // The proxy may reset the connection before the client writes.
         let _ = bytes.write_all(b"hello").await;
         assert!(matches!(bytes.read(&mut [0]).await, Ok(0) | Err(_)));
         let told = mesh.metrics("client").await + &mesh.metrics("web").await;

@@ -191,7 +191,7 @@ fn a_profile_s_timeout_holds_until_a_response_is_handed_on() {
 ";
     let mesh = mesh().workload("client").workload("web");
     mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
-        let _app = apps::http(mesh.listen("web", HTTP).await, apps::silent_after_head);
+        let _app = apps::http(mesh.listen("web", HTTP).await, apps::grpc_headers_only);
         let call = || {
             let req = Request::post("http://web.test/shop.Web/Buy").version(Version::HTTP_2);
             let req = req.header("content-type", "application/grpc").header("te", "trailers");
