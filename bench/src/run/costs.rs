@@ -27,7 +27,8 @@ pub struct Args {
     /// Write what it costs now into that file instead: for a change that is worth what it costs, or that saves something.
     #[arg(long)]
     write: bool,
-    /// Also copy what callgrind wrote into this directory: "callgrind_annotate client.2" shows who calls what.
+    /// Also copy what callgrind wrote into this directory: "callgrind_annotate client.2" shows who calls what, and
+    /// client.4 is the second measurement of the same.
     #[arg(long, value_name = "DIRECTORY")]
     dumps: Option<PathBuf>,
     /// By which rules requests go, and whether each has a connection of its own, as in "new-http"; the baseline is of those
@@ -62,13 +63,6 @@ struct Cost {
 struct Costs {
     client: Cost,
     server: Cost,
-}
-
-impl Costs {
-    /// Those of both sidecars.
-    fn instructions(&self) -> f64 {
-        self.client.instructions + self.server.instructions
-    }
 }
 
 /// Measures, prints, and fails when a request costs more than it did.
@@ -218,28 +212,29 @@ fn measure<const N: usize>(args: &Args, requests: u32, tapped: [Option<u32>; N])
     load(&scene, SERVICE, WARM_UP)?;
     let mut costs = [const { None }; N];
     for (n, (costs, one_in)) in (0..).zip(costs.iter_mut().zip(tapped)) {
-        let windows = (n * WINDOWS..(n + 1) * WINDOWS)
-            .map(|window| watched(&scene, &sidecars, load, requests, 2 * window + 1, one_in))
+        let repeats = (n * REPEATS..(n + 1) * REPEATS)
+            .map(|repeat| watched(&scene, &sidecars, load, requests, 2 * repeat + 1, one_in))
             .collect::<anyhow::Result<Vec<_>>>()?;
-        *costs = windows
+        let instructions = |costs: &Costs| costs.client.instructions + costs.server.instructions;
+        *costs = repeats
             .into_iter()
-            .min_by(|a, b| f64::total_cmp(&a.instructions(), &b.instructions()));
+            .min_by(|a, b| f64::total_cmp(&instructions(a), &instructions(b)));
     }
     if let Some(dir) = args.dumps.as_deref() {
         std::fs::create_dir_all(dir).with_context(|| format!("making {}", dir.display()))?;
-        for (number, (side, _)) in
-            (1..=N as u32 * WINDOWS).flat_map(|n| sidecars.sides().into_iter().map(move |side| (2 * n, side)))
-        {
-            let from = out(&scene, side).with_extension(number.to_string());
-            let to = dir.join(side.name()).with_extension(number.to_string());
-            std::fs::copy(&from, to).with_context(|| format!("copying {}", from.display()))?;
+        for number in (1..=N as u32 * REPEATS).map(|n| 2 * n) {
+            for (side, _) in sidecars.sides() {
+                let from = out(&scene, side).with_extension(number.to_string());
+                let to = dir.join(side.name()).with_extension(number.to_string());
+                std::fs::copy(&from, to).with_context(|| format!("copying {}", from.display()))?;
+            }
         }
     }
     Ok(costs.map(|costs| costs.expect("each has been measured")))
 }
 
-/// How often each is measured. What time brings, such as a new connection, falls into one window or another: the cheapest counts.
-const WINDOWS: u32 = 2;
+/// Measurements of each cost. The one with the fewest instructions counts: a TLS handshake during one of them adds to it.
+const REPEATS: u32 = 2;
 
 /// So many requests, one after the other.
 type Load = fn(&Scene, &str, u32) -> anyhow::Result<()>;
