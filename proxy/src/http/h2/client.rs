@@ -134,10 +134,11 @@ impl Shared {
         self.n_streams() == 0 && self.used_at.elapsed() > SPARE_TIMEOUT
     }
 
-    /// Whether the peer takes another stream for another protocol, as its settings say. These are waited for, but not for long.
+    /// Whether the peer accepts another stream for another protocol, by its settings. Waits for the settings for at most
+    /// [`STREAM_TIMEOUT`]: a busy peer may need longer for them than for its TLS handshake.
     pub(crate) async fn takes_stream(&mut self) -> bool {
         let told = async { self.told.wait_for(|told| *told).await.is_ok() };
-        let told = timeout(SETTINGS_TIMEOUT, told).await;
+        let told = timeout(STREAM_TIMEOUT, told).await;
         let send = &self.send;
         // They last, and must not keep requests from theirs.
         let has_room = Arc::strong_count(&self.streams) < send.current_max_send_streams() / 2;
@@ -145,11 +146,9 @@ impl Shared {
     }
 }
 
-/// How long the settings of a peer may take that has accepted a connection.
-const SETTINGS_TIMEOUT: Duration = Duration::from_secs(1);
 /// What `h2` has for the streams that a peer permits until its settings come: more than any can say.
 const UNTOLD: usize = usize::MAX - 1;
-/// How long a request waits for a free stream, where its endpoint may have no more connections.
+/// Maximum wait for a free stream where the endpoint may have no more connections, and for the settings that permit streams.
 pub(crate) const STREAM_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long a connection that is one too many is kept.
 const SPARE_TIMEOUT: Duration = Duration::from_secs(10);
