@@ -1,5 +1,6 @@
 # The images for users: docker build --target controller .   docker build --target proxy .
-# docker build --target bench . is the workload of the documentation. They are for the architecture that builds them (amd64, arm64). Without a daemon: `./run images`.
+# docker build --target bench . is the workload of the documentation. They are for the architecture that builds them (amd64, arm64).
+# The proxy in them is built without a profile of its load; `./run images` builds it with one, and needs no daemon.
 
 FROM rust:1.95-bookworm AS build
 COPY . /tulle

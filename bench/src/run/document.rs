@@ -231,9 +231,8 @@ makes that. Rows are measured in turns, peer after peer; the tables have medians
 distance of the extremes. The client, both sidecars and the application share the machine: requests/s say how much all of them cost \
 together, CPU times what the sidecars cost. On other machines expect the ratios, not the figures.
 
-tulle is as its images have it (`./run images`), which a compiler has laid out by what the proxy did in most of these rows \
-(`./run profile`): without that it takes about a quarter more CPU time per request. The others are as Debian and Envoy's makers have \
-built them.
+`tulle` is as its images have it (`./run images`): the compiler has optimised it with a profile of most of these rows. \
+`tulle-no-profile` is built without one. The others are as Debian and Envoy's makers have built them.
 ";
 
 #[cfg(test)]

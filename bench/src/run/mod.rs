@@ -138,7 +138,7 @@ fn measure(stages: &[(Peer, Scene)], rows: &[Row], duration: Duration, results: 
     let mut left_out = 0;
     let mut unless_left_out = |peer: Peer, failed: anyhow::Error| {
         let error = failed.context(format!("measuring {rows:?} of {peer:?}"));
-        if matches!(peer, Peer::Tulle | Peer::None) {
+        if matches!(peer, Peer::Tulle | Peer::TulleNoProfile | Peer::None) {
             return Err(error);
         }
         eprintln!("left out: {error:#}");

@@ -12,7 +12,10 @@ use super::{others, tools, tulle};
 #[derive(clap::ValueEnum, serde::Serialize, serde::Deserialize, Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Peer {
+    /// As its images have it: built with a profile.
     Tulle,
+    /// tulle, built without a profile.
+    TulleNoProfile,
     Haproxy,
     Nginx,
     Envoy,
@@ -84,9 +87,8 @@ impl Peer {
     /// Fails when a program is missing, before anything is started.
     pub(super) fn check(self) -> anyhow::Result<()> {
         match self {
-            Self::Tulle => tulle::PROGRAMS
-                .into_iter()
-                .try_for_each(|name| tools::beside(name).map(drop)),
+            Self::Tulle => tulle::check(tulle::PROXY),
+            Self::TulleNoProfile => tulle::check(tulle::PROXY_NO_PROFILE),
             Self::Haproxy => tools::installed("haproxy"),
             Self::Nginx => tools::installed("nginx"),
             Self::Envoy => others::envoy().map(drop),
@@ -97,7 +99,7 @@ impl Peer {
     /// Fails when the traffic of the warm-up did not go the way that is measured.
     pub(super) fn verify(self, scene: &Scene, setup: &Setup) -> anyhow::Result<()> {
         match self {
-            Self::Tulle => tulle::verify(scene, setup.path),
+            Self::Tulle | Self::TulleNoProfile => tulle::verify(scene, setup.path),
             // Nobody else answers at the service's address, and the sidecar accepts nothing but certificates of ours.
             Self::Haproxy | Self::Nginx | Self::Envoy | Self::None => Ok(()),
         }
@@ -106,7 +108,8 @@ impl Peer {
     /// Starts the sidecars and waits until they listen.
     pub(super) fn start(self, scene: &Scene, setup: &Setup) -> anyhow::Result<Option<Sidecars>> {
         match self {
-            Self::Tulle => tulle::start(scene, setup).map(Some),
+            Self::Tulle => tulle::start(scene, setup, tulle::PROXY).map(Some),
+            Self::TulleNoProfile => tulle::start(scene, setup, tulle::PROXY_NO_PROFILE).map(Some),
             Self::Haproxy => haproxy(scene, setup).map(Some),
             Self::Nginx => others::nginx(scene, setup).map(Some),
             Self::Envoy => others::start_envoy(scene, setup).map(Some),
@@ -117,12 +120,13 @@ impl Peer {
     /// What it calls itself, with its version.
     pub(super) fn version(self) -> anyhow::Result<String> {
         match self {
-            Self::Tulle => {
+            Self::Tulle | Self::TulleNoProfile => {
                 let git = Command::new("git").args(["describe", "--always", "--dirty"]).output();
                 let commit = git.ok().filter(|output| output.status.success());
                 let commit = commit.map(|output| format!(" ({})", String::from_utf8_lossy(&output.stdout).trim()));
                 Ok(format!(
-                    "tulle {}{}",
+                    "{} {}{}",
+                    super::report::name(self),
                     env!("CARGO_PKG_VERSION"),
                     commit.unwrap_or_default()
                 ))

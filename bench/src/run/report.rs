@@ -249,14 +249,14 @@ impl fmt::Display for Report {
             )?;
         }
         writeln!(f)?;
-        write!(f, "{:<14}{:<8}", "row", "peer")?;
+        write!(f, "{:<14}{:<18}", "row", "peer")?;
         for (_, title, _) in COLUMNS {
             write!(f, "{title:>16}")?;
         }
         writeln!(f)?;
         let (loads, others): (Vec<&Line>, Vec<&Line>) = self.lines.iter().partition(|line| line.is_load());
         for line in loads {
-            write!(f, "{:<14}{:<8}", name(line.row), name(line.peer))?;
+            write!(f, "{:<14}{:<18}", name(line.row), name(line.peer))?;
             for (metric, _, decimals) in COLUMNS {
                 write!(f, "{:>16}", line.text(metric, decimals))?;
             }
@@ -266,7 +266,7 @@ impl fmt::Display for Report {
         for line in others {
             for metric in line.metrics.keys() {
                 let row = format!("{}.{}", name(line.row), name(*metric));
-                writeln!(f, "{row:<36}{:<8}{:>16}", name(line.peer), line.text(*metric, 1))?;
+                writeln!(f, "{row:<36}{:<18}{:>16}", name(line.peer), line.text(*metric, 1))?;
             }
         }
         writeln!(f, "\n{:<34}{:>12}{:>9}  {:<26}", "bound", "tulle", "ratio", "wanted")?;

@@ -21,14 +21,23 @@ use super::rows::{Build, Path, Rules, Setup};
 use super::scene::{self, CONTROL, PROXY_UID, Scene};
 use super::{callgrind, costs, tools};
 
-/// Programs that have to be beside this one.
-pub(super) const PROGRAMS: [&str; 3] = [PROXY, COUNTING_PROXY, "tulle-control"];
-const PROXY: &str = "tulle-proxy";
-/// The same with an allocator that counts.
+/// The proxy as images have it.
+pub(super) const PROXY: &str = "tulle-proxy";
+/// The proxy, built without a profile.
+pub(super) const PROXY_NO_PROFILE: &str = "tulle-proxy-no-profile";
+/// The proxy with an allocator that counts.
 const COUNTING_PROXY: &str = "tulle-bench-proxy";
+const CONTROL_PLANE: &str = "tulle-control";
 
-/// Starts control plane and sidecars, and waits until both have their certificates.
-pub(super) fn start(scene: &Scene, setup: &Setup) -> anyhow::Result<Sidecars> {
+/// Fails when a program that measuring `proxy` needs is not beside this one.
+pub(super) fn check(proxy: &str) -> anyhow::Result<()> {
+    [proxy, COUNTING_PROXY, CONTROL_PLANE]
+        .into_iter()
+        .try_for_each(|name| tools::beside(name).map(drop))
+}
+
+/// Starts a control plane, and sidecars of the program `program`; waits until both have their certificates.
+pub(super) fn start(scene: &Scene, setup: &Setup, program: &str) -> anyhow::Result<Sidecars> {
     let manifests = match setup.path {
         Path::Both => include_str!("../../peers/mesh.yaml"),
         Path::Outbound | Path::Inbound => include_str!("../../peers/mesh-plain.yaml"),
@@ -39,11 +48,17 @@ pub(super) fn start(scene: &Scene, setup: &Setup) -> anyhow::Result<Sidecars> {
         Rules::Profile => include_str!("../../peers/mesh-profiled.yaml"),
     };
     let mesh = Mesh::create(scene.dir.path(), &format!("{manifests}---\n{rules}"))?;
-    let mut command = scene.control.command(tools::beside("tulle-control")?);
+    let mut command = scene.control.command(tools::beside(CONTROL_PLANE)?);
     command.args(mesh.control_args());
     let mut control = Process::start("tulle-control", command, scene.dir.path())?;
     control.listening(&[port::IDENTITY, port::DESTINATION, port::POLICY])?;
-    Sidecars::start(scene, setup, Some(control), |side| proxy(scene, setup, &mesh, side))
+    let proxies = Proxies {
+        scene,
+        setup,
+        mesh: &mesh,
+        program,
+    };
+    Sidecars::start(scene, setup, Some(control), |side| proxies.start(side))
 }
 
 /// Files of one mesh.
@@ -108,6 +123,14 @@ impl Mesh {
     }
 }
 
+/// Starts proxies of one program.
+struct Proxies<'a> {
+    scene: &'a Scene,
+    setup: &'a Setup,
+    mesh: &'a Mesh,
+    program: &'a str,
+}
+
 /// A copy of a program where every user can start it: what was built below a home directory need not be such a place.
 fn runnable(program: &str, dir: &std::path::Path) -> anyhow::Result<PathBuf> {
     let copy = dir.join(program);
@@ -117,65 +140,74 @@ fn runnable(program: &str, dir: &std::path::Path) -> anyhow::Result<PathBuf> {
     Ok(copy)
 }
 
-fn proxy(scene: &Scene, setup: &Setup, mesh: &Mesh, side: Side) -> anyhow::Result<Process> {
-    let (name, namespace) = (side.name(), scene.namespace(side));
-    let installed = |program| runnable(program, scene.dir.path());
-    let mut command = match setup.build {
-        Build::Shipped => scene::as_proxy(namespace, installed(PROXY)?),
-        Build::Counting => {
-            let mut command = scene::as_proxy(namespace, installed(COUNTING_PROXY)?);
-            command.arg(COUNTER);
-            command
+impl Proxies<'_> {
+    /// Starts one side's proxy, and waits for its certificate.
+    fn start(&self, side: Side) -> anyhow::Result<Process> {
+        let Self {
+            scene,
+            setup,
+            mesh,
+            program,
+        } = *self;
+        let (name, namespace) = (side.name(), scene.namespace(side));
+        let installed = |program| runnable(program, scene.dir.path());
+        let mut command = match setup.build {
+            Build::Shipped => scene::as_proxy(namespace, installed(program)?),
+            Build::Counting => {
+                let mut command = scene::as_proxy(namespace, installed(COUNTING_PROXY)?);
+                command.arg(COUNTER);
+                command
+            }
+            Build::Callgrind => {
+                let dir = scene.dir.path().join(costs::DIRECTORY);
+                std::fs::create_dir_all(&dir).with_context(|| format!("making {}", dir.display()))?;
+                chown(&dir, Some(PROXY_UID), Some(PROXY_UID)).context("giving callgrind its directory")?;
+                let mut command = scene::as_proxy(namespace, "valgrind");
+                command.args(callgrind::arguments(&costs::out(scene, side)));
+                command.arg(installed(program)?);
+                command
+            }
+        };
+        // For valgrind alone.
+        command.env_clear().env("PATH", "/usr/bin:/bin");
+        let identity = |account: &str, namespace: &str| {
+            tulle_core::identity::service_account(account, namespace, "linkerd", "cluster.local")
+        };
+        let workload = serde_json::json!({"ns": NAMESPACE, "external_workload": name}).to_string();
+        let destination = identity("linkerd-destination", "linkerd");
+        let token = mesh.token(name)?.display().to_string();
+        for (variable, value) in [
+            ("LOG", "warn"),
+            ("TAP_SVC_NAME", &identity("tap", "linkerd")),
+            ("CORES", &setup.workers.to_string()),
+            ("INBOUND_DEFAULT_POLICY", "all-authenticated"),
+            ("POLICY_WORKLOAD", &workload),
+            ("DESTINATION_CONTEXT", &workload),
+            ("DESTINATION_PROFILE_NETWORKS", "10.0.0.0/8"),
+            ("DESTINATION_SVC_ADDR", &format!("{CONTROL}:{}", port::DESTINATION)),
+            ("DESTINATION_SVC_NAME", &destination),
+            ("POLICY_SVC_ADDR", &format!("{CONTROL}:{}", port::POLICY)),
+            ("POLICY_SVC_NAME", &destination),
+            ("IDENTITY_SVC_ADDR", &format!("{CONTROL}:{}", port::IDENTITY)),
+            ("IDENTITY_SVC_NAME", &identity("linkerd-identity", "linkerd")),
+            ("IDENTITY_LOCAL_NAME", &identity(name, NAMESPACE)),
+            ("IDENTITY_TRUST_ANCHORS", &mesh.anchors),
+            ("IDENTITY_TOKEN_FILE", &token),
+        ] {
+            command.env(format!("LINKERD2_PROXY_{variable}"), value);
         }
-        Build::Callgrind => {
-            let dir = scene.dir.path().join(costs::DIRECTORY);
-            std::fs::create_dir_all(&dir).with_context(|| format!("making {}", dir.display()))?;
-            chown(&dir, Some(PROXY_UID), Some(PROXY_UID)).context("giving callgrind its directory")?;
-            let mut command = scene::as_proxy(namespace, "valgrind");
-            command.args(callgrind::arguments(&costs::out(scene, side)));
-            command.arg(installed(PROXY)?);
-            command
+        if let Some(timeout) = setup.head_timeout {
+            for side in ["INBOUND", "OUTBOUND"] {
+                let variable = format!("TULLE_PROXY_{side}_HTTP1_HEAD_TIMEOUT");
+                command.env(variable, format!("{}ms", timeout.as_millis()));
+            }
         }
-    };
-    // For valgrind alone.
-    command.env_clear().env("PATH", "/usr/bin:/bin");
-    let identity = |account: &str, namespace: &str| {
-        tulle_core::identity::service_account(account, namespace, "linkerd", "cluster.local")
-    };
-    let workload = serde_json::json!({"ns": NAMESPACE, "external_workload": name}).to_string();
-    let destination = identity("linkerd-destination", "linkerd");
-    let token = mesh.token(name)?.display().to_string();
-    for (variable, value) in [
-        ("LOG", "warn"),
-        ("TAP_SVC_NAME", &identity("tap", "linkerd")),
-        ("CORES", &setup.workers.to_string()),
-        ("INBOUND_DEFAULT_POLICY", "all-authenticated"),
-        ("POLICY_WORKLOAD", &workload),
-        ("DESTINATION_CONTEXT", &workload),
-        ("DESTINATION_PROFILE_NETWORKS", "10.0.0.0/8"),
-        ("DESTINATION_SVC_ADDR", &format!("{CONTROL}:{}", port::DESTINATION)),
-        ("DESTINATION_SVC_NAME", &destination),
-        ("POLICY_SVC_ADDR", &format!("{CONTROL}:{}", port::POLICY)),
-        ("POLICY_SVC_NAME", &destination),
-        ("IDENTITY_SVC_ADDR", &format!("{CONTROL}:{}", port::IDENTITY)),
-        ("IDENTITY_SVC_NAME", &identity("linkerd-identity", "linkerd")),
-        ("IDENTITY_LOCAL_NAME", &identity(name, NAMESPACE)),
-        ("IDENTITY_TRUST_ANCHORS", &mesh.anchors),
-        ("IDENTITY_TOKEN_FILE", &token),
-    ] {
-        command.env(format!("LINKERD2_PROXY_{variable}"), value);
+        let mut process = Process::start(&format!("tulle-proxy-{name}"), command, scene.dir.path())?;
+        process.wait_for("certificate, by its /ready", |_| {
+            namespace.run(ready).context("asking for readiness")
+        })?;
+        Ok(process)
     }
-    if let Some(timeout) = setup.head_timeout {
-        for side in ["INBOUND", "OUTBOUND"] {
-            let variable = format!("TULLE_PROXY_{side}_HTTP1_HEAD_TIMEOUT");
-            command.env(variable, format!("{}ms", timeout.as_millis()));
-        }
-    }
-    let mut process = Process::start(&format!("tulle-proxy-{name}"), command, scene.dir.path())?;
-    process.wait_for("certificate, by its /ready", |_| {
-        namespace.run(ready).context("asking for readiness")
-    })?;
-    Ok(process)
 }
 
 /// What the counting proxy has asked its allocator for so far.
